@@ -4,14 +4,15 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from mrp_trainer.evaluate.provenance import digests
-from mrp_trainer.evaluate.provenance import header as header
-from mrp_trainer.evaluate.results import measuring_command, other_weights, with_headers
+from mrp_trainer.evaluate import provenance
+from mrp_trainer.evaluate.provenance import deciding, digests
+from mrp_trainer.evaluate.results import check_clean, other_weights, with_headers
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp.generate.generation import laid_out
@@ -35,6 +36,20 @@ def parser_of(name: str, doc: str) -> ArgumentParser:
     return ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc, formatter_class=RawDescriptionHelpFormatter)
 
 
+PRINTED = Path("/proc/self/fd/1")
+
+
+def header(benchmark: str, options: Any, model: MRPForCausalLM | None = None, printed: Path = PRINTED) -> dict[str, Any]:
+    """Make the header of a command's output, `provenance.header`; without `options.output` that is what is `printed`.
+
+    Raises:
+        ValueError: if the output is a file of `benchmarks/results`, and the code has changes that no commit holds.
+    """
+    made = provenance.header(benchmark, options, model)
+    check_clean(getattr(options, "output", None) or printed, made)
+    return made
+
+
 def emit(line: dict[str, Any], file: TextIO | None = None) -> None:
     """Print one measurement at once, and write it to a file, so that a run that is cut short leaves what it had."""
     for target in filter(None, (sys.stdout, file)):
@@ -50,22 +65,38 @@ def embedded_weights() -> dict[str, str | None]:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read the measurements that a command left, without their headers.
 
-    Lines of other weights than the embedded ones are left out where these have been measured behind them.
+    Lines of other weights than the embedded ones, or of code that decided otherwise, are left out where today's have been
+    measured behind them. What was measured before headers noted that code is read: it is of the commit that they name.
 
     Raises:
-        ValueError: The file holds lines of other weights and ends with them.
+        ValueError: The file holds lines of other weights or code and ends with them.
     """
-    weights = embedded_weights()
+    weights = {**embedded_weights(), "deciding": deciding()}
     measured = list(with_headers(map(json.loads, path.read_text().splitlines())))
     others = {place: other_weights(header, line, weights) for place, (header, line) in enumerate(measured)}
     stale = [place for place, part in others.items() if part is not None]
     if stale and other_weights(measured[-1][0], {}, weights):
         first, part = measured[stale[0]][0], str(others[stale[0]])
         again = f": measure again with `{measuring_command(first, path)}`" if "options" in first else ""
+        whose = "today's" if part == "deciding" else f"that of {TINY.name}"
+        what = "deciding code" if part == "deciding" else part
         raise ValueError(
-            f"{path}: measured with the {part} {first.get(part, 'unknown')}, and that of {TINY.name} is {weights[part]}{again}"
+            f"{path}: measured with the {what} {first.get(part, 'unknown')}, and {whose} is {weights[part]}{again}"
         )
     return [line for place, (_, line) in enumerate(measured) if others[place] is None]
+
+
+def measuring_command(header: Mapping[str, Any], path: Path) -> str:
+    """The command that a header names, with its options, writing to a path."""
+    name = header["benchmark"]
+    ours = name in ("mrp evaluate", "mrp_trainer.evaluate")  # as it was called before
+    parts = ["mrp evaluate" if ours else f"python -m benchmarks.{name}"]
+    for name, value in header["options"].items():
+        if value is None or value is False or value == [] or name == "output":
+            continue
+        flag, values = f"--{name.replace('_', '-')}", list(map(str, value)) if isinstance(value, list) else [str(value)]
+        parts += [flag] if value is True else [f"{flag} {one}" for one in values] if ours else [" ".join([flag, *values])]
+    return " ".join([*parts, "--output" if "output" in header["options"] else ">", str(path)])
 
 
 def now(device: torch.device) -> float:

@@ -5,23 +5,19 @@
 prints the mode to use at each shape, batch size and K, and the batch size at which each mode stops paying. Tokens per forward,
 states per forward and head passes per round are of `results/tiny_sweep.jsonl`, which commit 27b9ad0 measured with the embedded
 checkpoint, a toy; the bandwidth is ideal. So predictions hold for a model whose drafts are right as often, on a device that
-never waits. What waiting adds is in `benchmarks.rounds`.
+never waits.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from mrp_trainer.data.tasks import FAMILIES
+from mrp_trainer.doctor.roofline import PUBLISHED, Counts, Device, Shape, round_seconds
 from mrp_trainer.publish.card import markdown_table
-from torch import nn
 
-from modeling_mrp.modeling import MRPForCausalLM
-
-from .common import HUB_CONFIGS, RESULTS, parser_of
-from .roofline import Device, Shape, Work, backbone_forward, head_forward, vocabulary_step
+from .common import RESULTS, parser_of
 
 # Bandwidth of the H200 as measured with a large copy, the others and all peaks (dense bf16) as their makers give them.
 DEVICES = {
@@ -29,72 +25,20 @@ DEVICES = {
     "A100-80G": Device("A100-80G", 2.04e12, 312e12),
     "RTX4090": Device("RTX4090", 1.01e12, 165e12),
 }
-SHAPES = ("1.7b", "4b", "8b")
+SHAPES = tuple(map(str.lower, PUBLISHED))
 SPECULATING = ("self_spec", "mrp_spec")
 LARGEST_BATCH = 1024
 COUNTS = RESULTS / "tiny_sweep.jsonl"
 Line = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What a mode does in a round, per row.
-
-    Attributes:
-        tokens_per_forward: Tokens generated per backbone forward.
-        states_per_forward: States that a row packs into it.
-        head_passes: Passes of the head in a round, one after the other, each with a vocabulary step.
-        states_per_head_pass: States that a row packs into each.
-    """
-
-    tokens_per_forward: float
-    states_per_forward: float
-    head_passes: float = 0.0
-    states_per_head_pass: float = 1.0
-
-    @classmethod
-    def of(cls, line: Line, mode: str, states: int) -> "Counts":
-        """Read the counts of a mode from a line of results; one that does not say what a round computes stands for K states a
-        forward, and the head's forwards per token."""
-        tokens = line["tokens_per_forward"]
-        passes = line.get("head_passes_per_round", line["head_per_token"] * tokens) if mode == "mrp_spec" else 0.0
-        packed = max(1.0, line.get("states_per_head_pass", 1.0))
-        return cls(tokens, line.get("states_per_forward", float(states)), passes, packed)
-
-
-def head_share(model: MRPForCausalLM) -> float:
-    """Divide the parameters that a head pass and its picks read by those that a backbone forward and its picks read."""
-
-    def size(module: nn.Module | None) -> int:
-        return sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
-
-    picked = model.config.draft_vocab_size or model.config.vocab_size
-    return (size(model.mrp_head) + picked * model.config.hidden_size) / (
-        size(model.model.layers) + model.lm_head.weight.numel()
-    )
-
-
-def masks_per_state(block_size: int) -> float:
-    """Positions of a state that need a pick, on average over a block's states, from all masks to none."""
-    return block_size / 2
-
-
-def round_work(shape: Shape, counts: Counts, batch: int, prefix: int) -> dict[str, tuple[float, list[Work]]]:
-    """List the kernel groups of a round behind `prefix` tokens, by part, and how often each part is done: `backbone`,
-    `vocabulary`, `head`, `draft_vocabulary`."""
-    masks = batch * masks_per_state(shape.block_size)
-    return {
-        "backbone": (1, backbone_forward(shape, batch, counts.states_per_forward, prefix)),
-        "vocabulary": (1, [vocabulary_step(shape, masks * counts.states_per_forward)]),
-        "head": (counts.head_passes, head_forward(shape, batch, counts.states_per_head_pass, prefix)),
-        "draft_vocabulary": (counts.head_passes, [vocabulary_step(shape, masks * counts.states_per_head_pass)]),
-    }
-
-
-def round_seconds(shape: Shape, device: Device, counts: Counts, batch: int, prefix: int) -> float:
-    """Predict the seconds of a round."""
-    work = round_work(shape, counts, batch, prefix).values()
-    return sum(times * sum(map(device.seconds, works)) for times, works in work)
+def counts_of(line: Line, mode: str, states: int) -> Counts:
+    """Read the counts of a mode from a line of results; one that does not say what a round computes stands for K states a
+    forward, and the head's forwards per token."""
+    tokens = line["tokens_per_forward"]
+    passes = line.get("head_passes_per_round", line["head_per_token"] * tokens) if mode == "mrp_spec" else 0.0
+    packed = max(1.0, line.get("states_per_head_pass", 1.0))
+    return Counts(tokens, line.get("states_per_forward", float(states)), passes, packed)
 
 
 def speedup(shape: Shape, device: Device, counts: Counts, static: Counts, batch: int, prefix: int) -> float:
@@ -117,7 +61,7 @@ def counts_at(lines: Sequence[Line], family: str, mode: str, states: int, batch:
     fitting = [line for line in lines if all(line.get(name) == value for name, value in wanted.items())]
     fitting = [line for line in fitting if line.get("axis") != "prompt" and line["batch_size"] <= (1 if alone else batch)]
     line = max(fitting, key=lambda line: line["batch_size"])
-    return Counts(line["tokens_per_forward"], 1 + 1 / block_size) if alone else Counts.of(line, mode, states)
+    return Counts(line["tokens_per_forward"], 1 + 1 / block_size) if alone else counts_of(line, mode, states)
 
 
 def read_counts() -> list[Line]:
@@ -131,7 +75,7 @@ def tables(device: Sequence[str], shape: Sequence[str], batch: Sequence[int], st
     lines, columns = read_counts(), list(product(FAMILIES, states))
     choices, limits = list[list[str]](), list[list[str]]()
     for of, size in product(map(DEVICES.__getitem__, device), shape):
-        sizes = Shape.read(HUB_CONFIGS / f"sdar-{size}-mrp")
+        sizes = PUBLISHED[size.upper()]
         for rows in batch:
             cells = []
             for family, k in columns:

@@ -1,4 +1,4 @@
-"""The frontier: accuracy against tokens per forward of every mode and target at the settings people use, with 95 % intervals.
+"""The frontier: accuracy against tokens per unit of every mode and target at the settings people use, with 95 % intervals.
 
 ``python -m benchmarks.frontier`` decodes 500 held-out problems a family, greedily, with each of `settings()`: every target
 alone; the rules of `mrp_remask`; `mrp_direct`; four targets drafted by `self_spec`, a calibrated draft graph
@@ -6,15 +6,18 @@ alone; the rules of `mrp_remask`; `mrp_direct`; four targets drafted by `self_sp
 (`benchmarks.psd`). Of `source`, which has no right answer, it decodes half as many, with the targets and what drafts for
 them.
 
+With `--rules` it decodes with every reveal rule instead, those from papers as published: alone, and drafted by `mrp_spec` with
+one head pass (`--count 40` is enough to see what differs; `python -m benchmarks.tables rules`).
+
 Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has one there, of the weights that it
-uses, is not measured again. `python -m benchmarks.tables frontier` (`targets`, `headline`, `eager`, `recovered`) prints
+uses, is not measured again. `python -m benchmarks.tables frontier` (`targets`, `break_even`, `headline`, `eager`) prints
 tables, and `python -m benchmarks.plots` draws the figure, from all of `tiny_frontier*.jsonl`: processes may take a family and a
 file each.
 
 In float64, so that every drafted text is its target's, token by token; `texts_that_differ` counts those that are not.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import product
 from typing import Any
@@ -36,14 +39,14 @@ from .draft_graph import DraftGraph, Node, graph_drafts, recorded_paths
 from .measure import Loop, Measured, measure, measure_loop
 from .psd import parallel_speculative
 from .released import Released
-from .targets import TARGETS, alone, drafted
+from .targets import RULES, TARGETS, alone, drafted
 
 Setting = dict[str, Any]
 JUDGED: tuple[Family, ...] = ("math", "code")  # those with right answers
 TAUS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 REMASK_TAUS = (0.4, *TAUS)
 BOUNDS = (0.35, 0.7, 1.0)
-STATES = (3, 4, 8)
+STATES, RULE_STATES = (3, 4, 8), (4, 8)
 PSD_TAUS, PSD_STATES = (0.7, 0.8, 0.9), (4, 8)
 # Beside the modes of `generate`.
 GRAPH, PSD, RELEASED = "draft_graph", "psd", "released"
@@ -73,6 +76,20 @@ def settings(family: Family = "math") -> list[Setting]:
     return lossless + [setting for setting in changing if setting not in lossless]
 
 
+def rule_settings() -> list[Setting]:
+    """List what is measured of the reveal rules: each alone, and drafted with two numbers of states."""
+    return [
+        setting
+        for target in RULES
+        for setting in (alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in RULE_STATES))
+    ]
+
+
+def of_target(setting: Setting) -> dict[str, Setting]:
+    """Name the target of a drafted setting."""
+    return {"target": alone(setting["target"])} if "target" in setting else {}
+
+
 def setting_name(line: Mapping[str, Any]) -> str:
     """Name a line's setting: "mrp_remask reread tau=0.5", "draft_graph of static K=4"."""
     decoding = " ".join(filter(None, (line["decoding"], line.get("remask_rule"))))
@@ -85,9 +102,8 @@ def setting_name(line: Mapping[str, Any]) -> str:
 
 def references(setting: Setting) -> dict[str, Setting]:
     """Name the settings that a drafted one is compared with, its target first; those of the same K."""
-    if "target" not in setting:
+    if not (others := of_target(setting)):
         return {}
-    others = {"target": alone(setting["target"])}
     plain = {name: value for name, value in setting.items() if name not in ("draft_passes", "head_prefix")}
     if setting["num_draft_states"] not in STATES:
         return others
@@ -101,8 +117,8 @@ def references(setting: Setting) -> dict[str, Setting]:
 
 def on_frontier(line: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> bool:
     """Tell if none of others is as accurate and as fast as a line, and better at one of them."""
-    ours = line["accuracy"], line["tokens_per_forward"]
-    theirs = ((other["accuracy"], other["tokens_per_forward"]) for other in others)
+    ours = line["accuracy"], line["tokens_per_unit"]
+    theirs = ((other["accuracy"], other["tokens_per_unit"]) for other in others)
     return not any(each != ours and each[0] >= ours[0] and each[1] >= ours[1] for each in theirs)
 
 
@@ -155,9 +171,14 @@ class Decoder:
 
 
 def lines(
-    decoder: Decoder, asked: list[Problem], wanted: Iterable[Setting], results: ResultsFile, identity: dict[str, Any]
+    decoder: Decoder,
+    asked: list[Problem],
+    wanted: Iterable[Setting],
+    results: ResultsFile,
+    identity: dict[str, Any],
+    compared: Callable[[Setting], dict[str, Setting]] = references,
 ) -> Iterator[dict[str, Any]]:
-    """Measure each of some settings that has no line yet, on problems of one family."""
+    """Measure each of some settings that has no line yet, on problems of one family; over those it is compared with, too."""
     made: dict[str, Measured] = {}
 
     def decoded(setting: Setting) -> Measured:
@@ -171,7 +192,7 @@ def lines(
             continue
         measured = decoded(setting)
         line = fields | measured.line()
-        others = {name: decoded(other) for name, other in references(setting).items()}
+        others = {name: decoded(other) for name, other in compared(setting).items()}
         line |= measured.over(**others)
         if others:
             line["texts_that_differ"] = measured.differ(others["target"])
@@ -188,6 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     decodings = list(dict.fromkeys(setting["decoding"] for setting in settings()))
     parser.add_argument("--decoding", nargs="+", choices=decodings, default=decodings, help="measure these alone")
+    parser.add_argument("--rules", action="store_true", help="measure every reveal rule instead")
     parser.add_argument("--split", choices=SPLITS, default="heldout")
     parser.add_argument("--count", type=int, default=500, help="problems of math and code; half as many of source")
     parser.add_argument("--batch-size", type=int, default=10)
@@ -202,8 +224,9 @@ def main(arguments: list[str] | None = None) -> None:
     decoder = Decoder(model.to(getattr(torch, options.dtype)), tokenizer, options.batch_size)
     for family in options.family:
         asked = problems(family, options.split, options.count if family in JUDGED else options.count // 2)
-        wanted = [setting for setting in settings(family) if setting["decoding"] in options.decoding]
-        for line in lines(decoder, asked, wanted, results, identity):
+        every, compared = (rule_settings(), of_target) if options.rules else (settings(family), references)
+        wanted = [setting for setting in every if options.rules or setting["decoding"] in options.decoding]
+        for line in lines(decoder, asked, wanted, results, identity, compared):
             results.add(line)
             right = f"{line['accuracy']} % at " if "accuracy" in line else ""
             differ = f", {line['texts_that_differ']} texts differ" if "texts_that_differ" in line else ""

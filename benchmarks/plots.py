@@ -42,7 +42,7 @@ CURVES: dict[str, tuple[str, str, str]] = {
 
 
 def frontier_figure(lines: Sequence[Line]) -> Figure:
-    """Accuracy over tokens per forward with 95 % intervals, a panel a family; drafted targets have their target's marker."""
+    """Accuracy over tokens per unit with 95 % intervals, a panel a family; drafted targets have their target's marker."""
     lines = [line for line in lines if "accuracy" in line]
     families = list(dict.fromkeys(line["family"] for line in lines))
     figure = Figure(figsize=(1.8 + 5.2 * len(families), 4.8), layout="constrained")
@@ -55,11 +55,11 @@ def frontier_figure(lines: Sequence[Line]) -> Figure:
                 curves.setdefault((mode, line.get("target", "")), []).append(line)
         for (mode, target), points in curves.items():
             color, marker, style = CURVES[mode]
-            points = sorted(points, key=lambda line: line["tokens_per_forward"])
+            points = sorted(points, key=lambda line: line["tokens_per_unit"])
             axes.errorbar(
-                [line["tokens_per_forward"] for line in points],
+                [line["tokens_per_unit"] for line in points],
                 [line["accuracy"] for line in points],
-                xerr=_arms(points, "tokens_per_forward"),
+                xerr=_arms(points, "tokens_per_unit"),
                 yerr=_arms(points, "accuracy"),
                 color=color,
                 marker=marker or CURVES[target][1],
@@ -69,7 +69,7 @@ def frontier_figure(lines: Sequence[Line]) -> Figure:
                 elinewidth=0.4,
                 label=f"{mode} of {target}" if target else mode,
             )
-        axes.set(title=family, xlabel="tokens per backbone forward", ylabel="problems solved, %")
+        axes.set(title=family, xlabel="tokens per backbone forward, head passes charged as at 4B", ylabel="problems solved, %")
     figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside right upper")  # every family has all curves
     return figure
 

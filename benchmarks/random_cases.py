@@ -13,13 +13,14 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.generate.option_table import DRAFTING, REMASK_RULES, TARGETS
+from modeling_mrp.generate.option_table import DRAFTING, PUBLISHED, REMASK_RULES, TARGETS
 from tests.reference import Row as SlowRow
 from tests.reference import reference_decode
 
 Row = dict[str, Any]
 MASK, VOCAB = 60, 64
-MODES = (*TARGETS, "mrp_direct", "mrp_remask")  # those that say what a text is
+# Those that say what a text is; half of the cases are of the rules from papers.
+MODES = (*2 * ("static", "dynamic", "sequential", "entropy_bound", "mrp_direct", "mrp_remask"), *PUBLISHED)
 
 
 def make_model(seed: int = 0, **overrides: Any) -> MRPForCausalLM:
@@ -81,15 +82,11 @@ def dampened(model: MRPForCausalLM, factor: float) -> MRPForCausalLM:
 def random_case_model(rng: random.Random) -> MRPForCausalLM:
     """Random weights, whose drafts are nearly always wrong, or often right where tokens look at each other but a little."""
     seed = rng.randrange(1 << 16)
-    draft_vocab_size = rng.choice((0, 0, 1, 9, 40))
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     layers = {"num_hidden_layers": rng.choice((1, 2)), "num_nextn_predict_layers": rng.choice((1, 2))}
     block_size = rng.choice((4, 4, 8, 8, 16, 32))
-    model = make_model(seed, block_size=block_size, draft_vocab_size=draft_vocab_size, **shape, **layers)
+    model = make_model(seed, block_size=block_size, **shape, **layers)
     assert model.mrp_head is not None
-    if model.mrp_head.draft_token_ids is not None:
-        ids = rng.sample([i for i in range(VOCAB) if i != MASK], draft_vocab_size)
-        model.mrp_head.draft_token_ids.copy_(torch.tensor(ids))
     calm = rng.choice((1.0, 0.3, 0.05))
     torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.3 * calm)
     return dampened(model, calm)
@@ -148,7 +145,9 @@ def random_options(rng: random.Random, block: int, mode: str) -> dict[str, Any]:
         "max_new_tokens": rng.randint(1, 2 * min(block, 16) + 3),
         "denoising_steps": rng.choice((None, None, 1, 2, 3, rng.randint(1, block))),
         "confidence_threshold": rng.choice((0.0, 0.02, 0.05, 0.2, 0.9)),
+        "low_threshold": rng.choice((None, 0.0, 0.02, 0.05, 0.2)),
         "entropy_threshold": rng.choice((0.0, 2.0, 5.0, 12.0)),
+        "factor": rng.choice((0.5, 1.0, 2.0, 3.0, 9.0)),
         "eos_token_id": rng.choice((None, [3, 5], list(range(1, 12)), rng.sample(range(50), 25))),
     }
     if rng.random() < 0.3 and options["eos_token_id"]:
@@ -171,6 +170,7 @@ def random_drafting(rng: random.Random) -> dict[str, Any]:
         "num_draft_states": rng.choice((width, width, width, "auto")),
         "draft_branches": rng.randint(1, 6),
         "draft_passes": rng.randint(1, width),
+        "draft_shortlist": rng.choice((0, 0, 1, 9, 99)),
     }
 
 
@@ -200,6 +200,7 @@ class Case:
     Args:
         name: Seeds everything.
         sizes: How many rows it may have.
+        modes: What its text may be.
 
     Attributes:
         mode: What the text is: a target, or a mode that refines.
@@ -209,8 +210,9 @@ class Case:
         calls: Decodes so far.
     """
 
-    def __init__(self, name: str, sizes: Sequence[int]) -> None:
+    def __init__(self, name: str, sizes: Sequence[int], modes: Sequence[str] = MODES) -> None:
         self.rng = rng = random.Random(name)
+        self.modes = modes
         self.model = random_case_model(rng)
         block = self.model.config.block_size
         self.prompts = random_prompts(rng, rng.choice(sizes), rng.choice((2 * block + 3, 9)))
@@ -222,7 +224,7 @@ class Case:
     def ask(self) -> None:
         """Draw what is asked of the prompts."""
         rng = self.rng
-        self.mode = rng.choice(MODES)
+        self.mode = rng.choice(self.modes)
         self.options = random_options(rng, self.model.config.block_size, self.mode)
         self.infill = random_infill(rng, len(self.prompts), self.options["max_new_tokens"])
 

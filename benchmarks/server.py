@@ -28,7 +28,7 @@ CPU_FLAGS = (
     *("--max-total-tokens", "65536", "--dtype", "float32"),
 )
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1"}
-_HEAD_FIELDS = ("auto_map", "num_mrp_heads", "num_nextn_predict_layers", "draft_vocab_size", "head_predicts")
+_HEAD_FIELDS = ("auto_map", "num_mrp_heads", "num_nextn_predict_layers", "head_predicts")
 _GAUGE = re.compile(r"^(?:sglang:)?(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 

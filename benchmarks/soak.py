@@ -1,6 +1,6 @@
 """Decode at random for a bounded time, every text in several ways that must give the same, and count what was compared.
 
-    python -m benchmarks.soak --minutes 30 --output FILE [--seed 0]
+    python -m benchmarks.soak --minutes 30 --output FILE [--seed 0] [--mode MODE ...]
 
 Tiny models of random weights in float64, where nearly equal scores do not come up, so that a difference is a bug. Every case
 compares a batch with
@@ -9,8 +9,9 @@ compares a batch with
 - `reference`: single rows of it by the slow decoder without a cache, `tests/reference.py`;
 - `reuse`: its rows cut somewhere, changed now and then and gone on with, from `past_key_values` and without.
 
-Cases are functions of the seed and their number: `--first N --cases 1` repeats one. The last line has the counts, with the
-memory that was resident at the start, after 100 cases and at the end.
+Cases are functions of the seed, their number and `--mode`: `--first N --cases 1` repeats one. The last line has the counts,
+with the memory that was resident at the start, after 100 cases and at the end; `tokens_drafted` are those of texts that were
+drafted and compared with their target, by target.
 """
 
 import time
@@ -21,8 +22,10 @@ from typing import Any
 
 import torch
 
+from modeling_mrp.generate.option_table import TARGETS
+
 from .common import emit, header, parser_of
-from .random_cases import Case, Row, assert_same_text, of_slow
+from .random_cases import MODES, Case, Row, assert_same_text, of_slow
 
 SIZES = (1, 3, 12, 48, 64)
 REPORT_EVERY = 60.0  # seconds
@@ -57,11 +60,16 @@ def resident_mb() -> float:
 
 
 def soak(
-    minutes: float, seed: int, first: int = 0, cases: int | None = None, sizes: Sequence[int] = SIZES
+    minutes: float,
+    seed: int,
+    first: int = 0,
+    cases: int | None = None,
+    sizes: Sequence[int] = SIZES,
+    modes: Sequence[str] = MODES,
 ) -> Iterator[dict[str, Any]]:
     """Compare case after case; give a line for each mismatch, one a minute, and the last with all counts."""
     begin = told = time.monotonic()
-    tokens, pairs = Counter[str](), Counter[str]()
+    tokens, pairs, drafted = Counter[str](), Counter[str](), Counter[str]()
     calls = mismatches = 0
     number, resident = first, [resident_mb()]
 
@@ -73,18 +81,20 @@ def soak(
             "calls": calls,
             "mismatches": mismatches,
             "tokens_by_kind": dict(tokens),
+            "tokens_drafted": dict(sorted(drafted.items())),
             "resident_mb": [*resident, resident_mb()],
             "seconds": round(time.monotonic() - begin, 1),
             "seed": seed,
         }
 
     while time.monotonic() - begin < 60 * minutes and (cases is None or number < first + cases):
-        case = Case(f"{seed}/{number}", sizes)
-        kind = "decode"
+        case = Case(f"{seed}/{number}", sizes, modes)
+        kind, mode = "decode", case.mode
         try:
             for kind, one, other in compared(case):
                 assert_same_text(one, other, kind)
-                tokens[kind] += sum(step >= 0 for step in one["steps"])
+                tokens[kind] += (count := sum(step >= 0 for step in one["steps"]))
+                drafted[mode] += count * (kind == "mode" and mode in TARGETS)
                 pairs[kind] += 1
         except Exception as error:  # a crash is a finding like any other; the next case goes on
             mismatches += 1
@@ -106,13 +116,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--cases", type=int, default=None, help="cases at most")
+    parser.add_argument("--mode", nargs="+", choices=list(dict.fromkeys(MODES)), default=list(MODES), help="what texts may be")
     parser.add_argument("--rows", type=int, nargs="+", default=SIZES, help="sizes that a batch may have")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # of such small products more only wait for each other
     line: dict[str, Any] = {}
     with options.output.open("w") as file:
         emit(header("soak", options), file)
-        for line in soak(options.minutes, options.seed, options.first, options.cases, options.rows):
+        for line in soak(options.minutes, options.seed, options.first, options.cases, options.rows, options.mode):
             emit(line, None if "so_far" in line else file)
     return int(line["mismatches"] > 0)
 

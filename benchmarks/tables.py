@@ -2,23 +2,29 @@
 
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From `tiny_frontier*.jsonl`:
 `frontier` accuracy and cost of every mode and setting, `undrafted` without the drafted ones; `targets` every target, alone and
-drafted, and `summary` the same in short; `headline` drafts of `static` beside the released reference; `eager` what `mrp_remask`
-makes of eager reveals. `heldout` the card's, from `tiny_heldout_{math,code}.jsonl`; `novel` and `published_head` from the files
-of these names behind `tiny_`; `turns` from `turns.jsonl`.
+drafted, `summary` the same in short, and `break_even` what a head pass may cost; `headline` drafts of `static` beside the
+released reference; `eager` what `mrp_remask` makes of eager reveals. `rules` every reveal rule, from `tiny_rules.jsonl`;
+`heldout` the card's, from `tiny_heldout_{math,code}.jsonl`; `novel` and `published_head` from the files of these names behind
+`tiny_`; `turns` from `turns.jsonl`; `provenance` says at which commit each file was measured.
+
+Tokens are per unit (`mrp_trainer.evaluate.cost`), a backbone forward with the head's passes charged as at the 4B shape, unless
+a column says otherwise.
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from mrp_trainer.data.tasks import FAMILIES
+from mrp_trainer.evaluate.cost import CHARGED, HEAD_SHARES, charged
+from mrp_trainer.evaluate.cost import break_even as affordable
 from mrp_trainer.publish.card import markdown_table, results_table
 
 from .common import RESULTS, parser_of, read_lines
-from .frontier import JUDGED, STATES, on_frontier, setting_name
-from .targets import TARGETS, alone, drafted
+from .frontier import JUDGED, RULE_STATES, STATES, on_frontier, setting_name
+from .targets import RULES, TARGETS, alone, drafted
 
 Line = dict[str, Any]
 EAGER_TAUS = (0.5, 0.6)
@@ -26,7 +32,7 @@ EAGER_TAUS = (0.5, 0.6)
 
 def frontier_lines(folder: Path = RESULTS) -> list[Line]:
     """Read the lines of all files of the frontier, math before code before source."""
-    lines = [line for path in sorted(folder.glob("tiny_frontier*.jsonl")) for line in read_lines(path)]
+    lines = [charged(line) for path in sorted(folder.glob("tiny_frontier*.jsonl")) for line in read_lines(path)]
     return sorted(lines, key=lambda line: FAMILIES.index(line["family"]))
 
 
@@ -42,20 +48,29 @@ def interval(line: Line, name: str, digits: int) -> str:
 
 
 def solved_and_speed(lines: Iterable[Line]) -> list[str]:
-    """Show accuracy and tokens per forward of each line, two cells each."""
-    return [cell for line in lines for cell in (interval(line, "accuracy", 1), interval(line, "tokens_per_forward", 2))]
+    """Show accuracy and tokens per unit of each line, two cells each."""
+    return [cell for line in lines for cell in (interval(line, "accuracy", 1), interval(line, "tokens_per_unit", 2))]
 
 
-def ratio(line: Line, name: str) -> str:
-    """Show a ratio with its 95 % interval."""
-    return "{:.2f}x, {:.2f}-{:.2f}".format(line[name], *line[f"{name}_95"])
+def listed(lines: Iterable[Line], name: str, shape: str = CHARGED) -> str:
+    """Show a number of several lines, one behind the other."""
+    return ", ".join(f"{charged(line, shape)[name]:.2f}" for line in lines)
 
 
-SOLVED_AND_SPEED = [title for family in JUDGED for title in (f"{family} %", f"{family}: tokens / forward")]
+def ratio(line: Line, other: Line, name: str) -> str:
+    """Show how many times another line's tokens per unit a line makes, `name` being the ratio of their tokens per forward; with
+    its 95 % interval."""
+    value = line["tokens_per_unit"] / other["tokens_per_unit"]
+    low, high = (end * value / line[name] for end in line[f"{name}_95"])
+    return f"{value:.2f}x, {low:.2f}-{high:.2f}"
+
+
+SOLVED_AND_SPEED = [title for family in JUDGED for title in (f"{family} %", f"{family}: tokens / unit")]
+_OTHERS = [shape for shape in HEAD_SHARES if shape != CHARGED]
 
 
 def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
-    """Accuracy and tokens per forward of every setting, with 95 % intervals; a star where none is better at both."""
+    """Accuracy and tokens per unit of every setting, with 95 % intervals; a star where none is better at both."""
     of, rows = by_setting(folder, JUDGED), []
     best = {key for key, line in of.items() if on_frontier(line, [of[other] for other in of if other[0] == key[0]])}
     for name in dict.fromkeys(name for _, name in of):
@@ -67,9 +82,10 @@ def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
             shown = solved_and_speed([of[family, name]]) if (family, name) in of else ["", ""]
             cells += [shown[0], shown[1] + " *" * ((family, name) in best)]
         differ = ", ".join(str(line["texts_that_differ"]) for line in made if "texts_that_differ" in line)
-        rows.append([name, *cells, ", ".join(f"{line['head_per_token']:.2f}" for line in made), differ])
-    pair = ", ".join(JUDGED)
-    return markdown_table(["mode", *SOLVED_AND_SPEED, f"head / token ({pair})", f"texts that differ ({pair})"], rows)
+        units = [listed(made, "tokens_per_unit", shape) for shape in _OTHERS]
+        rows.append([name, *cells, *units, listed(made, "tokens_per_forward"), listed(made, "head_per_token"), differ])
+    head = [*(f"at {shape}" for shape in _OTHERS), "tokens / forward", "head / token", "texts that differ"]
+    return markdown_table(["mode", *SOLVED_AND_SPEED, *(f"{title} ({', '.join(JUDGED)})" for title in head)], rows)
 
 
 def undrafted(folder: Path = RESULTS) -> str:
@@ -77,24 +93,57 @@ def undrafted(folder: Path = RESULTS) -> str:
     return frontier(folder, drafted=False)
 
 
-# Mode, K and head passes a round, where a target is drafted.
-_TARGET_COLUMNS = (("self_spec", 4), ("draft_graph", 4), ("mrp_spec", 4), ("self_spec", 8), ("draft_graph", 8), ("mrp_spec", 8))
+def ways(target: str, states: int) -> dict[str, Line]:
+    """Give the settings that draft for a target with K states, by name; the last makes two passes of the head."""
+    return {
+        **{mode: drafted(mode, target, states) for mode in ("self_spec", "draft_graph", "mrp_spec")},
+        "mrp_spec 2 passes": drafted("mrp_spec", target, states, draft_passes=2),
+    }
+
+
+def _made(of: dict[tuple[str, str], Line], family: str, target: str, states: int) -> dict[str, Line]:
+    """Find the lines of `ways` that were measured."""
+    named = {way: of.get((family, setting_name(setting))) for way, setting in ways(target, states).items()}
+    return {way: line for way, line in named.items() if line is not None}
+
+
+def _headless(made: dict[str, Line]) -> Line:
+    """Choose the draft without a head that makes the most."""
+    return max((line for line in made.values() if not line["head_per_token"]), key=lambda line: line["tokens_per_unit"])
 
 
 def targets(folder: Path = RESULTS) -> str:
-    """Tokens per forward of each target, alone and drafted; over its own in brackets, and how many texts differ from it."""
+    """Tokens per unit of each target, alone and drafted, per forward in brackets; and how many times those of the best draft
+    without a head that `mrp_spec` makes with one pass."""
     of, rows = by_setting(folder), []
     for family, target in product(FAMILIES, TARGETS):
-        ways = [drafted(mode, target, states) for mode, states in _TARGET_COLUMNS]
-        ways.append(drafted("mrp_spec", target, 8, draft_passes=2))
-        made = [of[family, setting_name(way)] for way in ways]
-        drafts = [f"{line['tokens_per_forward']:.2f} ({line['over_target']:.2f}x)" for line in made]
-        heads = f"{made[5]['head_per_token']:.2f}, {made[6]['head_per_token']:.2f}"
-        own = of[family, setting_name(alone(target))]["tokens_per_forward"]
-        rows.append([f"`{target}`", family, f"{own:.2f}", *drafts, heads, str(_differ(of, [family], target))])
-    head = [f"{mode} K={states}" for mode, states in _TARGET_COLUMNS]
-    last = ["mrp_spec K=8, 2 head passes", "its head passes a token", "texts that differ"]
-    return markdown_table(["target", "problems", "alone", *head, *last], rows)
+        cells, over = [], []
+        for states in (4, 8):
+            made = _made(of, family, target, states)
+            for line in made.values():
+                plain = f" ({line['tokens_per_forward']:.2f})" if line["head_per_token"] else ""
+                cells.append(f"{line['tokens_per_unit']:.2f}{plain}")
+            over.append(f"{made['mrp_spec']['tokens_per_unit'] / _headless(made)['tokens_per_unit']:.2f}x")
+        own = of[family, setting_name(alone(target))]["tokens_per_unit"]
+        rows.append([f"`{target}`", family, f"{own:.2f}", *cells, *over, str(_differ(of, [family], target))])
+    head = [f"{way} K={states}" for states in (4, 8) for way in _made(of, "math", "static", states)]
+    over = [f"mrp_spec over the best without a head, K={states}" for states in (4, 8)]
+    return markdown_table(["target", "problems", "alone", *head, *over, "texts that differ"], rows)
+
+
+def break_even(folder: Path = RESULTS) -> str:
+    """What a pass of the head may cost, in percent of a backbone forward, before the best draft without a head at the same K
+    makes as many tokens per unit."""
+    of, rows = by_setting(folder), []
+    for family, target in product(FAMILIES, TARGETS):
+        cells = []
+        for states in (4, 8):
+            made = _made(of, family, target, states)
+            cells += [
+                f"{100 * affordable(line, _headless(made)):.0f}" for way, line in made.items() if way.startswith("mrp_spec")
+            ]
+        rows.append([f"`{target}`", family, *cells])
+    return markdown_table(["target", "problems", "K=4", "K=8", "K=8, two passes"], rows)
 
 
 def _differ(of: dict[tuple[str, str], Line], families: Sequence[str], target: str) -> int:
@@ -104,21 +153,19 @@ def _differ(of: dict[tuple[str, str], Line], families: Sequence[str], target: st
 
 
 def summary(folder: Path = RESULTS) -> str:
-    """Problems that each target solves and its tokens per forward, alone and drafted: math and code in one cell."""
-    ways: tuple[Callable[[str], Line], ...] = (
-        alone,
-        partial(drafted, "self_spec", states=4),
-        partial(drafted, "mrp_spec", states=4),
-        partial(drafted, "mrp_spec", states=8, draft_passes=2),
-    )
+    """Problems that each target solves and its tokens per unit, alone and drafted: math and code in one cell."""
     of, rows = by_setting(folder), []
     for target in TARGETS:
-        made = [[of[family, setting_name(way(target))] for family in JUDGED] for way in ways]
-        pairs = [", ".join(f"{line['tokens_per_forward']:.2f}" for line in pair) for pair in made]
+        settings = [alone(target), *(drafted(mode, target, k) for k in (4, 8) for mode in ("self_spec", "mrp_spec"))]
+        made = [[of[family, setting_name(setting)] for family in JUDGED] for setting in settings]
+        units = [listed(pair, "tokens_per_unit") for pair in made]
+        others = [listed(made[-1], "tokens_per_unit", shape) for shape in _OTHERS]
         solved = ", ".join(f"{line['accuracy']:.1f}" for line in made[0])
-        rows.append([f"`{target}`", solved, *pairs, str(_differ(of, JUDGED, target))])
-    head = ["alone", "`self_spec`, K = 4", "`mrp_spec`, K = 4", "`mrp_spec`, K = 8, two head passes"]
-    return markdown_table(["target", "solved, %", *head, "texts that differ"], rows)
+        plain = listed(made[-1], "tokens_per_forward")
+        rows.append([f"`{target}`", solved, *units, *others, plain, str(_differ(of, JUDGED, target))])
+    head = ["alone", *(f"`{mode}`, K = {k}" for k in (4, 8) for mode in ("self_spec", "mrp_spec"))]
+    last = [*(f"at {shape}" for shape in _OTHERS), "a forward"]
+    return markdown_table(["target", "solved, %", *head, *last, "texts that differ"], rows)
 
 
 _BESIDE_RELEASED: tuple[tuple[str, str, dict[str, bool]], ...] = (
@@ -130,14 +177,20 @@ _BESIDE_RELEASED: tuple[tuple[str, str, dict[str, bool]], ...] = (
 
 
 def headline(folder: Path = RESULTS) -> str:
-    """Tokens per forward of drafted `static` by family; over the released reference at the same K in brackets."""
+    """Tokens per unit of drafted `static` by family, and over the released reference at the same K in brackets."""
     of, rows = by_setting(folder), []
-    for states, (title, mode, more) in product(STATES, _BESIDE_RELEASED):
-        made = [of[family, setting_name(drafted(mode, "static", states, **more))] for family in FAMILIES]
-        ratios = [f" ({ratio(line, 'over_released')})" if "over_released" in line else "" for line in made]
-        speeds = [f"{line['tokens_per_forward']:.2f}{over}" for line, over in zip(made, ratios, strict=True)]
-        rows.append([f"{title} K={states}", *speeds])
-    return markdown_table(["mode", *FAMILIES], rows)
+    for states in STATES:
+        released = {
+            family: of[family, setting_name(drafted("released", "static", states, head_prefix=False))] for family in FAMILIES
+        }
+        for title, mode, more in _BESIDE_RELEASED:
+            made = {family: of[family, setting_name(drafted(mode, "static", states, **more))] for family in FAMILIES}
+            cells = []
+            for family, line in made.items():
+                over = f" ({ratio(line, released[family], 'over_released')})" if "over_released" in line else ""
+                cells.append(f"{line['tokens_per_unit']:.2f}{over}")
+            rows.append([f"{title} K={states}", *cells, listed(made.values(), "tokens_per_forward")])
+    return markdown_table(["mode", *FAMILIES, f"tokens / forward ({', '.join(FAMILIES)})"], rows)
 
 
 def eager(folder: Path = RESULTS) -> str:
@@ -145,8 +198,24 @@ def eager(folder: Path = RESULTS) -> str:
     dynamic: list[Line] = [{"decoding": "dynamic", "confidence_threshold": tau} for tau in EAGER_TAUS]
     again = [{**one, "decoding": "mrp_remask", "remask_rule": "reread"} for one in dynamic]
     names, of = map(setting_name, [alone("static"), *dynamic, *again]), by_setting(folder)
-    rows = [[name, *solved_and_speed(of[family, name] for family in JUDGED)] for name in names]
-    return markdown_table(["mode", *SOLVED_AND_SPEED], rows)
+    rows = []
+    for name in names:
+        made = [of[family, name] for family in JUDGED]
+        rows.append([name, *solved_and_speed(made), listed(made, "tokens_per_forward")])
+    return markdown_table(["mode", *SOLVED_AND_SPEED, f"tokens / forward ({', '.join(JUDGED)})"], rows)
+
+
+def rules(folder: Path = RESULTS) -> str:
+    """Problems that each reveal rule solves, with 95 % intervals, and its tokens per forward, alone and drafted: math, code."""
+    of, rows = {(line["family"], setting_name(line)): line for line in read_lines(folder / "tiny_rules.jsonl")}, []
+    for target in RULES:
+        ways = [alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in RULE_STATES)]
+        made = [[of[family, setting_name(way)] for family in JUDGED] for way in ways]
+        pairs = [", ".join(f"{line['tokens_per_forward']:.2f}" for line in pair) for pair in made]
+        differ = sum(line["texts_that_differ"] for pair in made[1:] for line in pair)
+        rows.append([f"`{target}`", *(interval(line, "accuracy", 1) for line in made[0]), *pairs, str(differ)])
+    head = [*(f"{family} %" for family in JUDGED), "alone", *(f"K = {states}" for states in RULE_STATES)]
+    return markdown_table(["rule", *head, "texts that differ"], rows)
 
 
 def heldout(folder: Path = RESULTS) -> str:
@@ -158,27 +227,31 @@ def novel(folder: Path = RESULTS) -> str:
     """Problems that ask for what training never asked for beside the others, with 95 % intervals."""
     cells: dict[tuple[str, str], list[str]] = {}
     for line in read_lines(folder / "tiny_novel.jsonl"):
-        cells.setdefault((line["family"], line["mode"]), []).extend(solved_and_speed([line]))
-    head = [f"{part}: {what}" for part in ("novel", "known") for what in ("%", "tokens / forward")]
+        cells.setdefault((line["family"], line["mode"]), []).extend(
+            [*solved_and_speed([charged(line)]), f"{line['tokens_per_forward']:.2f}"]
+        )
+    columns = ("%", "tokens / unit", "tokens / forward")
+    head = [f"{part}: {what}" for part in ("novel", "known") for what in columns]
     return markdown_table(["problems", "mode", *head], [[family, f"`{mode}`", *of] for (family, mode), of in cells.items()])
 
 
 def published_head(folder: Path = RESULTS) -> str:
-    """Tokens per forward of a head trained by the published recipe and of the embedded one, in both loops; in brackets over
-    the first of each row, how many times as many."""
+    """Tokens per unit of a head trained by the published recipe and of the embedded one, in both loops; in brackets over the
+    first of each row, how many times as many."""
     rows: dict[tuple[str, int], dict[tuple[str, str], Line]] = {}
     for line in read_lines(folder / "tiny_published_head.jsonl"):
         of = rows.setdefault((line["family"], line["num_draft_states"]), {})
-        of[line["decoding"], line["head"]] = line
+        of[line["decoding"], line["head"]] = charged(line)
     columns = list(product(("released", "mrp_spec"), ("published", "embedded")))
     cells = []
     for (family, states), of in sorted(rows.items(), key=lambda row: (FAMILIES.index(row[0][0]), row[0][1])):
         first, *others = (of[column] for column in columns)
-        ratios = (f"{line['tokens_per_forward']:.2f} ({ratio(line, 'over_published')})" for line in others)
+        ratios = (f"{line['tokens_per_unit']:.2f} ({ratio(line, first, 'over_published')})" for line in others)
         differ = sum(line["texts_that_differ"] for line in of.values())
-        cells.append([family, str(states), interval(first, "tokens_per_forward", 2), *ratios, str(differ)])
+        plain = listed([first, *others], "tokens_per_forward")
+        cells.append([family, str(states), interval(first, "tokens_per_unit", 2), *ratios, plain, str(differ)])
     head = [f"{loop}, {head} head" for loop, head in columns]
-    return markdown_table(["family", "K", *head, "texts that differ"], cells)
+    return markdown_table(["family", "K", *head, "tokens / forward", "texts that differ"], cells)
 
 
 def turns(folder: Path = RESULTS) -> str:
@@ -193,9 +266,24 @@ def turns(folder: Path = RESULTS) -> str:
     return markdown_table(["rows", "K", *(f"`{target}`" for target in columns)], rows)
 
 
+def provenance(folder: Path = RESULTS) -> str:
+    """The commits at which each file of results was measured, and whether the code that decides what is counted was noted."""
+    rows = []
+    for path in sorted(folder.glob("*.jsonl")):
+        headers = [line for line in map(json.loads, path.read_text().splitlines()) if "benchmark" in line]
+        commits = ", ".join(dict.fromkeys(str(header["commit"]) for header in headers))
+        noted = ", ".join(dict.fromkeys(header.get("deciding", "of that commit") for header in headers))
+        if headers:  # training logs have none
+            rows.append([f"`{path.name}`", commits, noted])
+    return markdown_table(["results", "commit", "deciding code"], rows)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     table.__name__: table
-    for table in (frontier, undrafted, summary, targets, headline, eager, heldout, novel, published_head, turns)
+    for table in (
+        *(frontier, undrafted, summary, targets, break_even, headline, eager),
+        *(rules, heldout, novel, published_head, turns, provenance),
+    )
 }
 
 

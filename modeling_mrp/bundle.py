@@ -1,21 +1,23 @@
 """Remote code of a repository: this package in two files, generated, since code on the Hub lies flat.
 
 transformers copies remote code file by file, also while another process reads it: the fewer files, the better. A file holds the
-modules that its entry imports, directly or not, each behind those that it imports, below one section of imports.
+modules that its entries import, directly or not, each behind those that it imports, below one section of imports. Of the
+families of backbones it has the one that a checkpoint needs.
 ``python -m modeling_mrp.bundle hub_configs/sdar-tiny-mrp`` writes it anew.
 """
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from .model.families.registry import DENSE, backbone_of
+from .model.layouts import json_object
 from .model.saving import CONFIGURATION, MODELING, write_code
 
 PACKAGE = Path(__file__).parent
-ENTRIES = {CONFIGURATION: "model.configuration", MODELING: "modeling"}
 
 
 class BundleError(ValueError):
@@ -105,8 +107,8 @@ def modules_of(package: Path, entry: str, without: Mapping[str, str]) -> dict[st
     return found
 
 
-def files_of(package: Path, entries: Mapping[str, str]) -> dict[str, str]:
-    """Generate a package's files, of each the module whose imports it takes in; later files import from earlier ones.
+def files_of(package: Path, entries: Mapping[str, str | Sequence[str]]) -> dict[str, str]:
+    """Generate a package's files, of each the modules whose imports it takes in; later files import from earlier ones.
 
     Raises:
         BundleError: if two modules bind one name to different things, or what they import has no counterpart in a file.
@@ -114,8 +116,10 @@ def files_of(package: Path, entries: Mapping[str, str]) -> dict[str, str]:
     made: dict[str, str] = {}
     file_of: dict[str, str] = {}  # of the modules of earlier files
     bound: dict[str, tuple[str, str]] = {"__all__": ("", "")}
-    for file, entry in entries.items():
-        modules = modules_of(package, entry, file_of)
+    for file, named in entries.items():
+        modules: dict[str, Module] = {}
+        for entry in [named] if isinstance(named, str) else named:
+            modules |= modules_of(package, entry, {**file_of, **dict.fromkeys(modules, file)})
         imported: dict[str, set[str]] = {}  # names, by the beginning of the line
         for name, module in modules.items():
             for what, code in module.bound():
@@ -142,11 +146,15 @@ def files_of(package: Path, entries: Mapping[str, str]) -> dict[str, str]:
 
 
 @cache
-def files() -> dict[str, str]:
-    """The generated files of this package, by name."""
-    return files_of(PACKAGE, ENTRIES)
+def files(family: str = DENSE) -> dict[str, str]:
+    """The generated files of this package, by name, for models of a family; one that is registered elsewhere is not in them."""
+    configuration = ["model.configuration"]
+    home = backbone_of(family).__module__.removeprefix(f"{__package__}.")
+    if family != DENSE and home.startswith("model.families."):
+        configuration.append(home)
+    return files_of(PACKAGE, {CONFIGURATION: configuration, MODELING: "modeling"})
 
 
 if __name__ == "__main__":
     for target in sys.argv[1:]:
-        write_code(Path(target))
+        write_code(Path(target), json_object(Path(target, "config.json")).get("family", DENSE))

@@ -1,4 +1,4 @@
-"""The SDAR backbone as a difference from transformers' Qwen3, with the MRP head on top of it.
+"""A block-diffusion backbone with the MRP head on top of it. Which layers the backbone has is its family's: SDAR's are Qwen3's.
 
 Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x,
 A = lm_head(h_A) its logits, x' the state after a reveal, h_C the head's output and A + C = lm_head(h_A + h_C)
@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from transformers.utils import can_return_tuple
 
 from .generate.generation import MRPGenerationMixin, logger
 from .generate.options import MRPGenerationConfig
+from .generate.score import MRPScoringMixin
 from .kernels.fused_layers import fused
 from .kernels.round_attention import RoundMask
 from .model.configuration import MRPConfig
-from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask
+from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask, taken_from
+from .model.families.registry import backbone_of
+from .model.families.sdar import MRPBackbone
 from .model.head import MRPHead
 from .model.loading import MRPPreTrainedModel
 from .networks.cache import BlockCache
@@ -30,35 +32,20 @@ from .networks.cache import BlockCache
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 
 
-class MRPBackbone(Qwen3Model):
-    """transformers' `Qwen3Model`, whose mask has to be given: its own is causal."""
+class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
+    """A block-diffusion language model with an optional MRP head.
 
-    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """As `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as where a trainer computes a next-token loss."""
-        if not isinstance(attention_mask, dict):
-            raise ValueError(
-                "the backbone was called without the model around it, and would see a causal mask instead of its own. "
-                "TRL's trainers do so for a next-token loss, which ruins the model: train with mrp_trainer.MRPTrainer, which "
-                "takes the same records, or with transformers' Trainer and labels. For logits or hidden states call the model"
-            )
-        return super().forward(*args, attention_mask=attention_mask, **kwargs)
-
-
-class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
-    """An SDAR block-diffusion language model with an optional MRP head.
-
-    The backbone is transformers' `Qwen3Model` under a block-causal mask: a token sees every token of
+    The backbone has transformers' layers (SDAR: those of `Qwen3Model`) under a block-causal mask: a token sees every token of
     earlier blocks and of its own block, and a masked position predicts its own token (no shift by one).
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     generation_config_class: type[MRPGenerationConfig] = MRPGenerationConfig
 
     def __init__(self, config: MRPConfig) -> None:
         super().__init__(config)
-        self.model = MRPBackbone(config)
+        self.model = backbone_of(config.family)(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mrp_head = MRPHead(config) if config.has_head else None
         self.post_init()
@@ -71,7 +58,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         past_key_values: Cache | None = None,
         compiled: bool = True,
     ) -> Tensor:
-        """The backbone's final-norm hidden states h_A under a boolean mask.
+        """The backbone's final-norm hidden states h_A under a boolean mask, each at the position that it was computed at.
 
         Args:
             input_ids: [batch, length] long.
@@ -131,7 +118,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
                 "from_backbone(backbone, head=...), or train a head"
             )
         embeds = self.model.embed_tokens(input_ids)
-        rotary = self.model.rotary_emb(embeds, position_ids)
+        rotary = self.model.head_rotary(embeds, position_ids)
         head = self.mrp_head if compiled else self.mrp_head._call_impl
         output = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
         return output if self.config.head_predicts == "residual" else output - hidden_states
@@ -159,7 +146,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a boolean or
                 additive [batch, 1, length, past + length] mask that replaces the block-causal one.
             position_ids: [batch, length] long, absolute; by default counted from the first real token.
-            past_key_values: Keys and values of earlier, clean blocks.
+            past_key_values: Keys and values of earlier, clean blocks; none in a model whose hidden states are those of the next
+                position.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
             labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt). The input is
                 then noised: each learned token is masked with probability t ~ U(0, 1] drawn per sequence (in eval mode
@@ -215,8 +203,9 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         if not told and not (input_ids == self.config.mask_token_id).any():  # lm-eval's log-likelihood tasks ask for them
             logger.warning_once(
                 "Logits of a text without masks were asked for. A visible position predicts its own token, not the next, so "
-                "that log-likelihoods made of them (perplexity, lm-eval's loglikelihood and multiple_choice) mean nothing: "
-                f"ask for generated text, or put the mask, id {self.config.mask_token_id}, where a token is to be predicted"
+                "that log-likelihoods made of them (perplexity, lm-eval's loglikelihood and multiple_choice) mean nothing. "
+                "Call model.score(input_ids), with lm-eval `python -m mrp_trainer.evaluate.lm_eval run --model mrp`, or put "
+                f"the mask, id {self.config.mask_token_id}, where a token is to be predicted"
             )
         mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, past_key_values)
         outputs = self.model(
@@ -228,9 +217,18 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
+        hidden = outputs.last_hidden_state
+        if self.model.shifted:
+            if past_key_values is not None and past_key_values.get_seq_length() > hidden.shape[1]:
+                raise ValueError(
+                    f"past_key_values hold earlier tokens, and in the family {self.config.family!r} the logits of a position "
+                    "come from the one before it, of which a cache has keys and values only: pass the whole text"
+                )
+            before = torch.arange(hidden.shape[1], device=hidden.device) - 1
+            hidden = taken_from(hidden, torch.where(position_ids > 0, before, -1))
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(
-            logits=self.lm_head(outputs.last_hidden_state[:, keep]),
+            logits=self.lm_head(hidden[:, keep]),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -316,7 +314,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         ids = torch.cat([clean.masked_fill(hidden, self.config.mask_token_id), clean], 1)
         positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
         mask = noisy_and_clean_mask(positions, valid, self.config.block_size)
-        logits = self.lm_head(self.backbone(ids, positions.repeat(1, 2), mask)[:, :length])
+        states = self.backbone(ids, positions.repeat(1, 2), mask)
+        if self.model.shifted:  # a block's first token is predicted by the clean one before it
+            before = torch.arange(length, device=ids.device) - 1
+            before = torch.where(positions % self.config.block_size == 0, before + length, before)
+            states = taken_from(states, torch.where(positions > 0, before, -1))
+        logits = self.lm_head(states[:, :length])
         picked = logits[hidden] if logits.dtype == torch.float64 else logits[hidden].float()
         losses = F.cross_entropy(picked, clean[hidden], reduction="none") / level[:, None].expand(batch, length)[hidden].float()
         items = (

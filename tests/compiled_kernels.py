@@ -21,14 +21,13 @@ from unittest.mock import patch
 
 import torch
 import triton
+from mrp_trainer.doctor.kernels import attention_cases, layer_cases
+from mrp_trainer.doctor.roofline import PUBLISHED
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from benchmarks.common import HUB_CONFIGS
-from benchmarks.gpu_cases import attention_cases, layer_cases
-from benchmarks.roofline import Shape
 from modeling_mrp.kernels.dispatch import Dispatch
 from modeling_mrp.kernels.pick import Unembedding, _pick_kernel
 
@@ -116,7 +115,7 @@ def caught(launch: Callable[[], Any], capability: int) -> list[dict[str, Any]]:
 
 def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
     """List what a row of SDAR-4B launches in blocks of 16, plain and with K = 4 and 8 states, picks greedy and sampled."""
-    shape, on = Shape.read(HUB_CONFIGS / "sdar-4b-mrp"), torch.device("meta")
+    shape, on = PUBLISHED["4B"], torch.device("meta")
     weight = torch.empty(shape.vocab_size, shape.hidden_size, dtype=dtype, device=on)
     for states in (1, 4, 8):
         rows = states * shape.block_size
@@ -127,7 +126,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], 
             given = unembedding, logits, least if truncated else None, keys if sampled else None
             yield {"launch": "pick", "rows": rows, "sampled": sampled, "truncated": truncated}, partial(_pick_kernel, *given)
         for case in (*attention_cases(shape, 1, states, 512, dtype, on), *layer_cases(shape, 1, states, dtype, on)):
-            yield {"launch": case.name, "states": states}, partial(case.ways["kernel"], *case.inputs(0))
+            yield {"launch": case.name, "states": states}, partial(case.kernel, *case.inputs())
 
 
 if __name__ == "__main__":

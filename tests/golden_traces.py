@@ -80,8 +80,9 @@ def of_mode(mode: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def of_others() -> Iterator[tuple[str, dict[str, Any]]]:
     """The cases of other models by name."""
-    few = dampened(make_model(4, block_size=8, draft_vocab_size=30), 0.3)
-    yield "draft vocabulary", trace(few, ROWS, max_new_tokens=19, **MODES["mrp_spec"], **SAMPLINGS["sampled"])[0]
+    calm = dampened(make_model(4, block_size=8), 0.3)
+    for name, sampling in SAMPLINGS.items():
+        yield f"shortlist, {name}", trace(calm, ROWS, max_new_tokens=19, draft_shortlist=8, **MODES["mrp_spec"], **sampling)[0]
     tiny = MRPForCausalLM.from_pretrained(TINY).double().eval()
     tiny.generation_config.num_draft_states = 4
     prompts = [[(31 * i + 7 * j) % 900 + 20 for j in range(20 + i)] for i in range(3)]

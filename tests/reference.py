@@ -6,7 +6,7 @@ backbone's hidden states at x (MRP, arXiv 2605.18817).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +15,11 @@ import transformers as hf
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate.option_table import OPTIONS, PUBLISHED
+from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
-from modeling_mrp.rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, schedule_of
+from modeling_mrp.rules.reveal import RevealRule
+from tests.reference_rules import Step, chosen_by
 
 State = tuple[int, ...]
 
@@ -26,7 +29,9 @@ State = tuple[int, ...]
 DEFAULTS: dict[str, Any] = {
     **{"decoding": "static", "target": "static", "max_new_tokens": 20, "min_new_tokens": 0, "seed": 0},
     **{"confidence_threshold": 0.9, "entropy_threshold": 0.35, "denoising_steps": None, "mrp_steps": 1},
+    **{"low_threshold": None, "factor": 1.0},
     **{"remask_rule": "reread", "residual_delta": 1.0, "num_draft_states": 4, "draft_branches": 3, "draft_passes": 1},
+    "draft_shortlist": 0,
     **{"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "stop": None},
     **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None},
     **{"eos_token_id": (), "logits_processor": (), "sequence_bias": None},
@@ -72,10 +77,14 @@ class Pick:
 
 @dataclass
 class Said:
-    """What is said at a state: by position the pick, and the hidden states [block, hidden_size] that say it."""
+    """What is said at a state: by position the pick, and the hidden states [block, hidden_size] that say it.
+
+    Of what the head says `stale` are the backbone's picks that it began with.
+    """
 
     picks: dict[int, Pick]
     hidden: Tensor
+    stale: dict[int, Pick] = field(default_factory=dict)
 
 
 Node = tuple[State, Said | None, bool]  # a submitted state, what told of it, and whether it looks at a clean block behind it
@@ -92,6 +101,7 @@ class Row:
         depths: Of each round how deep drafts were offered, and accepted.
         made, drawn: By position the step and log-probability of a reveal, and the scores [vocab] that it was drawn from.
         step_of: By state, the steps since its block was opened.
+        past: Steps so far, with what each chose before bans.
     """
 
     def __init__(self, model: MRPForCausalLM, prompt: Sequence[int], infill: Sequence[int], options: Any) -> None:
@@ -103,7 +113,8 @@ class Row:
         self.given_end = max([i + 1 for i in range(len(prompt), self.limit) if self.text[i] != self.mask], default=0)
         self.open_end = max([i + 1 for i in range(self.limit) if self.text[i] == self.mask], default=0)
         self.no_eos_before = max(len(prompt) + (options.min_new_tokens or 0), self.given_end)
-        self.rule = self.rules()[options.target]
+        self.rule = self.target_rule()
+        self.past: list[Step] = []
         self.made: dict[int, tuple[int, float]] = {}
         self.drawn: dict[int, Tensor] = {}
         self.step_of: dict[State, int] = {}
@@ -259,12 +270,21 @@ class Row:
         told = zip(scores, token.tolist(), log_odds(made, token), logprob, entropy, made, kept, strict=True)
         return {position: Pick(position, *rest) for position, *rest in told}
 
-    def say(self, state: State, hidden: Tensor, only: Tensor | None = None) -> Said:
-        """What hidden states [block, hidden_size] say at each candidate; of `only` some tokens, if these are given."""
+    def shortlisted(self, state: State, hidden: Tensor, stale: dict[int, Pick]) -> Said:
+        """What the head's hidden states say of the likeliest tokens of each candidate; the others keep their stale scores."""
+        count, free = 64 if self.options.do_sample else self.options.draft_shortlist, self.candidates(state)
+        told = {}
+        for position, fresh in zip(free, self.scores(state, hidden, free), strict=True):
+            before = stale[position]
+            few = before.scores.topk(min(count, len(fresh))).indices
+            listed = torch.zeros_like(before.kept).index_fill(0, few, True) & before.kept
+            told[position] = torch.where(listed, fresh, before.scores), listed
+        return Said(self.picks(state, told), hidden, stale)
+
+    def say(self, state: State, hidden: Tensor) -> Said:
+        """What hidden states [block, hidden_size] say at each candidate."""
         free = self.candidates(state)
         scores = self.scores(state, hidden, free)
-        if only is not None:
-            scores = torch.full_like(scores, -torch.inf).index_copy(1, only, scores[:, only])
         shown = scores
         for warper in self.options.warpers if free else []:
             shown = warper(torch.zeros(len(free), 1, dtype=torch.long), shown)
@@ -280,6 +300,8 @@ class Row:
 
     def choose(self, state: State, said: Said, decoding: str) -> list[Pick]:
         """The picks that the backbone's step at a state reveals, from left to right."""
+        if decoding in PUBLISHED:
+            return chosen_by(decoding, self.told(state, said), self.past, self.options)
         picks, steps = list(said.picks.values()), self.options.denoising_steps or self.block
         count = self.block // steps + (self.step_of[state] < self.block % steps)
         if decoding in ("static", "mrp_direct"):
@@ -294,6 +316,17 @@ class Row:
             sums = [sum(pick.entropy for pick in ranked[: n + 1]) for n in range(len(ranked))]
             chosen = [p for p, total in zip(ranked, sums, strict=True) if total < self.options.entropy_threshold] or ranked[:1]
         return sorted(chosen, key=lambda pick: pick.position)
+
+    def chosen(self, state: State, said: Said, decoding: str) -> list[Pick]:
+        """What a step of the text reveals, noted for later ones, without what bans take back."""
+        fresh, told = self.choose(state, said, decoding), self.told(state, said)
+        told.chosen = fresh
+        self.past.append(told)
+        return self.allowed(state, fresh)
+
+    def told(self, state: State, said: Said) -> Step:
+        """What a published rule is told of a state."""
+        return Step(len(state) - self.block, self.block, len(self.masked(state)), self.step_of[state], [*said.picks.values()])
 
     def write(self, picks: Sequence[Pick]) -> None:
         """A step: notes what it revealed."""
@@ -310,7 +343,7 @@ class Row:
     def step(self, state: State, decoding: str) -> list[Pick]:
         """What one step reveals at a state without drafts."""
         said = self.said(state)
-        fresh = self.allowed(state, self.choose(state, said, decoding))
+        fresh = self.chosen(state, said, decoding)
         if decoding == "mrp_direct":
             fresh = fresh + self.extended_by_head(state, said, fresh)
         elif decoding == "mrp_remask":
@@ -436,21 +469,18 @@ class Row:
             if chance > 0 and not self.whole(made):
                 yield made, told, chance
 
-    def rules(self) -> dict[str, RevealRule]:
-        """The targets', for their guesses, which `tests/test_rules.py` derives by hand."""
-        schedule = schedule_of(self.block, self.options.denoising_steps)
-        return {
-            "static": Static(schedule),
-            "sequential": Sequential(schedule),
-            "dynamic": Dynamic(logit(self.options.confidence_threshold)),
-            "entropy_bound": EntropyBound(self.options.entropy_threshold),
-        }
+    def target_rule(self) -> RevealRule:
+        """The target's, for its guesses, which `tests/test_rules.py` derives by hand."""
+        options = {option.name: getattr(self.options, option.name, None) for option in OPTIONS}
+        config = MRPGenerationConfig(**{**options, "decoding": self.options.target}, eos_token_id=self.options.eos_ids)
+        config.check(self.block, has_head=True)
+        return config.mode(self.block).rule
 
     def decode_drafted(self, passes: int) -> State:
         """The text in rounds: states are drafted, all are scored, and the path goes on as long as the next one was."""
         width = self.options.num_draft_states
-        bans = self.options.bad_words_ids or self.options.no_repeat_ngram_size
-        ids = self.model.mrp_head.draft_token_ids if passes and not (self.options.processors or bans) else None
+        shaped = self.options.processors or self.options.bad_words_ids or self.options.no_repeat_ngram_size
+        few = self.options.draft_shortlist and not shaped
         state, source, memory = self.first(), None, dict[State, Said]()
         self.row_forwards = 1
         if self.whole(state):
@@ -465,7 +495,8 @@ class Row:
                 told = [(node, of) for node, of, _ in nodes if of is not None and self.masked(node)]
                 for node, of in told:
                     hidden = of.hidden + self.head(node, of.hidden)
-                    estimates[node] = self.say(node, hidden, ids)
+                    stale = of.stale or of.picks
+                    estimates[node] = self.shortlisted(node, hidden, stale) if few else self.say(node, hidden)
                 if told:
                     self.asks_head(state)
             nodes = self.draft(state, source, memory, estimates, width)
@@ -501,7 +532,7 @@ class Row:
 
     def revealed(self, state: State, said: Said) -> State:
         """The state behind the target's step."""
-        fresh = self.allowed(state, self.choose(state, said, self.options.target))
+        fresh = self.chosen(state, said, self.options.target)
         self.write(fresh)
         return self.after(state, fresh)
 

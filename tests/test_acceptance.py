@@ -1,4 +1,4 @@
-"""Drafts by depth and reveals taken back, by hand; `test_fuzz.py` holds the counts themselves against the slow decoder."""
+"""Drafts by depth, by hand; `test_fuzz.py` holds the counts themselves against the slow decoder."""
 
 from typing import Any
 
@@ -9,13 +9,10 @@ from conftest import make_model
 from helpers import PROMPTS, generate
 from mrp_trainer.evaluate.acceptance import (
     acceptance_by_depth,
-    judged_revocations,
     mean_accepted_length,
     measure_acceptance,
-    unwrapped,
 )
 from mrp_trainer.evaluate.decoded import Decoded
-from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
@@ -37,9 +34,6 @@ def made(**fields: Any) -> Decoded:
         "accepted": [0, 0],
         "offered_at_depth": np.zeros((2, 0), int),
         "accepted_at_depth": np.zeros((2, 0), int),
-        "revocations": [[], []],
-        "prompt_lengths": [6, 6],
-        "max_new_tokens": 10,
     }
     return Decoded(**{**nothing, **fields})
 
@@ -63,28 +57,6 @@ def test_rates_by_hand() -> None:
     assert length is not None
     assert (length.value, length.low, length.high) == (pytest.approx(22 / 12), 14 / 8, 2)
     assert mean_accepted_length(made()) is None
-
-
-# ------------------------------------------------------------------------------------------------ revocations
-
-
-def test_verdicts_by_hand() -> None:
-    """Blocks of 4 behind a prompt of 6: columns 0-1, 2-5, 6-9. Text 0 parts from static's at column 3, text 1 nowhere; static's
-    text 1 ends at column 4."""
-    static = made(ids=[[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4]])
-    decoded = made(
-        ids=[[1, 2, 3, 9, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4]],
-        revocations=[
-            [(0, 1), (0, 7), (3, 4), (5, 4), (6, 7), (6, 8)],  # wrong, right, wrong, right, behind the parting twice
-            [(3, 4), (4, 5), (10, 5)],  # wrong, right (static has ended), behind the limit
-        ],
-    )
-    judged = judged_revocations(decoded, static, 4)
-    assert (judged.right, judged.wrong, judged.not_comparable) == ([2, 1], [2, 1], [2, 1])
-    share = judged.right_share()
-    assert share is not None
-    assert (share.value, share.low, share.high) == (0.5, 0.5, 0.5)
-    assert judged_revocations(made(), made(), 4).right_share() is None
 
 
 # ------------------------------------------------------------------------------------------------ while training
@@ -131,25 +103,6 @@ def test_measuring_leaves_the_model_as_it_was(id_tokenizer: PreTrainedTokenizerF
     with pytest.raises(ValueError, match="num_draft_states is 0"):
         measure_acceptance(model, id_tokenizer, PROMPTS, 12, num_draft_states=0)
     assert [module.training for module in model.modules()] == modes
-
-
-def test_measuring_inside_peft(id_tokenizer: PreTrainedTokenizerFast) -> None:
-    """An adapter of the head changes what is drafted: as much as if it were merged."""
-    model = make_model(3, block_size=8)
-    torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.05, generator=torch.Generator().manual_seed(0))
-    plain = measure_acceptance(model, id_tokenizer, PROMPTS, 24)
-    torch.manual_seed(1)
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["eh_proj"], init_lora_weights=False))
-    for name, parameter in adapted.named_parameters():
-        if "lora" in name:
-            torch.nn.init.normal_(parameter)
-    assert unwrapped(adapted) is model
-    assert unwrapped(torch.nn.DataParallel(adapted)) is model
-    adapted.train()
-    found = measure_acceptance(adapted, id_tokenizer, PROMPTS, 24)
-    assert adapted.training
-    assert found != plain
-    assert measure_acceptance(adapted.merge_and_unload(), id_tokenizer, PROMPTS, 24) == pytest.approx(found)
 
 
 def test_nothing_to_measure(drafter: MRPForCausalLM, id_tokenizer: PreTrainedTokenizerFast) -> None:

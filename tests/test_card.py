@@ -13,6 +13,7 @@ import yaml
 from commands import main
 from conftest import ROOT, TINY, make_model
 from huggingface_hub import ModelCard
+from mrp_trainer.evaluate.cost import charged
 from mrp_trainer.publish.card import About, check_card, is_own_card, read_results, renamed, render_card, results_table
 from mrp_trainer.train.settings import read_settings
 from safetensors.torch import save_file
@@ -74,7 +75,9 @@ def test_the_embedded_card_is_valid_and_complete() -> None:
         spec = next(line for line in lines if line.items() >= wanted.items())
         assert measured[spec["family"], "accuracy %, mrp_spec of sequential K=4"] == spec["accuracy"]
         assert measured[spec["family"], "tokens per backbone forward, mrp_spec of sequential K=4"] == spec["tokens_per_forward"]
-    assert len(measured) == 2 * 2 * 8
+        unit = "tokens per backbone forward, head passes charged as at 4B, mrp_spec of sequential K=4"
+        assert measured[spec["family"], unit] == pytest.approx(charged(spec)["tokens_per_unit"], abs=5e-4)
+    assert len(measured) == 2 * 3 * 8
     assert f"\n{tables.heldout()}\n" in text
     assert f"modeling-mrp {__version__}." in text
 
@@ -180,6 +183,7 @@ def test_the_index_holds_what_a_user_gets_by_default(folder: Path) -> None:
     (result,) = data["model-index"][0]["results"]
     assert [(metric["name"], metric["value"]) for metric in result["metrics"]] == [
         ("accuracy %, static", 50.0),
+        ("tokens per backbone forward, head passes charged as at 4B, static", 1.0),
         ("tokens per backbone forward, static", 1.0),
         ("accuracy %, dynamic tau=0.9", 37.5),
         ("tokens per backbone forward, dynamic tau=0.9", 3.0),
@@ -201,14 +205,26 @@ def test_other_options_are_part_of_a_modes_name(folder: Path) -> None:
     ]
 
 
+def test_a_head_is_charged_as_at_its_own_shape(tmp_path: Path) -> None:
+    """One of three passes for four tokens a forward, at 27 % of a forward: 4 / (1 + 0.273 x 0.25 x 4) = 3.14."""
+    make_model().float().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 2048}))
+    card = str(render_card(tmp_path, "full", "org/m", [{**LINES[1], "decoding": "mrp_spec", "head_per_token": 0.25}]))
+    assert "| mode | sums % | tokens / unit at 1.7B (sums) | tokens / forward (sums) |" in card
+    assert "| mrp_spec tau=0.5 | 25.0 | 3.14 | 4.00 | 0.25 | - |" in card
+    assert "head passes charged as at 1.7B, mrp_spec tau=0.5" in " ".join(card.split())
+    assert "A *unit* is one forward of the backbone" in card
+
+
 def test_a_table_of_uneven_results() -> None:
     lines = [*LINES[:2], {"family": "words", "decoding": "static", "accuracy": 99.95, "tokens_per_forward": 0.994}]
     assert results_table(lines) == (
-        "| mode | sums % | words % | tokens / forward (sums, words) | head forwards / token "
-        "| same as static % (sums, words) |\n"
-        "| --- | --- | --- | --- | --- | --- |\n"
-        "| static | 50.0 | 100.0 | 1.00, 0.99 | 0.00, - | -, - |\n"
-        "| dynamic tau=0.5 | 25.0 | - | 4.00, - | -, - | -, - |"
+        "| mode | sums % | words % | tokens / unit at 4B (sums, words) | tokens / forward (sums, words) "
+        "| head forwards / token | same as static % (sums, words) |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |\n"
+        "| static | 50.0 | 100.0 | 1.00, - | 1.00, 0.99 | 0.00, - | -, - |\n"
+        "| dynamic tau=0.5 | 25.0 | - | -, - | 4.00, - | -, - | -, - |"
     )
 
 

@@ -1,7 +1,6 @@
 """The console script, in this process; its help, its errors, and the way from tasks to a head that decodes."""
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -132,12 +131,6 @@ def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTr
     arguments += ["--eval-steps", "2", "--eval-prompts", "2", "--set", "use_cpu=true", "--set", "eval_new_tokens=8"]
     printed = mrp(*arguments, "--logging-steps", "1", "--set", "disable_tqdm=true")
     assert printed.splitlines()[-2:] == [f"saved to {head}", f"next: mrp show --model {head}"]
-    assert re.search(
-        r"^step 2, held out: loss [\d.]+, the head closes -?\d+% of the gap between stale logits and the backbone's next ones, "
-        r"\d\.\d\d tokens a forward with its drafts, \d\.\d\d with stale ones$",
-        printed,
-        re.MULTILINE,
-    )
     assert printed.count("'eval_loss'") == 2  # behind step 2, and at the end
     assert printed.count("'eval_mean_accepted_length'") == 2
     assert printed.count("'kl_head'") == 3
@@ -183,16 +176,14 @@ def test_evaluate_takes_several_of_each(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_dry_run_prints_parameters_and_memory(tmp_path: Path) -> None:
-    data = tmp_path / "chats.jsonl"
-    mrp("tasks", "--family", "code", "--count", "8", "--output", str(data))
-    arguments = ["train", "head", "--model", str(TINY), "--data", str(data), "--output-dir", str(tmp_path / "o"), "--dry-run"]
-    shown = mrp(*arguments, "--head-layers", "1", "--processes", "2", "--not-packed", "--batch-size", "2")
+    arguments = ["train", "head", "--model", str(TINY), "--output-dir", str(tmp_path / "o"), "--dry-run"]
+    shown = mrp(*arguments, "--head-layers", "1", "--batch-size", "2")
     layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 320 + 2 * 128 + 2 * 32
     backbone, head = 2 * 1280 * 128 + 4 * layer + 128, layer + 2 * 128 * 128 + 3 * 128
     assert f"parameters: {backbone + head:,}, of which {head:,} train" in shown
-    for word in ("weights: ", "gradients: ", "optimizer: ", "in all: ", "DDP", "FSDP divides it all by 2"):
+    for word in ("weights: ", "gradients: ", "optimizer: ", "in all: ", "FSDP divides it all"):
         assert word in shown
-    assert "rows per step: 4, rows per epoch: 8, steps per epoch: 2" in shown
+    assert "rows per step: 2\n" in shown
     assert not (tmp_path / "o").exists()
 
 

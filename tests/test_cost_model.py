@@ -3,10 +3,22 @@
 import pytest
 import torch
 from conftest import ROOT, make_model
+from mrp_trainer.doctor.roofline import (
+    PUBLISHED,
+    Counts,
+    Device,
+    Shape,
+    Work,
+    backbone_forward,
+    decoder_layers,
+    head_forward,
+    masks_per_state,
+    vocabulary_step,
+)
+from mrp_trainer.evaluate import cost
 
 from benchmarks import cost_model
-from benchmarks.cost_model import Counts, head_share
-from benchmarks.roofline import Device, Shape, Work, backbone_forward, decoder_layers, head_forward, vocabulary_step
+from benchmarks.cost_model import counts_at
 from modeling_mrp import MRPConfig, MRPForCausalLM
 
 # One layer of everything, so that sums can be done in the head: q and o 8 x 4, k and v 4 x 4 each, an MLP of 3 x 4 x 6.
@@ -19,7 +31,7 @@ def test_parameters_are_those_of_the_model(size: str, parameters: int | None) ->
     folder = ROOT / "hub_configs" / f"sdar-{size}-mrp"
     with torch.device("meta"):
         model = MRPForCausalLM(MRPConfig.from_pretrained(folder))
-    shape = Shape.read(folder)
+    shape = Shape.of(size.upper(), model.config)
     assert shape.name == size.upper()
     assert shape.backbone == sum(p.numel() for p in model.model.parameters()) - model.model.embed_tokens.weight.numel()
     assert model.mrp_head is not None
@@ -58,10 +70,10 @@ def test_a_device_takes_the_longer_of_bytes_and_flops() -> None:
 
 def test_where_speculation_pays() -> None:
     """Twice the tokens for the same weights pay while weights are what costs; where FLOPs do, twice the states cost twice."""
-    shape = Shape.read(ROOT / "hub_configs" / "sdar-8b-mrp")
+    shape = PUBLISHED["8B"]
     device, prefix = cost_model.DEVICES["H200"], 0
     static = Counts(1.0, 17 / 16)
-    assert static.states_per_forward * cost_model.masks_per_state(16) == sum(range(17)) / 16
+    assert static.states_per_forward * masks_per_state(16) == sum(range(17)) / 16
     double = Counts(2.0, 4.0)
     assert cost_model.speedup(shape, device, static, static, 8, prefix) == 1
     assert cost_model.speedup(shape, device, double, static, 1, prefix) == pytest.approx(2, abs=0.02)
@@ -79,14 +91,29 @@ def test_counts_are_taken_from_results() -> None:
     static = {"family": "math", "batch_size": 1, "mode": "static", "tokens_per_forward": 0.95, "head_per_token": 0.0}
     lines = [old, new, static, {**static, "batch_size": 8, "tokens_per_forward": 0.9}, {**new, "batch_size": 64}]
     lines += [{**new, "axis": "prompt", "batch_size": 16}, {**new, "family": "code"}, {**old, "mode": "self_spec"}]
-    assert cost_model.counts_at(lines, "math", "mrp_spec", 4, 1, 16) == Counts(2.5, 4.0, 2.0, 1.0)
-    assert cost_model.counts_at(lines, "math", "mrp_spec", 4, 32, 16) == Counts(2.5, 3.9, 1.5, 2.0)
-    assert cost_model.counts_at(lines, "math", "self_spec", 4, 1, 16) == Counts(2.5, 4.0, 0.0, 1.0)
-    assert cost_model.counts_at(lines, "math", "static", 4, 32, 16) == Counts(0.95, 17 / 16)
+    assert counts_at(lines, "math", "mrp_spec", 4, 1, 16) == Counts(2.5, 4.0, 2.0, 1.0)
+    assert counts_at(lines, "math", "mrp_spec", 4, 32, 16) == Counts(2.5, 3.9, 1.5, 2.0)
+    assert counts_at(lines, "math", "self_spec", 4, 1, 16) == Counts(2.5, 4.0, 0.0, 1.0)
+    assert counts_at(lines, "math", "static", 4, 32, 16) == Counts(0.95, 17 / 16)
 
 
-def test_head_share_counts_the_draft_vocabulary() -> None:
-    """4 rows of the lm_head in place of 64: 60 * 32 parameters less over those of the layers and the lm_head."""
-    small, whole = make_model(draft_vocab_size=4), make_model()
-    layers = sum(p.numel() for p in whole.model.layers.parameters())
-    assert head_share(whole) - head_share(small) == pytest.approx(60 * 32 / (layers + 64 * 32))
+def test_head_share_counts_the_rows_that_picks_read() -> None:
+    """4 rows of the lm_head in place of 64: 60 * 32 numbers less over those of the layers and the lm_head; by a model's own."""
+    model = make_model()
+    assert model.mrp_head is not None
+    layers, head = (sum(p.numel() for p in part.parameters()) for part in (model.model.layers, model.mrp_head))
+    shape = Shape.of("small", model.config)
+    assert shape.head_share() == pytest.approx((head + 64 * 32) / (layers + 64 * 32))
+    assert shape.head_share() - shape.head_share(4) == pytest.approx(60 * 32 / (layers + 64 * 32))
+
+
+def test_tokens_per_unit_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens a forward and half a head pass a token: one pass a forward, at a quarter of it."""
+    monkeypatch.setitem(cost.HEAD_SHARES, "4B", 0.25)
+    line = {"tokens_per_forward": 2.0, "tokens_per_forward_95": [1.5, 2.5], "head_per_token": 0.5}
+    assert cost.charged(line) == {**line, "tokens_per_unit": 1.6, "tokens_per_unit_95": [1.2, 2.0]}
+    assert cost.charged({"tokens_per_forward": 2.0})["tokens_per_unit"] is None
+    stale = {"tokens_per_forward": 1.6, "head_per_token": 0.0}
+    assert cost.break_even(line, stale) == pytest.approx(0.25)
+    assert cost.charged(stale)["tokens_per_unit"] == 1.6
+    assert [cost.charged_as(size) for size in (2048, 2560, 4096, 128, None)] == ["1.7B", "4B", "8B", "4B", "4B"]

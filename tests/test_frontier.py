@@ -7,12 +7,14 @@ from xml.etree import ElementTree
 
 import pytest
 from mrp_trainer.data.tasks import problems
+from mrp_trainer.evaluate import cost
 from mrp_trainer.evaluate.results import ResultsFile
 
 from benchmarks import frontier, plots, tables
 from benchmarks.common import embedded_weights
-from benchmarks.frontier import Setting, lines, on_frontier, references, rule_of, setting_name, settings
+from benchmarks.frontier import Setting, lines, on_frontier, references, rule_of, rule_settings, setting_name, settings
 from benchmarks.measure import Measured, ratio
+from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.rules.reveal import Dynamic, EntropyBound, Sequential, Static, logit
 
@@ -50,6 +52,15 @@ def test_what_a_draft_is_compared_with() -> None:
     assert compared["mrp_spec of dynamic K=16 tau=0.9 passes=2"] == {"target": "dynamic tau=0.9"}
 
 
+def test_every_reveal_rule_is_measured_alone_and_drafted() -> None:
+    measured = rule_settings()
+    names = [setting_name(setting) for setting in measured]
+    assert len(set(names)) == len(names) == 3 * len(TARGETS)
+    assert {"klass", "cad tau=0.8", "mrp_spec of eb_sampler K=4", "mrp_spec of dynamic K=8 tau=0.9"} < set(names)
+    for setting in measured:
+        MRPGenerationConfig(**setting).check(16, True)
+
+
 def test_the_rules_are_those_of_the_targets() -> None:
     rules = [rule_of(target) for target in ("static", "dynamic", "sequential", "entropy_bound")]
     assert rules == [Static((1,)), Dynamic(logit(0.9)), Sequential((1,)), EntropyBound(0.35)]
@@ -58,7 +69,7 @@ def test_the_rules_are_those_of_the_targets() -> None:
 def test_what_is_on_the_frontier() -> None:
     """B is as accurate as A and faster, C less accurate than B and slower, D slower and more accurate; E is as good as B."""
     points = {"A": (90.0, 1.0), "B": (90.0, 2.0), "C": (80.0, 1.5), "D": (95.0, 1.0), "E": (90.0, 2.0)}
-    every = [{"accuracy": accuracy, "tokens_per_forward": speed} for accuracy, speed in points.values()]
+    every = [{"accuracy": accuracy, "tokens_per_unit": speed} for accuracy, speed in points.values()]
     assert [name for name, line in zip(points, every, strict=True) if on_frontier(line, every)] == ["B", "D", "E"]
 
 
@@ -124,7 +135,7 @@ def results(tmp_path: Path) -> Path:
                 **setting,
                 "accuracy": value,
                 "accuracy_95": [value - 2, value + 1],
-                "head_per_token": 0.25,
+                "head_per_token": 0.25 if "target" in setting else 0.0,
             }
             line |= {"tokens_per_forward": speed, "tokens_per_forward_95": [speed - 0.1, speed + 0.1]}
             made.append(line | ({"texts_that_differ": 1} if "target" in setting else {}))
@@ -132,15 +143,19 @@ def results(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_table(results: Path) -> None:
+def test_the_table(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tokens a forward with a head pass: at a quarter of a forward 3.2 a unit."""
+    for shape, share in (("1.7B", 1.0), ("4B", 0.25), ("8B", 0.0)):
+        monkeypatch.setitem(cost.HEAD_SHARES, shape, share)
     head, _, eager, target, drafted = tables.frontier(results).splitlines()
-    families = "| math % | math: tokens / forward | code % | code: tokens / forward |"
-    assert head == f"| mode {families} head / token (math, code) | texts that differ (math, code) |"
+    families = "| math % | math: tokens / unit | code % | code: tokens / unit | at 1.7B (math, code) | at 8B (math, code) |"
+    last = "tokens / forward (math, code) | head / token (math, code) | texts that differ (math, code) |"
+    assert head == f"| mode {families} {last}"
     assert eager.startswith("| dynamic tau=0.5 | 70.0 (68.0-71.0) | 3.00 (2.90-3.10) | 60.0 ")
-    assert target.endswith("| 80.0 (78.0-81.0) | 2.00 (1.90-2.10) | 0.25, 0.25 |  |")
+    assert target.endswith("| 80.0 (78.0-81.0) | 2.00 (1.90-2.10) | 2.00, 2.00 | 2.00, 2.00 | 2.00, 2.00 | 0.00, 0.00 |  |")
     assert drafted == (
-        "| mrp_spec of dynamic K=4 tau=0.9 | 90.0 (88.0-91.0) | 4.00 (3.90-4.10) * | 80.0 (78.0-81.0) | 4.00 (3.90-4.10) * | "
-        "0.25, 0.25 | 1, 1 |"
+        "| mrp_spec of dynamic K=4 tau=0.9 | 90.0 (88.0-91.0) | 3.20 (3.12-3.28) * | 80.0 (78.0-81.0) | 3.20 (3.12-3.28) * | "
+        "2.00, 2.00 | 4.00, 4.00 | 4.00, 4.00 | 0.25, 0.25 | 1, 1 |"
     )
 
 
@@ -151,7 +166,8 @@ def test_the_figure_has_a_panel_a_family_and_is_the_same_every_time(results: Pat
         drawn.append((results / "frontier.svg").read_text())
     assert drawn[0] == drawn[1]
     words = {"".join(e.itertext()).strip() for e in ElementTree.fromstring(drawn[0]).iter() if "text" in e.tag}
-    assert words >= {"math", "code", "dynamic", "mrp_spec of dynamic", "tokens per backbone forward", "problems solved, %"}
+    assert words >= {"math", "code", "dynamic", "mrp_spec of dynamic", "problems solved, %"}
+    assert "tokens per backbone forward, head passes charged as at 4B" in words
 
 
 def test_every_setting_can_be_drawn() -> None:

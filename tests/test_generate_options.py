@@ -8,6 +8,7 @@ from conftest import make_model
 from helpers import (
     LIVELY,
     MASK,
+    MODES,
     PROMPTS,
     VOCAB,
     generate,
@@ -20,7 +21,6 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.option_table import DECODINGS
 
 # Length, eos and padding
 
@@ -60,7 +60,7 @@ class Watch(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-@pytest.mark.parametrize(("mode", "side"), [*zip(DECODINGS, ["left", "right"] * 4, strict=True)])
+@pytest.mark.parametrize(("mode", "side"), [(mode, ("left", "right")[place % 2]) for place, mode in enumerate(MODES)])
 def test_what_a_criterion_is_shown(random_model: MRPForCausalLM, mode: str, side: str) -> None:
     """The batch as it was given and n tokens behind: every length of every row once it is final, in order; the mask id where a
     row has fewer tokens, and padding behind one that has ended (the last row ends at its fifth token)."""

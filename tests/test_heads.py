@@ -252,26 +252,6 @@ def test_a_published_head_on_a_published_backbone(tmp_path: Path) -> None:
     assert len(state) == len(tensors)
 
 
-def test_a_draft_vocabulary_travels_with_the_head(folders: dict[str, Path], tmp_path: Path) -> None:
-    full = MRPForCausalLM.from_pretrained(folders["full"], draft_vocab_size=0)
-    ids = torch.tensor([7, 3, 59, 61, 2])
-    full.mrp_head.draft_token_ids = ids
-    full.config.draft_vocab_size = 5
-    full.save_pretrained(tmp_path / "head", head_only=True)
-    model = MRPForCausalLM.from_backbone(folders["backbone"], head=tmp_path / "head", dtype=torch.bfloat16)
-    assert torch.equal(model.mrp_head.draft_token_ids, ids)
-    assert model.config.draft_vocab_size == 5
-    assert MRPForCausalLM.from_pretrained(tmp_path / "head").mrp_head.draft_token_ids.tolist() == ids.tolist()
-    model.attach_head(folders["full"])
-    assert (model.mrp_head.draft_token_ids, model.config.draft_vocab_size) == (None, 0)
-    stored = load_file(tmp_path / "head" / "model.safetensors")
-    for bad in ([7, 3, 59, 61, 64], [7, 3, 59, 60, 2], [7, 3, 3, 61, 2], [-1, 3, 59, 61, 2]):
-        stored["mrp_head.draft_token_ids"] = torch.tensor(bad)
-        save_file(stored, tmp_path / "head" / "model.safetensors")
-        with pytest.raises(ValueError, match=r"draft_token_ids of .* holds ids twice, the mask's, or ids outside .* 64"):
-            model.attach_head(tmp_path / "head")
-
-
 @pytest.mark.parametrize(
     ("change", "numbers"),
     [

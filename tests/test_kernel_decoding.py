@@ -33,7 +33,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def model() -> MRPForCausalLM:
-    return make_model(3, vocab_size=99, draft_vocab_size=60, num_hidden_layers=1, num_nextn_predict_layers=1).float().to(DEVICE)
+    return make_model(3, vocab_size=99, num_hidden_layers=1, num_nextn_predict_layers=1).float().to(DEVICE)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ output_type: multiple_choice
 doc_to_text: "{{prompt}}"
 doc_to_choice: "{{choices}}"
 doc_to_target: 0
+target_delimiter: ""
 metric_list:
   - {metric: acc, aggregation: mean, higher_is_better: true}
 """
@@ -137,3 +138,92 @@ def test_log_likelihoods_are_warned_of_once(
         bootstrap_iters=0,
     )
     assert caplog.text.count("log-likelihoods made of them") == 1
+
+
+ROLLING = """\
+task: texts
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
+"""
+RECORDS = [  # choices of one and of several tokens, contexts of several lengths and an empty one
+    {"prompt": "Ana has 3 pens.", "choices": [" Bo gives Ana 4 more.", " 7", " Ana loses"], "text": "Ana has 3 pens."},
+    {"prompt": "", "choices": ["n = 4", "def f(x):"], "text": "def f(x):\n    return x + 1\n"},
+    {"prompt": "def f(x):\n    return x +", "choices": [" 1", " y"], "text": "for"},
+]
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of two tasks, `choices` and `texts`, of the same records."""
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "records.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    for name, task in (("choices", CHOICES), ("texts", ROLLING)):
+        (tmp_path / f"{name}.yaml").write_text(task.replace("DATA", str(data)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("most", [None, 8])
+def test_its_log_likelihoods_are_scores(
+    tasks: Path, tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, most: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Choices and whole texts, in batches; behind the eos where there is no context; in windows of 8 tokens."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+    from mrp_trainer.evaluate.lm_eval import MRPLM
+
+    model, encode = tiny_model_float64, tiny_tokenizer.encode
+    ran = lm_eval.simple_evaluate(
+        model=MRPLM(pretrained=model, tokenizer=tiny_tokenizer, batch_size=2, max_length=most),
+        tasks=["choices", "texts"],
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=0,
+    )
+
+    def expected(context: list[int], rest: list[int]) -> tuple[float, bool]:
+        ids = (context + rest)[-(most or 1000) :]
+        labels = torch.tensor([[-100] * (len(ids) - len(rest)) + rest])
+        out = model.score(torch.tensor([ids]), labels=labels)
+        return out.sums.item(), bool(out.greedy[0, -len(rest) :].all())
+
+    prefix = [tiny_tokenizer.bos_token_id or tiny_tokenizer.eos_token_id]
+    samples = {sample["doc_id"]: sample["resps"] for sample in ran["samples"]["choices"]}
+    for at, record in enumerate(RECORDS):
+        context = encode(record["prompt"]) or prefix
+        for choice, said in zip(record["choices"], samples[at], strict=True):
+            total, greedy = expected(context, encode(record["prompt"] + choice)[len(encode(record["prompt"])) :])
+            assert said[0] == (pytest.approx(total, abs=1e-9), greedy)
+    if most is None:
+        for sample in ran["samples"]["texts"]:
+            assert sample["resps"][0][0] == pytest.approx(
+                expected(prefix, encode(RECORDS[sample["doc_id"]]["text"]))[0], abs=1e-9
+            )
+    else:
+        assert "longer than 8 tokens" in caplog.text
+        text = encode(RECORDS[1]["text"])
+        parts = [
+            expected((prefix + text)[begin : begin + 1], text[begin : begin + 7]) for begin in range(0, len(text) // 7 * 7, 7)
+        ]
+        rest = len(text) % 7
+        parts += [expected((prefix + text)[-8:-rest], text[-rest:])] if rest else []
+        said = next(sample["resps"][0][0] for sample in ran["samples"]["texts"] if sample["doc_id"] == 1)
+        assert said == pytest.approx(sum(total for total, _ in parts), abs=1e-9)
+
+
+def test_its_command_line_with_our_model(
+    tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It prints a table; `auto` is a number of rows here."""
+    from mrp_trainer.evaluate.lm_eval import main
+
+    words = f"run --model mrp --model_args pretrained={TINY},trust_remote_code=True --batch_size auto --device cpu"
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *words.split(), "--include_path", str(tasks), "--tasks", "choices"])
+    main()
+    assert "|choices|" in capsys.readouterr().out

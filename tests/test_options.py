@@ -24,11 +24,14 @@ NAMED = {option.name: option for option in OPTIONS}
 # Of each option that a mode is made of, values of it and others under which it differs from that of the defaults.
 CHANGES: dict[str, dict[str, Any]] = {
     "confidence_threshold": {"confidence_threshold": 0.5},
+    "low_threshold": {"low_threshold": 0.2},
     "entropy_threshold": {"entropy_threshold": 0.1},
+    "factor": {"factor": 0.5},
     "mrp_steps": {"mrp_steps": 2},
     "num_draft_states": {"num_draft_states": 3},
     "draft_branches": {"draft_branches": 1},
     "draft_passes": {"draft_passes": 2},
+    "draft_shortlist": {"draft_shortlist": 4},
     "remask_rule": {"remask_rule": "threshold"},
     "residual_delta": {"residual_delta": 0.5, "remask_rule": "residual"},
 }

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LIVELY, MASK, PROMPTS, VOCAB, close, generate
+from helpers import LIVELY, MASK, MODES, PROMPTS, VOCAB, close, generate
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.option_table import TARGETS
 
 BOTH = {"output_scores": True, "output_logits": True}
 INFILL = torch.tensor([[MASK, 9, MASK, MASK, MASK, 7, MASK], [5, 6, 7, 8, 9, MASK, MASK], [MASK] * 7])
@@ -21,7 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "mode"), [*zip(CASES, (*TARGETS, "mrp_spec", "mrp_remask"), strict=True)])
+@pytest.mark.parametrize(("case", "mode"), [(case, MODES[-1 - place]) for place, case in enumerate(CASES)])
 def test_a_score_for_each_new_token(random_model: MRPForCausalLM, case: str, mode: str) -> None:
     """Normalized they are the log-probabilities of `token_logprobs`; what stands in padding or was given is certain."""
     options = {"decoding": mode, "max_new_tokens": 11, "seed": 3, "eos_token_id": [*range(1, 12)], **CASES[case]}

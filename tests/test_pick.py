@@ -9,7 +9,7 @@ from torch import Tensor
 from modeling_mrp.kernels import pick
 from modeling_mrp.kernels.dispatch import Dispatch, tl, triton
 from modeling_mrp.kernels.noise import gumbel_noise, noise_bits, noise_keys
-from modeling_mrp.kernels.pick import Unembedding, pick_rows, pick_rows_ref
+from modeling_mrp.kernels.pick import Unembedding, pick_rows, pick_rows_ref, some_logits, some_logits_ref
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -41,8 +41,8 @@ def keys_of(count: int) -> Tensor:
     return noise_keys(n * 7_000_000_007, n, 1 + n % 4)
 
 
-def vocabulary(size: int, temperature: float = 1.0, token_ids: Tensor | None = None) -> Unembedding:
-    return Unembedding(torch.zeros(size, 1, device=DEVICE), 0, temperature, token_ids=token_ids)
+def vocabulary(size: int, temperature: float = 1.0) -> Unembedding:
+    return Unembedding(torch.zeros(size, 1, device=DEVICE), 0, temperature)
 
 
 def picked(unembedding: Unembedding, logits: Tensor, least: Tensor | None = None, keys: Tensor | None = None) -> Any:
@@ -115,13 +115,11 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_kernel_equals_its_twin(rows: int, vocab: int, dtype: torch.dtype, sampled: bool) -> None:
-    """Of all tokens; of those of 9 or more logits alone, or without these; of a part of a vocabulary, with its ids' noise."""
+    """Of all tokens; of those of 9 or more logits alone, or without these."""
     logits, keys = logits_of(rows, vocab, vocab, dtype), keys_of(rows) if sampled else None
     logits[:, 0] = -INF  # the mask id
-    ids = torch.randperm(9999, generator=torch.Generator().manual_seed(1))[:vocab].to(DEVICE)
     least = logits.topk(9).values[:, -1].contiguous()
     same(*picked(vocabulary(vocab, 0.7 if sampled else 1.0), logits, None, keys))
-    same(*picked(vocabulary(vocab, 1.0, ids), logits, None, keys))
     got, wanted = picked(vocabulary(vocab, 3.0), logits, least, keys)
     same(got, wanted)
     assert (logits.gather(1, got[0][:, None])[:, 0] >= least).all()
@@ -158,3 +156,18 @@ def test_extremes() -> None:
 def test_nothing_to_pick_from() -> None:
     token, odds = pick_rows(vocabulary(9), logits_of(0, 9), logits_of(0, 9), None, None, FORCED)
     assert (token.shape, odds.shape) == ((0,), (0,))
+
+
+@pytest.mark.parametrize("size", [9, 512, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_a_few_tokens(size: int, dtype: torch.dtype) -> None:
+    """Of rows that lie apart in memory; tokens may come twice."""
+    numbers = torch.Generator().manual_seed(size)
+    weight = torch.randn(40, size + 3, generator=numbers).to(DEVICE, dtype)[:, :size]
+    hidden = torch.randn(6, 2 * size, generator=numbers).to(DEVICE, dtype)[:, ::2]
+    ids = torch.randint(40, (6, 5), generator=numbers).to(DEVICE)
+    wanted = torch.gather(hidden.double() @ weight.double().T, 1, ids)
+    for made in (some_logits(weight, hidden, ids, FORCED), some_logits_ref(weight, hidden, ids)):
+        assert made.dtype == torch.float32
+        torch.testing.assert_close(made.double(), wanted, rtol=2e-5, atol=2e-5 * size**0.5)
+    assert some_logits(weight, hidden[:0], ids[:0], FORCED).shape == (0, 5)

@@ -20,6 +20,7 @@ def test_the_table(tmp_path: Path) -> None:
             "tokens_per_forward_95": [speed - 0.1, speed + 0.1],
             "over_published": speed / 2,
             "over_published_95": [speed / 2 - 0.1, speed / 2 + 0.1],
+            "head_per_token": 0.0,
             "texts_that_differ": 1,
         }
         for family in ("code", "math")
@@ -28,8 +29,9 @@ def test_the_table(tmp_path: Path) -> None:
     write(tmp_path / "tiny_published_head.jsonl", lines)
     head, _, row, code = tables.published_head(tmp_path).splitlines()
     columns = "released, published head | released, embedded head | mrp_spec, published head | mrp_spec, embedded head"
-    assert head == f"| family | K | {columns} | texts that differ |"
+    assert head == f"| family | K | {columns} | tokens / forward | texts that differ |"
     assert code == row.replace("math", "code")
     assert row == (
-        "| math | 4 | 2.00 (1.90-2.10) | 2.50 (1.25x, 1.15-1.35) | 3.00 (1.50x, 1.40-1.60) | 4.00 (2.00x, 1.90-2.10) | 4 |"
+        "| math | 4 | 2.00 (1.90-2.10) | 2.50 (1.25x, 1.15-1.35) | 3.00 (1.50x, 1.40-1.60) | 4.00 (2.00x, 1.90-2.10) | "
+        "2.00, 2.50, 3.00, 4.00 | 4 |"
     )

@@ -20,7 +20,7 @@ def test_published_recipes(size: str) -> None:
     """The parameters that train are those of the published heads, and the options those of the published recipe."""
     flags = {"model": str(ROOT / "hub_configs" / f"sdar-{size}-mrp"), "output_dir": "unused"}
     settings = read_settings("mrp", f"sdar-{size}-mrp", flags)
-    plan = dry_run(settings, processes=8)
+    plan = dry_run(settings)
     hidden, intermediate, queries, depth = SHAPES[size]
     layer = layer_parameters(hidden, intermediate, queries)
     head = 2 * hidden * hidden + 3 * hidden + 3 * layer
@@ -37,9 +37,7 @@ def test_published_recipes(size: str) -> None:
     assert (arguments.noisy_copies, arguments.inverse_level, arguments.noise_per) == (1, True, "sample")
     assert (arguments.learning_rate, arguments.lr_scheduler_type, arguments.num_train_epochs) == (1e-3, "cosine_with_min_lr", 1)
     assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 16
-    assert [dry_run(settings, processes).rows_per_step for processes in (1, 8)] == [16, 16]
-    with pytest.raises(ValueError, match="rows_per_step is 16: 3 processes with per_device_train_batch_size 1 take 3 rows"):
-        dry_run(settings, processes=3)
+    assert plan.rows_per_step == 16
     assert arguments.muon_learning_rate is None
     assert settings.training["bf16"] is True
     assert (settings.training["max_length"], settings.options.head_init, settings.options.head_layers) == (4096, "published", 3)
@@ -51,6 +49,6 @@ def test_our_recipe() -> None:
     ours = dry_run(read_settings("mrp", "sdar-4b-mrp-ours", flags))
     published = dry_run(read_settings("mrp", "sdar-4b-mrp", flags))
     assert ours.trained == published.trained == 315_907_328
-    objective = ours.settings.arguments(bf16=False, use_cpu=True).head_objective(16)
+    objective = read_settings("mrp", "sdar-4b-mrp-ours", flags).arguments(bf16=False, use_cpu=True).head_objective(16)
     assert (objective.reveals.rule, objective.reveals.eager_share) == ("on_policy", 0.5)
     assert (objective.unroll, objective.order_weight, objective.reread_weight) == (2, 0.5, 1.0)

@@ -25,12 +25,6 @@ QWEN = (
     "{{ m.content + ' <end> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant : ' }}{% if enable_thinking is false %}{{ '[] ' }}{% endif %}{% endif %}"
 )
-# The number of messages comes first, so that no rendering begins another; the marks leave the end token out.
-COUNTED = (
-    "{{ messages | length }}{% for m in messages %} {{ m.role + ' :' }}"
-    "{% if m.role == 'assistant' %} {% generation %}{{ m.content }}{% endgeneration %}{% else %} {{ m.content }}{% endif %}"
-    " <end>{% endfor %}{% if add_generation_prompt %} assistant :{% endif %}"
-)
 
 
 def with_template(tokenizer: Any, template: str | None) -> Any:
@@ -360,27 +354,6 @@ def test_a_template_with_end_tokens_and_a_system_prompt(word_tokenizer: Any) -> 
     assert "the chat template renders what precedes message 2 otherwise once later messages follow" in problem.message
 
 
-def test_marks_in_the_template_serve_where_prefixes_change(word_tokenizer: Any) -> None:
-    tokenizer = with_template(word_tokenizer, COUNTED)
-    more = [{"role": "user", "content": "sum"}, {"role": "assistant", "content": "4 5"}]
-    encode = encoder(tokenizer)
-    encode.sample(chat(USER, REPLY, *more), 0)
-    assert shown(tokenizer, encode.sample(chat(USER, REPLY, *more), 0)) == (
-        "4 user : 1 + 2 <end> assistant : {3 <end>} user : sum <end> assistant : {4 5 <end>}"
-    )
-    assert shown(tokenizer, encode.sample({"prompt": [USER, REPLY, more[0]], "completion": [more[1]]}, 0)) == (
-        "4 user : 1 + 2 <end> assistant : 3 <end> user : sum <end> assistant : {4 5 <end>}"
-    )
-    # Without its marks it is refused.
-    unmarked = encoder(with_template(word_tokenizer, re.sub(r"{% (end)?generation %}", "", COUNTED)))
-    (problem,) = problems_of(Rows([GOOD], "rows"), parsed(unmarked)).problems
-    assert "mark the assistant's in the template with {% generation %}" in problem.message
-    # Marks around all of it mark one turn of two.
-    everything = "{% generation %}" + re.sub(r"{% (end)?generation %}", "", COUNTED) + "{% endgeneration %}"
-    with pytest.raises(ValueError, match="the chat template marks 1 assistant turns of 2"):
-        encoder(with_template(word_tokenizer, everything)).sample(chat(USER, REPLY, *more), 0)
-
-
 def test_the_first_end_token_ends_a_turn(word_tokenizer: Any) -> None:
     """This template puts another one behind the chat, as some do."""
     tokenizer = with_template(word_tokenizer, QWEN.replace("{{ m.content + ' <end> ' }}", "{{ m.content + ' <end> <pad> ' }}"))
@@ -477,12 +450,9 @@ def test_chats_of_the_embedded_tokenizer(tiny_tokenizer: Any) -> None:
     assert sample.response.tolist() == [False] * len(prompt) + [True] * (len(sample.ids) - len(prompt))
 
 
-@pytest.mark.parametrize("marked", [True])
-def test_a_mask_outside_of_content_is_found(marked: bool, word_tokenizer: Any, tmp_path: Path) -> None:
+def test_a_mask_outside_of_content_is_found(word_tokenizer: Any, tmp_path: Path) -> None:
     """Where the template renders it: with the file, the line and the field."""
     template = "{% for m in messages %}{{ m['reasoning'] or '' }} {{ m['content'] }}{% endfor %}"
-    if marked:
-        template = template.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}")
     turns = [{"role": "user", "content": "Ana has 3"}, {"role": "assistant", "content": "pens", "reasoning": "<mask> ."}]
     path = tmp_path / "chats.jsonl"
     path.write_text(

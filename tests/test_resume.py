@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from mrp_trainer.train.checkpoints import last_whole_checkpoint, make_room
-from mrp_trainer.train.run_folder import telling_what_is_full
-from safetensors.torch import load_file, save_file
+from mrp_trainer.train.checkpoints import last_whole_checkpoint
+from safetensors.torch import load_file
 from training_runs import Result, Run, result, start
 
 from modeling_mrp import MRPForCausalLM
@@ -131,22 +130,3 @@ def test_a_full_disk(uninterrupted: dict[str, Run], small_disk: Path) -> None:
     assert last_whole_checkpoint(small_disk) == small_disk / "checkpoint-2"
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
     assert_equal(take_up(run), result(uninterrupted["block_diffusion"]))
-
-
-def test_what_makes_room_for_a_checkpoint(tmp_path: Path) -> None:
-    """Checkpoints that were cut off go, and so does the one in the place of the new; whole ones and others' folders stay."""
-    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-40", "checkpoint-9", "checkpoint-6", "checkpoint-best", "runs"):
-        (tmp_path / name).mkdir()
-        whole = name in ("checkpoint-2", "checkpoint-4", "checkpoint-40")
-        (tmp_path / name / "trainer_state.json").write_text('{"global_step": 1}' if whole else "{")
-    assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-40"
-    make_room(tmp_path, 4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-40", "checkpoint-best", "runs"]
-    assert last_whole_checkpoint(tmp_path / "runs") is None
-
-
-def test_whoever_finds_the_disk_full_says_so_in_one_line(small_disk: Path) -> None:
-    message = r"where [\d,]+ bytes are free, cannot be written to \(.+\): make room, and run the same again"
-    with pytest.raises(OSError, match=message) as caught, telling_what_is_full(small_disk):
-        save_file({"a": torch.zeros(2**19)}, small_disk / "file")
-    assert "\n" not in str(caught.value)

@@ -15,7 +15,18 @@ import torch
 from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
 from modeling_mrp.rules.accept import UnscoredError, accept, first_frontier, write
 from modeling_mrp.rules.draft import Node, build_draft, growth, undrafted
+from modeling_mrp.rules.memory import BoundedAdaptive, Coherent, Credit, Klass, SlowFast
 from modeling_mrp.rules.noise import gumbel, noise_key
+from modeling_mrp.rules.published import (
+    ConfidenceAdaptive,
+    EBSampler,
+    EosRejection,
+    FastDLLM,
+    Hierarchy,
+    LocalLeap,
+    Prophet,
+    factor_thresholds,
+)
 from modeling_mrp.rules.reveal import (
     ORDER_SHARPNESS,
     Columns,
@@ -465,7 +476,12 @@ def decoded(rule: RevealRule, of: Row, width: int, branches: int, alike: float, 
         assert rounds < 200
 
 
-RULES = [AboveTheMean(), ONE, Static((2, 1, 1)), Sequential((1,)), Dynamic(0.5), EntropyBound(0.6)]
+RULES = [
+    *(AboveTheMean(), ONE, Static((2, 1, 1)), Sequential((1,)), Dynamic(0.5), EntropyBound(0.6)),
+    *(FastDLLM(factor_thresholds(4, 2.0)), EBSampler(0.6), Hierarchy(1.5, 0.0), LocalLeap(2.0, 0.5, radius=1)),
+    *(ConfidenceAdaptive(0.5, frozenset([EOS]), most=2), EosRejection((1, 3), frozenset([EOS])), Prophet((1, 1, 1, 1))),
+    *(BoundedAdaptive(0.9, 0.6), SlowFast(1.5, -0.5), Coherent(2), Credit(1.0), Klass(0.0, divergence=0.5, steps=1)),
+]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
@@ -485,7 +501,7 @@ def test_drafted_as_undrafted(rule: RevealRule) -> None:
         assert one.text[: one.stop] == other.text[: other.stop]
         if isinstance(rule, AboveTheMean):
             assert (one.memo or (0, 0.0))[0] == sum(step >= 0 for step in one.step), "it knows of all reveals"
-    assert saved > 60
+    assert saved > (20 if isinstance(rule, EBSampler | EosRejection) else 60)  # these take few steps alone
 
 
 # --------------------------------------------------------------------------------------------------------------- noise

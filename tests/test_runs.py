@@ -391,22 +391,11 @@ def test_rows_of_one_sample(files: dict[str, str], tmp_path: Path) -> None:
     assert len(alone.trainer.train_dataset) == 16
 
 
-def test_steps_per_epoch(files: dict[str, str], tmp_path: Path) -> None:
-    """16 rows, 2 x 3 a step on each of 2 devices."""
-    flags = {"packed": False, "gradient_accumulation_steps": 3}
-    plan = dry_run(settings_of(files, tmp_path / "none", **flags), processes=2)
-    assert (plan.rows, plan.rows_per_step, plan.steps_per_epoch) == (16, 12, 1)
-    assert not (tmp_path / "none").exists()
-
-
 def test_a_dry_run_connects_to_nothing(files: dict[str, str], tmp_path: Path) -> None:
     """What it needs is named with the command that fetches it: the config, and with data the tokenizer."""
     fetch = r'\(hf download {} --include "\*\.json" --include "\*\.txt" --include "\*\.jinja"\)'
     with pytest.raises(ValueError, match="org/none is no folder .* connects to nothing: .*" + fetch.format("org/none")):
         dry_run(settings_of(files, tmp_path, model="org/none"))
-    with pytest.raises(ValueError, match="the tokenizer of 'org/none' cannot be loaded: .*" + fetch.format("org/none")):
-        dry_run(settings_of(files, tmp_path, tokenizer="org/none"))
-    assert dry_run(settings_of(files, tmp_path, tokenizer="org/none", data=[])).rows is None
 
 
 def test_no_data_and_no_prompts(files: dict[str, str], tmp_path: Path) -> None:

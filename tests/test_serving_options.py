@@ -42,6 +42,8 @@ def test_without_options_the_checkpoints_own_count() -> None:
         ({"confidence_threshold": 1.5}, True, r"confidence_threshold is 1.5: it must be a probability"),
         ({"decoding": "mrp_spec"}, False, "decoding='mrp_spec' needs an MRP head, and this model has none"),
         ({"block_size": 4}, True, "block_size is 4: the checkpoint's is 16"),
+        ({"target": "cad"}, True, "the rule 'cad' is not served: it reads the eos, .* such as 'dynamic'"),
+        ({"decoding": "eoser"}, True, "the rule 'eoser' is not served"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_at_start(options: dict[str, Any], has_head: bool, message: str) -> None:

@@ -165,7 +165,6 @@ def test_a_head_repository_is_served_with_the_backbone_that_it_names(head_folder
     [
         ("mrp_head.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
         ("mrp_modules.0.model.eh_proj.weight", "eh_proj.weight"),
-        ("mrp_head.draft_token_ids", ""),
         ("model.layers.0.mlp.up_proj.weight", None),
         ("lm_head.weight", None),
     ],

@@ -117,9 +117,10 @@ def test_what_room_there_is_does_not_change_the_text(
     [
         {"decoding": "mrp_direct", "mrp_steps": 2},
         *({"decoding": "mrp_remask", "remask_rule": rule} for rule in ("reread", "threshold", "residual")),
+        *({"decoding": "slow_fast"}, {"decoding": "mrp_spec", "target": "credit", "num_draft_states": 4}),
     ],
 )
-def test_unverified_modes_give_the_text_of_generate(model: Any, prompts: list[list[int]], options: dict[str, Any]) -> None:
+def test_other_modes_give_the_text_of_generate(model: Any, prompts: list[list[int]], options: dict[str, Any]) -> None:
     """Up to the first eos, but for what lies behind one, which the engine reveals too."""
     requests, _ = served(model, prompts, options)
     for req in requests:

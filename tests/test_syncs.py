@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LIVELY
+from helpers import LIVELY, MODES
 from tape import waits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.random_cases import dampened, make_model
-from modeling_mrp.generate.option_table import DECODINGS
 from modeling_mrp.networks.networks import Networks
 
 PROMPTS = torch.tensor([[0, 0, 1, 2, 3], [4, 5, 6, 7, 8], [0, 9, 10, 11, 12]])
@@ -45,7 +44,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("mode", "sampling"), [*zip(DECODINGS, [*SAMPLINGS] * 4, strict=True)])
+@pytest.mark.parametrize(("mode", "sampling"), [(mode, [*SAMPLINGS][place % 2]) for place, mode in enumerate(MODES)])
 def test_the_host_waits_for_what_was_picked_alone(sampling: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind each network once; no operation of a round needs a result on the host, nor has a size that depends on one. Keys
     and values stay where they are, from the first round to the last."""

@@ -104,7 +104,7 @@ LIES: list[tuple[dict[str, Any], str]] = [
     ({"num_nextn_predict_layers": 3}, "missing: mrp_head.layers.2.mlp.up_proj.weight"),
     *(
         ({name: -4}, f"{name} is -4: it must be an int of at least ")
-        for name in ("head_dim", "pad_token_id", "draft_vocab_size")
+        for name in ("hidden_size", "head_dim", "num_key_value_heads", "mask_token_id", "pad_token_id")
     ),
     *(
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope}}, message)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import TINY
 
-from benchmarks import bare_loop, host, tables, turns
+from benchmarks import bare_loop, host, score, tables, turns
 from benchmarks.common import embedded_weights
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
@@ -69,3 +69,13 @@ def test_the_host_alone_decides_as_it_did_with_the_networks(capsys: pytest.Captu
     _, *found = lines(capsys)
     assert [line["states"] for line in found] == [1, 3]
     assert all(min(line["microseconds"].values()) > 0 for line in found)
+
+
+def test_scores_side_by_side_and_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """The counts are exact: 40 tokens are 40 states, 32 at once, behind two blocks that are read once."""
+    score.main(["--rows", "2", "--length", "40", "--turns", "1"])
+    _, packed, alone = lines(capsys)
+    assert (packed["forwards"], alone["forwards"]) == ({"prefill": 1, "score": 3}, {"prefill": 2, "score": 40})
+    assert packed["tokens"] == 80
+    assert packed["furthest"] < 1e-3
+    assert packed["faster"]["median"] > 0

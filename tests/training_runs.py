@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
@@ -275,8 +276,14 @@ def result(run: Run, rank: int = 0) -> Result:
     )
 
 
-def start(run: Run, processes: int = 1) -> list[int | None]:
-    """Trains, and waits for all processes; their exit codes, None for one that was not done in two minutes (it is ended)."""
+def _call(work: Callable[[int], None], rank: int, processes: int, port: int) -> None:
+    _join(rank, processes, port)
+    work(rank)
+
+
+def start(run: Run | Callable[[int], None], processes: int = 1) -> list[int | None]:
+    """Trains, or calls a function with its rank, and waits for all processes; their exit codes, None for one that was not done
+    in two minutes (it is ended)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Python 3.11 does not pass it on
@@ -284,7 +291,8 @@ def start(run: Run, processes: int = 1) -> list[int | None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [context.Process(target=_train, args=(run, rank, processes, port)) for rank in range(processes)]
+    work: Any = _train if isinstance(run, Run) else _call
+    ranks = [context.Process(target=work, args=(run, rank, processes, port)) for rank in range(processes)]
     for process in ranks:
         process.start()
     end = time.monotonic() + 120

@@ -53,7 +53,6 @@ class MRPConfig(Qwen3Config):
         num_mrp_heads: Number of heads. Only one is defined: it serves every draft depth.
         head_predicts: `residual`: the head's output is added to the hidden states it read. `hidden`: it takes their place,
             the paper's ablation ("direct prediction").
-        draft_vocab_size: How many of the vocabulary's tokens the head drafts from (`MRPHead.draft_token_ids`); 0: all of them.
         base_model_name_or_path: In the config of a head repository, which holds the head alone: the backbone it belongs to.
             None everywhere else, also in a loaded model, which has its backbone.
         base_model_revision: The backbone's commit, branch or tag.
@@ -78,7 +77,6 @@ class MRPConfig(Qwen3Config):
     num_nextn_predict_layers: int = 0
     num_mrp_heads: int = 1
     head_predicts: str = "residual"
-    draft_vocab_size: int = 0
     base_model_name_or_path: str | None = None
     base_model_revision: str | None = None
 
@@ -122,8 +120,6 @@ class MRPConfig(Qwen3Config):
         yield "pad_token_id", 0, self.vocab_size - 1, ": the id of the tokenizer's pad token, inside the vocabulary, or null"
         yield "num_nextn_predict_layers", 0, _MOST_LAYERS, " (0: no head)"
         yield "num_mrp_heads", 1, 1, ": one head serves every draft depth"
-        most = self.vocab_size - 1 if self.has_head else 0
-        yield "draft_vocab_size", 0, most, ": a part of the vocabulary that a head drafts from, or 0 for all of it"
 
     @classmethod
     def get_config_dict(

@@ -1688,9 +1688,11 @@ class Scores:
         likeliest: Where tokens are sampled and drafts are made: ids [block, m] and log-odds [block, m] of the likeliest ones,
             as numpy arrays; else None.
         hidden: Where the hidden states lie: a tensor [n, block, hidden_size], and the place in it; None for a given one.
+        shortlist: Where the tokens lie among which the head's drafts choose: a tensor [n, block, 2 m + 1] of `Picks.shortlist`,
+            and the place in it; None: they choose among all.
     """
 
-    __slots__ = ("entropy", "hidden", "likeliest", "odds", "token")
+    __slots__ = ("entropy", "hidden", "likeliest", "odds", "shortlist", "token")
 
     def __init__(
         self,
@@ -1699,12 +1701,14 @@ class Scores:
         entropy: list[float] | None = None,
         likeliest: Any = None,
         hidden: tuple[Any, int] | None = None,
+        shortlist: tuple[Any, int] | None = None,
     ) -> None:
         self.token: Final = token
         self.odds: Final = odds
         self.entropy: Final = entropy
         self.likeliest: Final = likeliest
         self.hidden: Final = hidden
+        self.shortlist: Final = shortlist
 
 
 class Frontier:
@@ -2410,8 +2414,9 @@ if triton is not None:
 
 """From hidden states to tokens: the distributions of an unembedding, and the row kernel of the pick.
 
-`pick_rows` goes from logits to a token and its log-odds in two launches over the vocabulary; it has a Triton kernel and a plain
-PyTorch twin, `pick_rows_ref`. The logits are those of a matrix product: on a GPU in float32, so that no two tie by rounding.
+`pick_rows` goes from logits to a token and its log-odds in two launches over the vocabulary, `some_logits` computes those of a
+few tokens of each position; both have a Triton kernel and a plain PyTorch twin, `..._ref`. Logits of all tokens are those of a
+matrix product: on a GPU in float32, so that no two tie by rounding.
 """
 
 
@@ -2419,6 +2424,7 @@ PyTorch twin, `pick_rows_ref`. The logits are those of a matrix product: on a GP
 
 
 _TILE = 1024  # logits that a program reads at once
+_DOT_TILE = 512  # elements of two vectors that a program reads at once
 _READERS = 8  # on a multiprocessor, since none loads ahead
 # Elements of logits that are alive at once: 64 MB in float32.
 _LOGITS_AT_ONCE = 1 << 24
@@ -2430,17 +2436,15 @@ class Unembedding:
 
     Attributes:
         weight: [vocab, hidden_size], those of `lm_head` or rows of it.
-        mask_token_id: Outside the softmax, where `token_ids` is None.
+        mask_token_id: Outside the softmax.
         temperature: Divides the logits.
         eos_token_ids: Ids that some positions must not take.
-        token_ids: [vocab] long, the ids that the rows of `weight` stand for; None: their places.
     """
 
     weight: Tensor
     mask_token_id: int
     temperature: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
-    token_ids: Tensor | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [n, vocab] of hidden states [n, hidden_size], the mask id at -inf; on a GPU in at least float32."""
@@ -2449,14 +2453,13 @@ class Unembedding:
             logits = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
         else:
             logits = F.linear(hidden, self.weight)
-        if self.token_ids is None:
-            logits[:, self.mask_token_id] = -torch.inf
+        logits[:, self.mask_token_id] = -torch.inf
         return logits
 
-    def barred(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
-        """Bar an eos from logits [n, vocab], by -inf, where `no_eos` [n] bool says so."""
+    def barred(self, logits: Tensor, no_eos: Tensor | None, ids: Tensor | None = None) -> Tensor:
+        """Bar an eos from logits [n, vocab], or [n, m] of some ids, by -inf, where `no_eos` [n] bool says so."""
         if no_eos is not None:
-            ids = torch.arange(logits.shape[1], device=logits.device) if self.token_ids is None else self.token_ids
+            ids = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
             for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
                 logits = logits.masked_fill(no_eos[:, None] & (ids == eos), -torch.inf)
         return logits
@@ -2466,13 +2469,9 @@ class Unembedding:
         logits = widened(logits)
         return logits if self.temperature == 1.0 else logits / self.temperature
 
-    def named(self, place: Tensor) -> Tensor:
-        """Look up the ids [...] long of places [...] in the unembedding's vocabulary."""
-        return place if self.token_ids is None else self.token_ids[place]
-
-    def chunks(self, rows: int) -> list[slice]:
-        """Cut `rows` into slices so small that their logits are no burden; none gives one slice, empty."""
-        step = max(1, _LOGITS_AT_ONCE // self.weight.shape[0])
+    def chunks(self, rows: int, each: int | None = None) -> list[slice]:
+        """Cut `rows` into slices so small that their logits, or `each` numbers a row, are no burden; none gives one, empty."""
+        step = max(1, _LOGITS_AT_ONCE // (each or self.weight.shape[0]))
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
 
 
@@ -2514,7 +2513,7 @@ def pick_rows(
         dispatch: Kernel or PyTorch.
 
     Returns:
-        Places [n] long in the unembedding's vocabulary, and log-odds [n] in at least float32.
+        Token ids [n] long, and log-odds [n] in at least float32.
     """
     if shown is not logits:
         return pick_rows_ref(unembedding, logits, shown, least, keys)
@@ -2535,8 +2534,7 @@ def pick_rows_ref(
     if least is not None:
         seen = seen.masked_fill(logits < least[:, None], -torch.inf)
     if keys is not None:
-        ids = scores.shape[1] if unembedding.token_ids is None else unembedding.token_ids
-        seen = seen + gumbel_noise(keys, ids, scores.dtype)
+        seen = seen + gumbel_noise(keys, scores.shape[1], scores.dtype)
     token = seen.argmax(-1)
     return token, log_odds(scores, token, True)
 
@@ -2552,15 +2550,59 @@ def _pick_kernel(unembedding: Unembedding, logits: Tensor, least: Tensor | None,
     slices = triton.cdiv(vocab, length)
     found = torch.empty(3, rows, slices, dtype=torch.float32, device=device)
     places = torch.empty(rows, slices, dtype=torch.int32, device=device)
-    ids, cooling = unembedding.token_ids, 1.0 / unembedding.temperature
+    cooling = 1.0 / unembedding.temperature
     _score_slices[(rows, slices)](
-        logits.contiguous(), least, keys, ids, found, places, vocab, length, cooling, TILE=_TILE, num_stages=1, **LAUNCH
+        logits.contiguous(), least, keys, found, places, vocab, length, cooling, TILE=_TILE, num_stages=1, **LAUNCH
     )
     _merge_slices[(rows,)](found, places, token, odds, slices, TILE=triton.next_power_of_2(slices), **LAUNCH)
     return token, odds
 
 
+def some_logits(weight: Tensor, hidden: Tensor, ids: Tensor, dispatch: Dispatch) -> Tensor:
+    """Compute the logits of some tokens at each position, without those of all others.
+
+    Args:
+        weight: [vocab, hidden_size], of `lm_head`.
+        hidden: [n, hidden_size].
+        ids: [n, m] long, of each position its tokens.
+        dispatch: Kernel or PyTorch.
+
+    Returns:
+        [n, m] in at least float32.
+    """
+    hidden, ids = hidden.contiguous(), ids.contiguous()
+    return dispatch.run(
+        "shortlist", lambda: _some_kernel(weight, hidden, ids), lambda: some_logits_ref(weight, hidden, ids), weight, hidden
+    )
+
+
+def some_logits_ref(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
+    """`some_logits` in PyTorch."""
+    return (widened(weight[ids]) @ widened(hidden)[:, :, None])[:, :, 0]
+
+
+def _some_kernel(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
+    """One launch: of each position and token a program that reads a row of the weights."""
+    logits = torch.empty(ids.shape, dtype=torch.float32, device=hidden.device)
+    if ids.numel():
+        _dot_rows[ids.shape](weight, hidden, ids, logits, weight.stride(0), hidden.shape[1], TILE=_DOT_TILE, **LAUNCH)
+    return logits
+
+
 if triton is not None:
+
+    @triton.jit
+    def _dot_rows(weight, hidden, ids, logits, stride, size, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Program (position, place in its list): one dot product, in float32."""
+        row, out = tl.program_id(0).to(tl.int64), tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        token = tl.load(ids + out)
+        total = tl.zeros([TILE], dtype=tl.float32)
+        for first in range(0, size, TILE):
+            at = first + tl.arange(0, TILE)
+            inside = at < size
+            own = tl.load(weight + token * stride + at, mask=inside, other=0.0).to(tl.float32)
+            total += own * tl.load(hidden + row * size + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(logits + out, tl.sum(total, 0))
 
     @triton.jit
     def _log_add(a, b):  # type: ignore[no-untyped-def]
@@ -2577,7 +2619,7 @@ if triton is not None:
         return most + tl.log(tl.sum(tl.exp(x - most), 0))
 
     @triton.jit  # `vocab` and `length` tell of aligned rows
-    def _score_slices(logits_in, least, keys, token_ids, found, places, vocab, length, cooling, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _score_slices(logits_in, least, keys, found, places, vocab, length, cooling, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
         """Program (row, slice of the vocabulary): the best score and its place, that token's logit (`own`), and the log-sum-exp
         of all other logits. None under `least` is the best."""
         row, cells = tl.program_id(0).to(tl.int64), tl.num_programs(0) * tl.num_programs(1)
@@ -2591,10 +2633,7 @@ if triton is not None:
             raw = logits * cooling
             shown = raw
             if keys is not None:
-                ids = token
-                if token_ids is not None:
-                    ids = tl.load(token_ids + token, mask=inside, other=0).to(tl.int32)
-                shown = raw + gumbel_of_bits(token_noise_bits(tl.load(keys + row), ids))
+                shown = raw + gumbel_of_bits(token_noise_bits(tl.load(keys + row), token))
             if least is not None:
                 shown = tl.where(logits < tl.load(least + row).to(tl.float32), float("-inf"), shown)
             shown = tl.where(shown != shown, float("inf"), shown)  # NaN is more than any number
@@ -2732,6 +2771,8 @@ TRUNCATIONS: dict[type, bool] = {
 
 # Tokens of a position that a sampled draft chooses among: all that transformers' own top-k of 50 leaves.
 LIKELIEST = 64
+# Tokens of a position that the head's drafts choose among: as many are as good as all (`python -m benchmarks.shortlist`).
+SHORTLIST = 16
 
 
 @dataclass(frozen=True)
@@ -2794,12 +2835,16 @@ class Picks:
         entropy: [n] float, in nats; None where the picker computes none.
         likeliest: Ids and log-odds [n, m] of the likeliest tokens that may be sampled, -inf for those that truncation leaves
             out; None where the picker gives none.
+        shortlist: [n, 2 m + 1] in at least float32: the ids of the m likeliest tokens that may be picked (exact as numbers),
+            their scores, -inf for those that truncation leaves out, and the log-sum-exp of all other scores; None where the
+            picker gives none.
     """
 
     token: Tensor
     odds: Tensor
     entropy: Tensor | None = None
     likeliest: tuple[Tensor, Tensor] | None = None
+    shortlist: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -2815,9 +2860,10 @@ class Picker:
         bans: Sequences that must not appear, kept behind the processors; or None.
         truncation: top-k, top-p and their kin, applied after the confidence is taken.
         eos_token_ids: Ids that positions before a minimum length must not take.
-        token_ids: [vocab] long, the ids that the rows of `lm_head_weight` stand for; None: their places.
         entropy: Whether to compute it.
         likeliest: Whether to give the likeliest tokens, for drafts of sampled text.
+        shortlist: How many tokens of a position the head's drafts choose `among`, those likeliest before; 0: all. Where text is
+            sampled, those that are given.
         dispatch: Kernels or PyTorch.
     """
 
@@ -2829,19 +2875,15 @@ class Picker:
     bans: Bans | None = None
     truncation: LogitsProcessorList | None = None
     eos_token_ids: tuple[int, ...] = ()
-    token_ids: Tensor | None = None
     entropy: bool = False
     likeliest: bool = False
+    shortlist: int = 0
     dispatch: Dispatch = field(default=AUTOMATIC)
 
     @cached_property
     def unembedding(self) -> Unembedding:
         """The distributions before any processors."""
-        return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
-
-    def restricted(self, token_ids: Tensor, weight: Tensor) -> "Picker":
-        """One that picks among some tokens [m] only, without the mask id; `weight` are their rows of `lm_head`."""
-        return replace(self, lm_head_weight=weight, token_ids=token_ids, entropy=False)
+        return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids)
 
     def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
         """Pick at n spots from hidden states [n, hidden_size]; no [n, vocab] logits exist for large n.
@@ -2854,6 +2896,30 @@ class Picker:
         for at in self.unembedding.chunks(len(hidden)):
             logits = shape(self.unembedding.logits(hidden[at]), at)
             parts.append(self._pick(logits, None if keys is None else keys[at]))
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def among(self, hidden: Tensor, shortlist: Tensor, spots: Spots) -> Picks:
+        """Pick greedily at n spots among a few tokens of each; all others keep the scores that they had.
+
+        The argmax behind a reveal is nearly always one of the likeliest tokens before it, so that drafts need no other rows of
+        `lm_head`. No processors and bans are asked; tokens that truncation left out before stay out.
+
+        Args:
+            hidden: [n, hidden_size].
+            shortlist: [n, 2 m + 1], as `Picks.shortlist` of the same positions at an earlier state.
+            spots: The positions.
+        """
+        unembedding, count, parts = self.unembedding, shortlist.shape[1] // 2, []
+        ids, before, rest = shortlist[:, :count].long(), shortlist[:, count : 2 * count], shortlist[:, 2 * count :]
+        no_eos = spots.no_eos()
+        for at in unembedding.chunks(len(hidden), count * hidden.shape[1]):
+            own = unembedding.tempered(some_logits(self.lm_head_weight, hidden[at], ids[at], self.dispatch))
+            own = own.masked_fill(before[at] == -torch.inf, -torch.inf)
+            own = unembedding.barred(own, None if no_eos is None else no_eos[at], ids[at])
+            place, scores = own.argmax(-1), torch.cat([own, rest[at].to(own.dtype)], 1)
+            token, odds = ids[at].gather(1, place[:, None])[:, 0], log_odds(scores, place)
+            every = torch.arange(count, device=ids.device).expand_as(ids[at])
+            parts.append(Picks(token, odds, likeliest=(ids[at], odds_of(scores, every)) if self.likeliest else None))
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
@@ -2918,7 +2984,19 @@ class Picker:
         if self.entropy:
             logp = unembedding.tempered(logits).log_softmax(-1)
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
-        return Picks(unembedding.named(token), odds, entropy, self._likeliest(logits, shown, least) if self.likeliest else None)
+        if not (self.likeliest or self.shortlist):
+            return Picks(token, odds, entropy)
+        scores = unembedding.tempered(logits)
+        top = scores.topk(min(LIKELIEST if self.likeliest else self.shortlist, logits.shape[1]))
+        out = shown.gather(1, top.indices) == -torch.inf
+        if least is not None:
+            out |= logits.gather(1, top.indices) < least[:, None]
+        likeliest = (top.indices, odds_of(scores, top.indices).masked_fill(out, -torch.inf)) if self.likeliest else None
+        if not self.shortlist:
+            return Picks(token, odds, entropy, likeliest)
+        rest = scores.scatter(1, top.indices, top.values.masked_fill(~out, -torch.inf)).logsumexp(-1, keepdim=True)
+        kept = top.values.masked_fill(out, -torch.inf)
+        return Picks(token, odds, entropy, likeliest, torch.cat([top.indices.to(kept.dtype), kept, rest], 1))
 
     def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Truncate logits [n, vocab]; behind a top-k they stay whole, and what counts are those of [n] or more."""
@@ -2929,18 +3007,6 @@ class Picker:
             return logits.masked_fill(self._truncated(tempered(logits).clone()) == -torch.inf, -torch.inf), None
         top = logits.topk(min(top_k, logits.shape[1])).values  # what is kept is not under a logit that is found among k
         return logits, top.masked_fill(self._truncated(tempered(top)) == -torch.inf, torch.inf).amin(-1)
-
-    def _likeliest(self, logits: Tensor, shown: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Find the likeliest tokens, and their log-odds before truncation, [n, m] both; -inf for those that it leaves out."""
-        scores = self.unembedding.tempered(logits)
-        top = scores.topk(min(LIKELIEST, logits.shape[1]))
-        log_p = top.values - scores.logsumexp(-1, keepdim=True)
-        odds = log_p - torch.log1p(-log_p.exp())
-        odds[:, :1] = log_odds(scores, top.indices[:, 0])[:, None]  # without cancellation where it is sure
-        out = shown.gather(1, top.indices) == -torch.inf
-        if least is not None:
-            out |= logits.gather(1, top.indices) < least[:, None]
-        return self.unembedding.named(top.indices), odds.masked_fill(out | odds.isnan(), -torch.inf)
 
     def _top_k(self) -> int | None:
         """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
@@ -2956,6 +3022,16 @@ class Picker:
         return self.truncation(torch.zeros_like(scores[:, :1], dtype=torch.long), scores)
 
 
+def odds_of(scores: Tensor, places: Tensor) -> Tensor:
+    """Compute the log-odds [n, m] of tokens at some places [n, m] long of scores [n, vocab]; -inf for what is no number."""
+    some = scores.gather(1, places)
+    log_p = some - scores.logsumexp(-1, keepdim=True)
+    odds, best = log_p - torch.log1p(-log_p.exp()), some.argmax(-1, keepdim=True)
+    # Of the likeliest one without cancellation where it is sure.
+    odds = odds.scatter(1, best, log_odds(scores, places.gather(1, best)[:, 0])[:, None])
+    return odds.masked_fill(odds.isnan(), -torch.inf)
+
+
 def _joined(parts: Sequence[Picks]) -> Picks:
     """Join picks of consecutive positions."""
 
@@ -2966,8 +3042,9 @@ def _joined(parts: Sequence[Picks]) -> Picks:
     if parts[0].likeliest is not None:
         ids, odds = zip(*(part.likeliest for part in parts if part.likeliest is not None), strict=True)
         likeliest = torch.cat(ids), torch.cat(odds)
-    token, odds, entropy = (joined([getattr(part, name) for part in parts]) for name in ("token", "odds", "entropy"))
-    return Picks(token, odds, entropy, likeliest)
+    names = ("token", "odds", "entropy", "shortlist")
+    token, odds, entropy, shortlist = (joined([getattr(part, name) for part in parts]) for name in names)
+    return Picks(token, odds, entropy, likeliest, shortlist)
 
 
 def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:
@@ -3274,10 +3351,16 @@ class Networks:
         states: Sequence[tuple[Row, State]],
         hidden: Sequence[Hidden],
         parents: Sequence[State | None] = (),
+        shortlists: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
         """Pick at the free columns of states, given the hidden states of each; one transfer to the host, with likeliest three.
 
-        `parents` are the clean states that some look at, for processors to see.
+        Args:
+            picker: It.
+            states: Each with its row.
+            hidden: Of each the hidden states.
+            parents: The clean states that some look at, for processors to see.
+            shortlists: Of each the tokens to choose among (`Scores.shortlist`); not used unless all have theirs.
         """
         at, whole, base = array("q"), len(states) * self.block, 0
         for _, state in states:
@@ -3287,9 +3370,20 @@ class Networks:
             return [Scores([0] * self.block, [-torch.inf] * self.block, hidden=one) for one in hidden]
         blocks = gathered(hidden).flatten(0, 1)
         index = torch.frombuffer(at, dtype=torch.long).to(self.device, non_blocking=True)
-        picks = picker(blocks if len(at) == whole else blocks[index], Spots(states, self.device, parents))
-        parts = zip(self._on_host(picks, index, whole), hidden, strict=True)
-        return [Scores(token, odds, entropy, likeliest, one) for (token, odds, entropy, likeliest), one in parts]
+        blocks, spots = blocks if len(at) == whole else blocks[index], Spots(states, self.device, parents)
+        known: list[Hidden] = [one for one in shortlists if one is not None]
+        if len(known) == len(states):
+            listed = gathered(known).flatten(0, 1)
+            picks = picker.among(blocks, listed if len(at) == whole else listed[index], spots)
+        else:
+            picks = picker(blocks, spots)
+        few: Sequence[Hidden | None] = shortlists or [None] * len(states)
+        if picks.shortlist is not None:
+            size = picks.shortlist.shape[1]
+            listed = picks.shortlist.new_zeros(whole, size).index_copy(0, index, picks.shortlist)
+            few = [(listed.view(-1, self.block, size), place) for place in range(len(states))]
+        found = zip(self._on_host(picks, index, whole), hidden, few, strict=True)
+        return [Scores(token, odds, entropy, likeliest, one, short) for (token, odds, entropy, likeliest), one, short in found]
 
     def token_odds(
         self, asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]
@@ -4056,12 +4150,14 @@ class Drafting:
         branches: Followers of a state that are considered; 1 drafts a chain.
         passes: Head passes per round, below `states`; 0: drafts come from the backbone's own stale logits.
         paced: `states` and `passes` are the most of both: each round has as much as measured time says pays (`Budget`).
+        shortlist: Tokens of a position that a head pass chooses among; 0: all; None: as the vocabulary is large or not.
     """
 
     states: int
     branches: int
     passes: int = 0
     paced: bool = False
+    shortlist: int | None = None
 
 
 @dataclass(frozen=True)
@@ -4181,7 +4277,10 @@ class Decoder:
         if any(asked):
             made = self.networks.head(rows, asked)
             states = [(row, state) for row, part in zip(rows, asked, strict=True) for state, _ in part]
-            scores = self.networks.picked(self.networks.drafter, states, [one for part in made for one in part])
+            read = [node.source for nodes in drafts for node in nodes if node.state.masks and node.source]
+            few = [source.shortlist for source in read if source.hidden]
+            hidden = [one for part in made for one in part]
+            scores = self.networks.picked(self.networks.drafter, states, hidden, shortlists=few)
             keys = [(known, state.key) for part, known in zip(asked, estimates, strict=True) for state, _ in part]
             for (known, key), said in zip(keys, scores, strict=True):
                 known[key] = said
@@ -4320,6 +4419,8 @@ class DecodingOptions:
             time says pay, none where none do
         draft_branches: followers considered per state; 1 drafts a chain
         draft_passes: head passes per round, at most; each re-reads what is drafted so far
+        draft_shortlist: tokens of a position that a head pass chooses among, those likeliest before it; 0: all tokens; None:
+            16, of a vocabulary of more than 16,384
         remask_rule: `reread`, `threshold` or `residual`
         residual_delta: for the rule `residual`, in logits
         seed: with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator
@@ -4336,6 +4437,7 @@ class DecodingOptions:
     num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
     draft_branches: Annotated[int | None, 3, COUNT, DRAFTING] = None
     draft_passes: Annotated[int | None, 1, COUNT, ("mrp_spec",)] = None
+    draft_shortlist: Annotated[int | None, None, FROM_ZERO, ("mrp_spec",)] = None
     remask_rule: Annotated[RemaskRule | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
     residual_delta: Annotated[float | None, 1.0, _LOGITS, ("mrp_remask",)] = None
     seed: Annotated[int | list[int] | None, None, _SEED] = None
@@ -4550,7 +4652,9 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             return Mode(_RULES[name](self, block_size))
         states = WIDTHS[-1] if auto else options.num_draft_states
         passes = min(options.draft_passes, states - 1) if name == "mrp_spec" else 0
-        return Mode(_RULES[options.target](self, block_size), drafting=Drafting(states, options.draft_branches, passes, auto))
+        few = options.draft_shortlist if name == "mrp_spec" else None
+        drafting = Drafting(states, options.draft_branches, passes, auto, few)
+        return Mode(_RULES[options.target](self, block_size), drafting=drafting)
 
     def eos_ids(self) -> list[int]:
         """List the ids that end a row."""
@@ -5183,7 +5287,7 @@ def _decode(
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
             cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
         networks = Networks(
-            *(model, cache, mode.uses_head, picker, _drafter(model, picker, mode), picker.dispatch),
+            *(model, cache, mode.uses_head, picker, replace(picker, entropy=False, shortlist=0), picker.dispatch),
             *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
         )
         watches: list[Any] = [
@@ -5255,14 +5359,6 @@ def compiled(model: Any) -> bool:
     return any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head))
 
 
-def _drafter(model: Any, picker: Picker, mode: Mode) -> Picker:
-    """Make the picker of drafts from the head's estimates: from the head's own vocabulary, if there is one."""
-    ids = model.mrp_head.draft_token_ids if mode.drafting and mode.drafting.passes else None
-    if ids is None or picker.processors is not None or picker.bans is not None:
-        return replace(picker, entropy=False)
-    return picker.restricted(ids, picker.lm_head_weight[ids])
-
-
 def _unscored(error: UnscoredError, row: Row, picker: Picker, model: Any) -> str:
     """Say where a text has a token without a log-probability, and why no token has a finite score there."""
     weights = model.named_parameters() if isinstance(model, nn.Module) else ()
@@ -5326,12 +5422,17 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     dispatch = Dispatch(config.kernels)
     dispatch.check(model.lm_head.weight)
     usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
-    sample = bool(config.do_sample)
+    sample, weight = bool(config.do_sample), model.lm_head.weight
+    shaped = words or ngram or before  # what is barred or processed differs from state to state, of all tokens
+    few, drafting = 0, mode.drafting
+    if drafting is not None and drafting.passes and not shaped and type(weight) in (Tensor, nn.Parameter):
+        few = drafting.shortlist if drafting.shortlist is not None else SHORTLIST * (len(weight) > 1024 * SHORTLIST)
     return Picker(
-        *(model.lm_head.weight, model.config.mask_token_id, temperature, sample, before or None),
+        *(weight, model.config.mask_token_id, temperature, sample, before or None),
         *(Bans(tuple(words), ngram) if words or ngram else None, after or None, tuple(config.eos_ids())),
         entropy=mode.rule.needs_entropy,
         likeliest=sample and mode.drafting is not None,
+        shortlist=few,
         dispatch=dispatch if usable else PYTORCH,
     )
 
@@ -5422,6 +5523,114 @@ def _placed(dtype: torch.dtype, devices: tuple[torch.device, ...]) -> str:
     return f"{dtype} on {', '.join(map(str, dict.fromkeys(devices)))}"
 
 
+# ---------------------------------------------------------------------------------------------------- model.head
+
+"""The MRP head: the module, and which of a model's settings it depends on.
+
+Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x, x' the state after a
+reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
+"""
+
+
+
+# What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
+_SHARED = (
+    "hidden_size",
+    "vocab_size",
+    "block_size",
+    "mask_token_id",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+)
+
+
+class MRPHead(nn.Module):
+    """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
+
+    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are the backbone's kind of layer
+    and keep their own KV, in the layers of the cache that follow the backbone's. A new head is the identity.
+
+    Args:
+        config: The model's configuration; `num_nextn_predict_layers` gives the depth.
+
+    Attributes:
+        predicts: `residual` or, in place of the hidden states themselves, `hidden` (`MRPConfig.head_predicts`).
+    """
+
+    def __init__(self, config: MRPConfig) -> None:
+        super().__init__()
+        self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        layers = [Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers)]
+        for index, layer in enumerate(layers):
+            layer.self_attn.layer_idx = config.num_hidden_layers + index
+        self.layers = nn.ModuleList(layers)
+        self.predicts = config.head_predicts
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if self.predicts == "residual":  # a new head adds nothing: A + C = A
+            nn.init.zeros_(self.norm.weight)
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        hidden_states: Tensor,
+        attention_mask: Tensor | RoundMask | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
+        """Predict one residual; with and without kernels, this is what a head computes.
+
+        Args:
+            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
+            hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
+            attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys]; in a round a `RoundMask`.
+            position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
+            past_key_values: The cache that the head's layers update.
+
+        Returns:
+            [batch, length, hidden_size], h_C.
+
+        Raises:
+            ValueError: if a `RoundMask` forces kernels that cannot be used here.
+        """
+        hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
+        if (walk := fused(self, list(self.layers), attention_mask, past_key_values)) is not None:
+            return walk(hidden, position_embeddings)
+        for layer in self.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+            )
+        return self.norm(hidden)
+
+
+def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
+    """Compare the settings that a head and its backbone share.
+
+    Raises:
+        ValueError: if they differ; lists them all with both values.
+    """
+    differences = [
+        f"{name} is {getattr(head, name)!r}, the backbone's {getattr(backbone, name)!r}"
+        for name in _SHARED
+        if getattr(head, name) != getattr(backbone, name)
+    ]
+    if differences:
+        raise ValueError(
+            f"the head of {whose} does not belong to this backbone: its " + "; its ".join(differences) + ". Use the "
+            "backbone that it was trained on, or train a head for this one"
+        )
+
+
 # ---------------------------------------------------------------------------------------------------- model.layouts
 
 """The layouts that checkpoints come in: names of tensors, and contents of the safetensors files.
@@ -5439,7 +5648,6 @@ The backbone's tensors have Qwen3's names in all of them.
 
 HEAD = "mrp_head."
 PUBLISHED_HEAD = "mrp_modules.0.model."
-DRAFT_TOKENS = HEAD + "draft_token_ids"
 HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 
 
@@ -5568,143 +5776,6 @@ def backbone_location(name: str, source: str) -> str:
     return name
 
 
-# ---------------------------------------------------------------------------------------------------- model.head
-
-"""The MRP head: the module, and which of a model's settings it depends on.
-
-Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x, x' the state after a
-reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
-"""
-
-
-
-# What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
-_SHARED = (
-    "hidden_size",
-    "vocab_size",
-    "block_size",
-    "mask_token_id",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-)
-
-
-def first_tokens(config: MRPConfig) -> Tensor:
-    """[draft_vocab_size] long, the first ids but the mask's: a draft vocabulary before one is chosen from data."""
-    ids = torch.arange(config.draft_vocab_size)
-    return ids + (ids >= config.mask_token_id)
-
-
-class MRPHead(nn.Module):
-    """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
-
-    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are the backbone's kind of layer
-    and keep their own KV, in the layers of the cache that follow the backbone's. A new head is the identity.
-
-    Args:
-        config: The model's configuration; `num_nextn_predict_layers` gives the depth.
-
-    Attributes:
-        predicts: `residual` or, in place of the hidden states themselves, `hidden` (`MRPConfig.head_predicts`).
-        draft_token_ids: [draft_vocab_size] long, the tokens that `mrp_spec` drafts from, distinct and without the mask id; None
-            for all. What is not among them is never drafted, and generated all the same: the backbone has the whole
-            vocabulary.
-    """
-
-    def __init__(self, config: MRPConfig) -> None:
-        super().__init__()
-        self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        layers = [Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers)]
-        for index, layer in enumerate(layers):
-            layer.self_attn.layer_idx = config.num_hidden_layers + index
-        self.layers = nn.ModuleList(layers)
-        self.predicts = config.head_predicts
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        if self.predicts == "residual":  # a new head adds nothing: A + C = A
-            nn.init.zeros_(self.norm.weight)
-        self.draft_token_ids: Tensor | None
-        ids = first_tokens(config) if config.draft_vocab_size else None
-        self.register_buffer("draft_token_ids", ids)
-
-    def forward(
-        self,
-        inputs_embeds: Tensor,
-        hidden_states: Tensor,
-        attention_mask: Tensor | RoundMask | None,
-        position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Cache | None = None,
-    ) -> Tensor:
-        """Predict one residual; with and without kernels, this is what a head computes.
-
-        Args:
-            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
-            hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
-            attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys]; in a round a `RoundMask`.
-            position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
-            past_key_values: The cache that the head's layers update.
-
-        Returns:
-            [batch, length, hidden_size], h_C.
-
-        Raises:
-            ValueError: if a `RoundMask` forces kernels that cannot be used here.
-        """
-        hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
-        if (walk := fused(self, list(self.layers), attention_mask, past_key_values)) is not None:
-            return walk(hidden, position_embeddings)
-        for layer in self.layers:
-            hidden = layer(
-                hidden,
-                attention_mask=attention_mask,
-                position_embeddings=position_embeddings,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
-            )
-        return self.norm(hidden)
-
-
-def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
-    """Compare the settings that a head and its backbone share.
-
-    Raises:
-        ValueError: if they differ; lists them all with both values.
-    """
-    differences = [
-        f"{name} is {getattr(head, name)!r}, the backbone's {getattr(backbone, name)!r}"
-        for name in _SHARED
-        if getattr(head, name) != getattr(backbone, name)
-    ]
-    if differences:
-        raise ValueError(
-            f"the head of {whose} does not belong to this backbone: its " + "; its ".join(differences) + ". Use the "
-            "backbone that it was trained on, or train a head for this one"
-        )
-
-
-def check_draft_tokens(head: MRPHead, config: MRPConfig, source: str) -> None:
-    """Check the draft vocabulary that came with a head from `source`.
-
-    Raises:
-        ValueError: if it holds an id twice, the mask id, or one outside the vocabulary.
-    """
-    ids = head.draft_token_ids
-    if ids is None or ids.is_meta:
-        return
-    good = (ids >= 0) & (ids < config.vocab_size) & (ids != config.mask_token_id)
-    if not bool(good.all()) or len(ids.unique()) != len(ids):
-        raise ValueError(
-            f"{DRAFT_TOKENS} of {source} holds ids twice, the mask's, or ids outside the vocabulary of {config.vocab_size}: "
-            "choose the draft vocabulary anew"
-        )
-
-
 # ---------------------------------------------------------------------------------------------------- model.attaching
 
 """Heads on models: put on, taken off, and read from the checkpoints that have one."""
@@ -5758,7 +5829,6 @@ class HeadMixin:
             layer.self_attn.config = self.config
         self.mrp_head = head.train(self.training)
         self.config.num_nextn_predict_layers, self.config.head_predicts = len(head.layers), head.predicts
-        self.config.draft_vocab_size = 0 if head.draft_token_ids is None else len(head.draft_token_ids)
 
     def detach_head(self: Any) -> MRPHead:
         """Take the head off, for another model; if `generate` would decode with it by default, it goes back to `static`.
@@ -5769,7 +5839,7 @@ class HeadMixin:
         if self.mrp_head is None:
             raise ValueError("the model has no MRP head to detach: attach one with attach_head, or load one with from_backbone")
         head, self.mrp_head = self.mrp_head, None
-        self.config.num_nextn_predict_layers = self.config.draft_vocab_size = 0
+        self.config.num_nextn_predict_layers = 0
         if str(getattr(self.generation_config, "decoding", None)).startswith("mrp_"):
             self.generation_config.decoding = None
         return head
@@ -5791,7 +5861,6 @@ class HeadMixin:
             with safe_open(stored.file, framework="pt") as tensors:
                 state[name.removeprefix(HEAD)] = tensors.get_tensor(stored.name)
         head.load_state_dict(state, assign=True)
-        check_draft_tokens(head, config, source)
         return head
 
     @classmethod
@@ -5814,9 +5883,7 @@ class HeadMixin:
             return model
         head = cls.config_class.from_pretrained(repository, **download)
         fields = {"block_size": head.block_size, "mask_token_id": head.mask_token_id, **stock.config.to_dict()}
-        config = cls.config_class.from_dict(
-            {**fields, "model_type": "sdar", "num_nextn_predict_layers": 0, "draft_vocab_size": 0}
-        )
+        config = cls.config_class.from_dict({**fields, "model_type": "sdar", "num_nextn_predict_layers": 0})
         with torch.device("meta"):
             model = cls(config).eval()
         try:
@@ -6073,8 +6140,6 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
             raise ValueError(
                 f"{source} does not fit its config: {gaps}. Check that it is whole, and quantized as its config says"
             )
-        if model.mrp_head is not None:
-            check_draft_tokens(model.mrp_head, model.config, source)
         if not kwargs.get("subfolder"):
             local = os.path.isdir(source)
             where = os.path.abspath(source) if local else source
@@ -6126,7 +6191,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
                 misfits.append(f"unexpected: {name}")
             elif shape != shapes[ours]:
                 misfits.append(f"wrong shape: {name} is {list(shape)}, needs {list(shapes[ours])}")
-            elif not dtype.startswith("I64" if ours == DRAFT_TOKENS else ("F", "BF")):
+            elif not dtype.startswith(("F", "BF")):
                 misfits.append(f"wrong type: {name} holds {dtype} numbers")
         if misfits:
             raise ValueError(
@@ -6253,8 +6318,6 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         head = self.mrp_head
         if head is not None and module is head.norm and head.predicts == "residual":
             init.zeros_(head.norm.weight)
-        elif module is head and head.draft_token_ids is not None:
-            init.copy_(head.draft_token_ids, first_tokens(self.config))
         else:
             super()._init_weights(module)
 

@@ -28,7 +28,7 @@ from ..networks.attention import takes_round_masks
 from ..networks.cache import BlockCache, PassingReference, WeightsSeen, adapted_layers, adapters_of_rows, devices_of_layers
 from ..networks.graphs import cache_for, release_graphs
 from ..networks.networks import Networks
-from ..networks.picker import TRUNCATIONS, Picker
+from ..networks.picker import SHORTLIST, TRUNCATIONS, Picker
 from ..rules.accept import UnscoredError
 from ..rules.bans import Bans
 from ..rules.state import Counts, Row
@@ -161,10 +161,15 @@ class MRPGenerationMixin(GenerationMixin):
         if with_head and self.mrp_head is None:
             raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
         heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, devices_of_layers(self, with_head)
+        key = self.model.layers[0].self_attn.k_proj.weight
+        if (getattr(self, "_tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
+            heads = len(key.to_local()) // width
         head_layers = len(devices) - self.config.num_hidden_layers
         hidden_size = self.config.hidden_size if with_head else 0
         fixed = compiled(self) if fixed is None else fixed
-        cache = BlockCache(*(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers, hidden_size, fixed))
+        ends = (self.config.block_size, self.config.hidden_size) if self.model.shifted else (0, 0)
+        sizes = (batch_size, heads, width, devices, capacity, scratch)
+        cache = BlockCache(*sizes, self.dtype, head_layers, hidden_size, fixed, ends)
         cache.owner = PassingReference(self)
         return cache
 
@@ -208,6 +213,8 @@ def _decode(
     )
     input_ids, mode, new = input_ids.to(device), config.mode(block), config.max_length - input_ids.shape[1]
     picker, real = _picker(model, logits_processor, config, mode), torch.ones_like(input_ids, dtype=torch.bool)
+    if config.do_sample and config.seed is None and (getattr(model, "_tp_size", None) or 1) > 1:
+        raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")
     if (attention_mask := others.get("attention_mask")) is not None:
         real = attention_mask.to(device).bool()
     check_rows(real, new, model.config.max_position_embeddings)
@@ -238,7 +245,7 @@ def _decode(
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
             cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
         networks = Networks(
-            *(model, cache, mode.uses_head, picker, _drafter(model, picker, mode), picker.dispatch),
+            *(model, cache, mode.uses_head, picker, replace(picker, entropy=False, shortlist=0), picker.dispatch),
             *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
         )
         watches: list[Any] = [
@@ -310,14 +317,6 @@ def compiled(model: Any) -> bool:
     return any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head))
 
 
-def _drafter(model: Any, picker: Picker, mode: Mode) -> Picker:
-    """Make the picker of drafts from the head's estimates: from the head's own vocabulary, if there is one."""
-    ids = model.mrp_head.draft_token_ids if mode.drafting and mode.drafting.passes else None
-    if ids is None or picker.processors is not None or picker.bans is not None:
-        return replace(picker, entropy=False)
-    return picker.restricted(ids, picker.lm_head_weight[ids])
-
-
 def _unscored(error: UnscoredError, row: Row, picker: Picker, model: Any) -> str:
     """Say where a text has a token without a log-probability, and why no token has a finite score there."""
     weights = model.named_parameters() if isinstance(model, nn.Module) else ()
@@ -381,12 +380,17 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     dispatch = Dispatch(config.kernels)
     dispatch.check(model.lm_head.weight)
     usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
-    sample = bool(config.do_sample)
+    sample, weight = bool(config.do_sample), model.lm_head.weight
+    shaped = words or ngram or before  # what is barred or processed differs from state to state, of all tokens
+    few, drafting = 0, mode.drafting
+    if drafting is not None and drafting.passes and not shaped and type(weight) in (Tensor, nn.Parameter):
+        few = drafting.shortlist if drafting.shortlist is not None else SHORTLIST * (len(weight) > 1024 * SHORTLIST)
     return Picker(
-        *(model.lm_head.weight, model.config.mask_token_id, temperature, sample, before or None),
+        *(weight, model.config.mask_token_id, temperature, sample, before or None),
         *(Bans(tuple(words), ngram) if words or ngram else None, after or None, tuple(config.eos_ids())),
         entropy=mode.rule.needs_entropy,
         likeliest=sample and mode.drafting is not None,
+        shortlist=few,
         dispatch=dispatch if usable else PYTORCH,
     )
 
@@ -448,7 +452,12 @@ def check_past(past: Any, model: Any, rows: int) -> None:
 
 
 def check_unembedding(lm_head: Any) -> None:
-    """Raise `ValueError` for an `lm_head` that bitsandbytes has packed: rows of its weight are read."""
+    """Raise `ValueError` for an `lm_head` that is divided, or that bitsandbytes has packed: rows of its weight are read."""
+    if hasattr(lm_head.weight, "to_local"):
+        raise ValueError(
+            "lm_head is divided among processes, and rows of it are read: leave it, and embed_tokens if these are tied, out of "
+            "tp_plan"
+        )
     if not lm_head.weight.is_floating_point():
         raise ValueError(
             f"lm_head is a {type(lm_head).__name__} with weights in {lm_head.weight.dtype}, which generate cannot read: keep "

@@ -35,12 +35,14 @@ class Drafting:
         branches: Followers of a state that are considered; 1 drafts a chain.
         passes: Head passes per round, below `states`; 0: drafts come from the backbone's own stale logits.
         paced: `states` and `passes` are the most of both: each round has as much as measured time says pays (`Budget`).
+        shortlist: Tokens of a position that a head pass chooses among; 0: all; None: as the vocabulary is large or not.
     """
 
     states: int
     branches: int
     passes: int = 0
     paced: bool = False
+    shortlist: int | None = None
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,10 @@ class Decoder:
         if any(asked):
             made = self.networks.head(rows, asked)
             states = [(row, state) for row, part in zip(rows, asked, strict=True) for state, _ in part]
-            scores = self.networks.picked(self.networks.drafter, states, [one for part in made for one in part])
+            read = [node.source for nodes in drafts for node in nodes if node.state.masks and node.source]
+            few = [source.shortlist for source in read if source.hidden]
+            hidden = [one for part in made for one in part]
+            scores = self.networks.picked(self.networks.drafter, states, hidden, shortlists=few)
             keys = [(known, state.key) for part, known in zip(asked, estimates, strict=True) for state, _ in part]
             for (known, key), said in zip(keys, scores, strict=True):
                 known[key] = said

@@ -13,13 +13,30 @@ from inspect import getdoc
 from math import inf
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-Target = Literal["static", "dynamic", "sequential", "entropy_bound"]
+# Rules from papers (docs/rules.md).
+Published = Literal[
+    "fast_dllm",
+    "eb_sampler",
+    "hierarchy",
+    "local_leap",
+    "cad",
+    "eoser",
+    "prophet",
+    "bacd",
+    "slow_fast",
+    "ccd",
+    "credit",
+    "klass",
+]
+Target = Literal["static", "dynamic", "sequential", "entropy_bound", Published]
 Decoding = Literal[Target, "self_spec", "mrp_direct", "mrp_spec", "mrp_remask"]
 RemaskRule = Literal["reread", "threshold", "residual"]
+PUBLISHED: tuple[str, ...] = get_args(Published)
 TARGETS: tuple[str, ...] = get_args(Target)
 DECODINGS: tuple[str, ...] = get_args(Decoding)
 REMASK_RULES: tuple[str, ...] = get_args(RemaskRule)
 DRAFTING = ("self_spec", "mrp_spec")
+_OF_THRESHOLD = ("dynamic", "hierarchy", "local_leap", "cad", "bacd", "slow_fast", "credit", "klass", "mrp_remask")
 
 
 @dataclass(frozen=True)
@@ -79,6 +96,7 @@ _STATES: _Values = (
 _STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to {block_size}")
 _NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
 _LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
+_FACTOR: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number, 1 as published, more for more at once")
 _PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
 _KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
 _GRAPHS: _Values = (bool, lambda *_: True, "use True, False, or None for CUDA graphs where they are possible")
@@ -104,12 +122,16 @@ class DecodingOptions:
         target: whose text it is that drafts reach in fewer forwards: that of `decoding=target`
         denoising_steps: steps per block; None: `block_size`, one token a step
         confidence_threshold: tau, a probability
-        entropy_threshold: bound in nats on the summed entropy of a step's reveals
+        low_threshold: the lower of two thresholds, a probability; None: the rule's own
+        entropy_threshold: bound in nats on the summed entropy of a step's reveals (`eb_sampler`: less the largest)
+        factor: f: n tokens go together whose least confidence is 1 - f / (n + 1) or more
         mrp_steps: reveals of the head after each backbone step, unverified
         num_draft_states: K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured
             time says pay, none where none do
         draft_branches: followers considered per state; 1 drafts a chain
         draft_passes: head passes per round, at most; each re-reads what is drafted so far
+        draft_shortlist: tokens of a position that a head pass chooses among, those likeliest before it; 0: all tokens; None:
+            16, of a vocabulary of more than 16,384
         remask_rule: `reread`, `threshold` or `residual`
         residual_delta: for the rule `residual`, in logits
         seed: with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator
@@ -119,13 +141,16 @@ class DecodingOptions:
 
     decoding: Annotated[Decoding | None, "static", _one_of(DECODINGS)] = None
     target: Annotated[Target | None, "static", _one_of(TARGETS), DRAFTING] = None
-    denoising_steps: Annotated[int | None, None, _STEPS, ("static", "sequential", "mrp_direct")] = None
-    confidence_threshold: Annotated[float | None, 0.9, _PROBABILITY, ("dynamic", "mrp_remask")] = None
-    entropy_threshold: Annotated[float | None, 0.35, _NATS, ("entropy_bound",)] = None
+    denoising_steps: Annotated[int | None, None, _STEPS, ("static", "sequential", "prophet", "mrp_direct")] = None
+    confidence_threshold: Annotated[float | None, 0.9, _PROBABILITY, _OF_THRESHOLD] = None
+    low_threshold: Annotated[float | None, None, _PROBABILITY, ("hierarchy", "local_leap", "bacd", "slow_fast")] = None
+    entropy_threshold: Annotated[float | None, 0.35, _NATS, ("entropy_bound", "eb_sampler")] = None
+    factor: Annotated[float | None, 1.0, _FACTOR, ("fast_dllm",)] = None
     mrp_steps: Annotated[int | None, 1, _STEPS, ("mrp_direct",)] = None
     num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
     draft_branches: Annotated[int | None, 3, COUNT, DRAFTING] = None
     draft_passes: Annotated[int | None, 1, COUNT, ("mrp_spec",)] = None
+    draft_shortlist: Annotated[int | None, None, FROM_ZERO, ("mrp_spec",)] = None
     remask_rule: Annotated[RemaskRule | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
     residual_delta: Annotated[float | None, 1.0, _LOGITS, ("mrp_remask",)] = None
     seed: Annotated[int | list[int] | None, None, _SEED] = None

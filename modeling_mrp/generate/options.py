@@ -10,6 +10,18 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 from transformers.utils import logging as transformers_logging
 
+from ..rules.memory import BoundedAdaptive, Coherent, Credit, Klass, SlowFast
+from ..rules.published import (
+    ConfidenceAdaptive,
+    EBSampler,
+    EosRejection,
+    FastDLLM,
+    Hierarchy,
+    LocalLeap,
+    Prophet,
+    ascending,
+    factor_thresholds,
+)
 from ..rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, schedule_of
 from .budget import WIDTHS
 from .loop import Drafting, Mode
@@ -18,12 +30,30 @@ from .refine import Direct, Refinement, RereadRemask, ResidualRemask, ThresholdR
 
 logger = transformers_logging.get_logger(__name__)
 
-# Of options that were checked, none of them None.
+
+def _low(options: Any, published: float) -> float:
+    """Choose the lower threshold of a rule, a probability: its own where none is set."""
+    return published if options.low_threshold is None else options.low_threshold
+
+
+# Of options that were checked.
 _RULES: dict[str, Callable[[Any, int], RevealRule]] = {
     "static": lambda options, block: Static(schedule_of(block, options.denoising_steps)),
     "dynamic": lambda options, block: Dynamic(logit(options.confidence_threshold)),
     "sequential": lambda options, block: Sequential(schedule_of(block, options.denoising_steps)),
     "entropy_bound": lambda options, block: EntropyBound(options.entropy_threshold),
+    "fast_dllm": lambda options, block: FastDLLM(factor_thresholds(block, options.factor)),
+    "eb_sampler": lambda options, block: EBSampler(options.entropy_threshold),
+    "hierarchy": lambda options, block: Hierarchy(logit(options.confidence_threshold), logit(_low(options, 0.4))),
+    "local_leap": lambda options, block: LocalLeap(logit(options.confidence_threshold), logit(_low(options, 0.75))),
+    "cad": lambda options, block: ConfidenceAdaptive(logit(options.confidence_threshold), frozenset(options.eos_ids())),
+    "eoser": lambda options, block: EosRejection(ascending(block), frozenset(options.eos_ids())),
+    "prophet": lambda options, block: Prophet(schedule_of(block, options.denoising_steps)),
+    "bacd": lambda options, block: BoundedAdaptive(options.confidence_threshold, _low(options, 0.6)),
+    "slow_fast": lambda options, block: SlowFast(logit(options.confidence_threshold), logit(_low(options, 0.3))),
+    "ccd": lambda options, block: Coherent(),
+    "credit": lambda options, block: Credit(logit(options.confidence_threshold)),
+    "klass": lambda options, block: Klass(logit(options.confidence_threshold)),
 }
 # Modes that refine: the rule whose reveals they change, and how.
 _REFINED: dict[str, tuple[str, Callable[[Any], Refinement]]] = {
@@ -100,7 +130,9 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             return Mode(_RULES[name](self, block_size))
         states = WIDTHS[-1] if auto else options.num_draft_states
         passes = min(options.draft_passes, states - 1) if name == "mrp_spec" else 0
-        return Mode(_RULES[options.target](self, block_size), drafting=Drafting(states, options.draft_branches, passes, auto))
+        few = options.draft_shortlist if name == "mrp_spec" else None
+        drafting = Drafting(states, options.draft_branches, passes, auto, few)
+        return Mode(_RULES[options.target](self, block_size), drafting=drafting)
 
     def eos_ids(self) -> list[int]:
         """List the ids that end a row."""
@@ -198,25 +230,32 @@ def check_special_ids(eos: list[int], pad: int, mask_token_id: int, vocab_size: 
 
 
 def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> None:
-    """Raise `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
-    _check_shape("input_ids", prompt)
-    real = torch.ones_like(prompt, dtype=torch.bool)
-    if attention_mask is not None:
-        if not isinstance(attention_mask, Tensor) or attention_mask.shape != prompt.shape:
-            given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(
-                f"attention_mask is {given} for input_ids of {list(prompt.shape)}: generate takes a 2-D tensor of 0 and 1 of "
-                "the same shape (a 4-D mask works with forward only)"
-            )
-        if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
-            raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
-        real = attention_mask.bool()
+    """Raise `ValueError` unless `prompt` is [rows, length] ids without a mask, and `attention_mask` None or as large."""
+    real = check_ids(prompt, attention_mask, vocab_size, "the prompt holds")
     if bool(((prompt == mask_token_id) & real).any()):
         raise ValueError(
             f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
             "masks and given tokens, as infill_ids"
         )
-    _check_range("the prompt holds", prompt[real], vocab_size)
+
+
+def check_ids(input_ids: Any, attention_mask: Any, vocab_size: int, what: str = "input_ids hold") -> Tensor:
+    """Tell which of `input_ids` [rows, length] are real, a bool tensor; raise `ValueError` unless these are ids, and
+    `attention_mask` None or as large."""
+    _check_shape("input_ids", input_ids)
+    real = torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+            given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise ValueError(
+                f"attention_mask is {given} for input_ids of {list(input_ids.shape)}: pass a 2-D tensor of 0 and 1 of the same "
+                "shape (a 4-D mask works with forward only)"
+            )
+        if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
+            raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
+        real = attention_mask.bool()
+    _check_range(what, input_ids[real], vocab_size)
+    return real
 
 
 def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:

@@ -3,11 +3,12 @@
 This is the one place that imports triton, which need not be there: kernels are defined under `if triton is not None`.
 """
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,13 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Of every launch; products and sums in one instruction, which Triton 3.10 will not do by itself, as 3.9 warns.
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 _OLDEST = (8, 0)  # compute capability with bfloat16 in the matrix units and asynchronous copies
-# (kernel, device) that failed to compile or to launch in this process.
+# (kernel, device) that failed to compile or to launch in this process, or gave wrong results on its samples.
 _failed: set[tuple[str, torch.device]] = set()
+# Kinds of devices on which kernels and recordings are compared with what they stand for before they are relied on.
+CHECKED_ON = {"cuda"}
+# By kernel: computes, for tensors like those of its call, small results of the kernel and of its twin, pair by pair.
+SAMPLES: dict[str, Callable[..., Iterable[tuple[Tensor, Tensor]]]] = {}
+_checked: set[tuple[str, torch.device, torch.dtype]] = set()
 # Whose hooks only note what a model was asked to hand out: hidden states of its own forward.
 _NOTES_ONLY = "transformers.utils.output_capturing"
 # Where the classes are defined that kernels stand for.
@@ -53,8 +59,9 @@ class Dispatch:
     ) -> T:
         """Run one of both.
 
-        A kernel that does not compile or launch is reported in one warning per device and not tried again. Where gradients
-        are wanted (kernels have none), under autocast and inside `torch.compile`, the twin runs.
+        A kernel that does not compile or launch, or that gives other results than its twin on a small sample (compared once in
+        a process, on a GPU), is reported in one warning per device and not tried again. Where gradients are wanted (kernels
+        have none), under autocast and inside `torch.compile`, the twin runs.
 
         Args:
             name: Of the kernel, for messages.
@@ -78,6 +85,7 @@ class Dispatch:
             return twin()
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                _check_samples(name, tensors)
                 return kernel()
         except torch.OutOfMemoryError:
             raise  # says nothing about the kernel, and its twin needs more
@@ -99,12 +107,55 @@ class Dispatch:
         return twin()
 
 
+def sample_of(name: str) -> Callable[[T], T]:
+    """Register a function as the one that computes a kernel's samples."""
+
+    def register(function: Any) -> Any:
+        SAMPLES[name] = function
+        return function
+
+    return register
+
+
+def waves(*shape: int, like: Tensor) -> Tensor:
+    """Make numbers from -1 to 1 of a shape, with the device and dtype of a tensor; no generator moves on."""
+    numbers = torch.arange(math.prod(shape), device=like.device, dtype=torch.float32)
+    return torch.sin(numbers * 1.7 + 0.3).view(shape).to(like.dtype)
+
+
+def relative_error(ours: Tensor, right: Tensor) -> float:
+    """Divide the norm of the difference by that of what is right; infinite where only one of both is a number."""
+    ours, right = ours.double(), right.double()
+    same = (ours == right) | (ours.isnan() & right.isnan())
+    difference, size = (ours - right).masked_fill(same, 0).norm(), right.nan_to_num(0, 0, 0).norm()
+    return float((difference / size.clamp(min=1e-30)).nan_to_num(nan=math.inf))
+
+
+def check_close(what: str, ours: Tensor, right: Tensor) -> None:
+    """Raise `ArithmeticError` where two results differ by more than rounding, which is 2 % with 16 bits and 0.5 % with more."""
+    error, allowed = relative_error(ours, right), 2e-2 if right.dtype in (torch.float16, torch.bfloat16) else 5e-3
+    if error > allowed:
+        raise ArithmeticError(f"{what} by {error:.3g} of their size, where rounding makes {allowed:g} at most")
+
+
+@torch.no_grad()
+def _check_samples(name: str, tensors: tuple[Tensor, ...]) -> None:
+    """Compare a kernel with its twin before its first use on a device and in a dtype; `ArithmeticError` if they differ."""
+    device, dtype = tensors[0].device, next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
+    known = name not in SAMPLES or (name, device, dtype) in _checked
+    if known or device.type not in CHECKED_ON or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return  # a capture runs nothing that could be compared
+    for ours, right in SAMPLES[name](*tensors):
+        check_close("its results on a small sample differ from PyTorch's", ours, right)
+    _checked.add((name, device, dtype))
+
+
 AUTOMATIC = Dispatch()
 PYTORCH = Dispatch(False)
 
 
 def failed_kernels() -> list[str]:
-    """Name the kernels, with their devices, that failed in this process and whose PyTorch twins are used from then on."""
+    """Name the kernels, with their devices, that failed in this process: their PyTorch twins are used in their place."""
     return sorted(f"{name} on {device}" for name, device in _failed)
 
 
@@ -177,4 +228,18 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
-__all__ = ["LAUNCH", "Dispatch", "failed_kernels", "kernels_usable", "more_than", "processors", "tl", "triton"]
+__all__ = [
+    "LAUNCH",
+    "SAMPLES",
+    "Dispatch",
+    "check_close",
+    "failed_kernels",
+    "kernels_usable",
+    "more_than",
+    "processors",
+    "relative_error",
+    "sample_of",
+    "tl",
+    "triton",
+    "waves",
+]

@@ -11,6 +11,7 @@ Products with the same input are one where `pack` has put their weights together
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from ..networks.cache import BlockCache
-from .dispatch import LAUNCH, Dispatch, more_than, tl, triton
+from .dispatch import LAUNCH, Dispatch, more_than, sample_of, tl, triton, waves
 from .round_attention import RoundMask, attend
 
 _HEADS = 8  # heads, of one token or more, that a program of `_rotate` takes
@@ -268,6 +269,36 @@ def _rotated_kernel(attention: Any, projected: Tensor, rotary: tuple[Tensor, Ten
         **LAUNCH,
     )
     return queries.transpose(1, 2)
+
+
+def _sample_norm(width: int, like: Tensor) -> Qwen3RMSNorm:
+    norm = Qwen3RMSNorm(width).to(like.device, like.dtype)
+    norm.weight.copy_(1 + waves(width, like=like) / 4)
+    return norm
+
+
+@sample_of("sum_and_norm")
+def _sum_samples(hidden: Tensor, *_: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Three tokens as wide as the model's."""
+    given, added = waves(2, 3, hidden.shape[-1], like=hidden) * 3
+    norm = _sample_norm(hidden.shape[-1], hidden)
+    yield from zip(_sum_and_norm_kernel(given, added, norm), sum_and_norm_ref(given, added, norm), strict=True)
+
+
+@sample_of("rotated")
+def _rotated_samples(*given: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two rows of three tokens with all heads: queries, and keys and values where the cache has them."""
+    *parts, cos, _, _, _, keys, _ = given
+    width, dim, kv_heads = sum(part.shape[-1] for part in parts), cos.shape[-1], keys.shape[1]
+    attention = SimpleNamespace(head_dim=dim, layer_idx=0, q_norm=_sample_norm(dim, cos), k_norm=_sample_norm(dim, cos))
+    angles = 3 * waves(2, 3, dim // 2, like=cos).repeat(1, 1, 2)
+    projected, rotary = waves(2, 3, width, like=cos), (angles.cos(), angles.sin())
+    cache = BlockCache(2, kv_heads, dim, [keys.device], 0, 3, keys.dtype)
+    cache.target(0, 3)
+    into = [torch.full_like(each, torch.nan) for each in cache.written(0)]
+    query = _rotated_kernel(attention, projected, rotary, *into)
+    yield query, rotated_ref(attention, projected, rotary, cache)
+    yield from zip(into, cache.written(0), strict=True)
 
 
 if triton is not None:

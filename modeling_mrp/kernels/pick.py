@@ -1,22 +1,25 @@
 """From hidden states to tokens: the distributions of an unembedding, and the row kernel of the pick.
 
-`pick_rows` goes from logits to a token and its log-odds in two launches over the vocabulary; it has a Triton kernel and a plain
-PyTorch twin, `pick_rows_ref`. The logits are those of a matrix product: on a GPU in float32, so that no two tie by rounding.
+`pick_rows` goes from logits to a token and its log-odds in two launches over the vocabulary, `some_logits` computes those of a
+few tokens of each position; both have a Triton kernel and a plain PyTorch twin, `..._ref`. Logits of all tokens are those of a
+matrix product: on a GPU in float32, so that no two tie by rounding.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import LAUNCH, Dispatch, processors, tl, triton
-from .noise import gumbel_noise
+from .dispatch import LAUNCH, Dispatch, processors, sample_of, tl, triton, waves
+from .noise import gumbel_noise, noise_keys
 
 if triton is not None:
     from .noise import gumbel_of_bits, token_noise_bits
 
 _TILE = 1024  # logits that a program reads at once
+_DOT_TILE = 512  # elements of two vectors that a program reads at once
 _READERS = 8  # on a multiprocessor, since none loads ahead
 # Elements of logits that are alive at once: 64 MB in float32.
 _LOGITS_AT_ONCE = 1 << 24
@@ -28,17 +31,15 @@ class Unembedding:
 
     Attributes:
         weight: [vocab, hidden_size], those of `lm_head` or rows of it.
-        mask_token_id: Outside the softmax, where `token_ids` is None.
+        mask_token_id: Outside the softmax.
         temperature: Divides the logits.
         eos_token_ids: Ids that some positions must not take.
-        token_ids: [vocab] long, the ids that the rows of `weight` stand for; None: their places.
     """
 
     weight: Tensor
     mask_token_id: int
     temperature: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
-    token_ids: Tensor | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [n, vocab] of hidden states [n, hidden_size], the mask id at -inf; on a GPU in at least float32."""
@@ -47,14 +48,13 @@ class Unembedding:
             logits = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
         else:
             logits = F.linear(hidden, self.weight)
-        if self.token_ids is None:
-            logits[:, self.mask_token_id] = -torch.inf
+        logits[:, self.mask_token_id] = -torch.inf
         return logits
 
-    def barred(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
-        """Bar an eos from logits [n, vocab], by -inf, where `no_eos` [n] bool says so."""
+    def barred(self, logits: Tensor, no_eos: Tensor | None, ids: Tensor | None = None) -> Tensor:
+        """Bar an eos from logits [n, vocab], or [n, m] of some ids, by -inf, where `no_eos` [n] bool says so."""
         if no_eos is not None:
-            ids = torch.arange(logits.shape[1], device=logits.device) if self.token_ids is None else self.token_ids
+            ids = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
             for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
                 logits = logits.masked_fill(no_eos[:, None] & (ids == eos), -torch.inf)
         return logits
@@ -64,13 +64,9 @@ class Unembedding:
         logits = widened(logits)
         return logits if self.temperature == 1.0 else logits / self.temperature
 
-    def named(self, place: Tensor) -> Tensor:
-        """Look up the ids [...] long of places [...] in the unembedding's vocabulary."""
-        return place if self.token_ids is None else self.token_ids[place]
-
-    def chunks(self, rows: int) -> list[slice]:
-        """Cut `rows` into slices so small that their logits are no burden; none gives one slice, empty."""
-        step = max(1, _LOGITS_AT_ONCE // self.weight.shape[0])
+    def chunks(self, rows: int, each: int | None = None) -> list[slice]:
+        """Cut `rows` into slices so small that their logits, or `each` numbers a row, are no burden; none gives one, empty."""
+        step = max(1, _LOGITS_AT_ONCE // (each or self.weight.shape[0]))
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
 
 
@@ -112,7 +108,7 @@ def pick_rows(
         dispatch: Kernel or PyTorch.
 
     Returns:
-        Places [n] long in the unembedding's vocabulary, and log-odds [n] in at least float32.
+        Token ids [n] long, and log-odds [n] in at least float32.
     """
     if shown is not logits:
         return pick_rows_ref(unembedding, logits, shown, least, keys)
@@ -133,10 +129,25 @@ def pick_rows_ref(
     if least is not None:
         seen = seen.masked_fill(logits < least[:, None], -torch.inf)
     if keys is not None:
-        ids = scores.shape[1] if unembedding.token_ids is None else unembedding.token_ids
-        seen = seen + gumbel_noise(keys, ids, scores.dtype)
+        seen = seen + gumbel_noise(keys, scores.shape[1], scores.dtype)
     token = seen.argmax(-1)
     return token, log_odds(scores, token, True)
+
+
+@sample_of("pick")
+def _pick_samples(like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two rows of a whole vocabulary: greedy, with a token that wins clearly, and sampled among half of them."""
+    logits = 4 * waves(2, like.shape[1], like=like)
+    logits[:, 0] = -torch.inf
+    clear = logits.clone()
+    clear[0, like.shape[1] // 3], clear[1, -1] = 12.0, 14.0
+    keys = noise_keys(*torch.arange(6, device=like.device).view(3, 2))
+    for scores, temperature, least, noise in ((clear, 1.0, None, None), (logits, 0.7, logits.new_zeros(2), keys)):
+        unembedding = Unembedding(logits, 0, temperature)
+        token, odds = _pick_kernel(unembedding, scores, least, noise)
+        right, right_odds = pick_rows_ref(unembedding, scores, scores, least, noise)
+        yield (token == right).float(), torch.ones_like(odds)
+        yield odds, right_odds
 
 
 def _pick_kernel(unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -150,15 +161,59 @@ def _pick_kernel(unembedding: Unembedding, logits: Tensor, least: Tensor | None,
     slices = triton.cdiv(vocab, length)
     found = torch.empty(3, rows, slices, dtype=torch.float32, device=device)
     places = torch.empty(rows, slices, dtype=torch.int32, device=device)
-    ids, cooling = unembedding.token_ids, 1.0 / unembedding.temperature
+    cooling = 1.0 / unembedding.temperature
     _score_slices[(rows, slices)](
-        logits.contiguous(), least, keys, ids, found, places, vocab, length, cooling, TILE=_TILE, num_stages=1, **LAUNCH
+        logits.contiguous(), least, keys, found, places, vocab, length, cooling, TILE=_TILE, num_stages=1, **LAUNCH
     )
     _merge_slices[(rows,)](found, places, token, odds, slices, TILE=triton.next_power_of_2(slices), **LAUNCH)
     return token, odds
 
 
+def some_logits(weight: Tensor, hidden: Tensor, ids: Tensor, dispatch: Dispatch) -> Tensor:
+    """Compute the logits of some tokens at each position, without those of all others.
+
+    Args:
+        weight: [vocab, hidden_size], of `lm_head`.
+        hidden: [n, hidden_size].
+        ids: [n, m] long, of each position its tokens.
+        dispatch: Kernel or PyTorch.
+
+    Returns:
+        [n, m] in at least float32.
+    """
+    hidden, ids = hidden.contiguous(), ids.contiguous()
+    return dispatch.run(
+        "shortlist", lambda: _some_kernel(weight, hidden, ids), lambda: some_logits_ref(weight, hidden, ids), weight, hidden
+    )
+
+
+def some_logits_ref(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
+    """`some_logits` in PyTorch."""
+    return (widened(weight[ids]) @ widened(hidden)[:, :, None])[:, :, 0]
+
+
+def _some_kernel(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
+    """One launch: of each position and token a program that reads a row of the weights."""
+    logits = torch.empty(ids.shape, dtype=torch.float32, device=hidden.device)
+    if ids.numel():
+        _dot_rows[ids.shape](weight, hidden, ids, logits, weight.stride(0), hidden.shape[1], TILE=_DOT_TILE, **LAUNCH)
+    return logits
+
+
 if triton is not None:
+
+    @triton.jit
+    def _dot_rows(weight, hidden, ids, logits, stride, size, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Program (position, place in its list): one dot product, in float32."""
+        row, out = tl.program_id(0).to(tl.int64), tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        token = tl.load(ids + out)
+        total = tl.zeros([TILE], dtype=tl.float32)
+        for first in range(0, size, TILE):
+            at = first + tl.arange(0, TILE)
+            inside = at < size
+            own = tl.load(weight + token * stride + at, mask=inside, other=0.0).to(tl.float32)
+            total += own * tl.load(hidden + row * size + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(logits + out, tl.sum(total, 0))
 
     @triton.jit
     def _log_add(a, b):  # type: ignore[no-untyped-def]
@@ -175,7 +230,7 @@ if triton is not None:
         return most + tl.log(tl.sum(tl.exp(x - most), 0))
 
     @triton.jit  # `vocab` and `length` tell of aligned rows
-    def _score_slices(logits_in, least, keys, token_ids, found, places, vocab, length, cooling, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _score_slices(logits_in, least, keys, found, places, vocab, length, cooling, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
         """Program (row, slice of the vocabulary): the best score and its place, that token's logit (`own`), and the log-sum-exp
         of all other logits. None under `least` is the best."""
         row, cells = tl.program_id(0).to(tl.int64), tl.num_programs(0) * tl.num_programs(1)
@@ -189,10 +244,7 @@ if triton is not None:
             raw = logits * cooling
             shown = raw
             if keys is not None:
-                ids = token
-                if token_ids is not None:
-                    ids = tl.load(token_ids + token, mask=inside, other=0).to(tl.int32)
-                shown = raw + gumbel_of_bits(token_noise_bits(tl.load(keys + row), ids))
+                shown = raw + gumbel_of_bits(token_noise_bits(tl.load(keys + row), token))
             if least is not None:
                 shown = tl.where(logits < tl.load(least + row).to(tl.float32), float("-inf"), shown)
             shown = tl.where(shown != shown, float("inf"), shown)  # NaN is more than any number

@@ -5,6 +5,7 @@ state and, where its state has a parent, those of the parent. Keys and values ar
 committed slots first, then those of all states.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import AUTOMATIC, LAUNCH, Dispatch, processors, tl, triton
+from .dispatch import AUTOMATIC, LAUNCH, Dispatch, processors, sample_of, tl, triton, waves
 
 _PROGRAMS = 2  # wanted on a multiprocessor
 _TILE_KEYS = 32
@@ -148,6 +149,19 @@ def round_attention(
         **LAUNCH,
     )
     return out
+
+
+@sample_of("round_attention")
+def _attention_samples(query: Tensor, key: Tensor, *_: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two rows of two states, a child and one alone, behind prefixes of 5 and 300 slots, in shares that are merged."""
+    heads, kv_heads, dim, block, used = query.shape[1], key.shape[1], query.shape[3], 4, 512
+    committed = torch.arange(5, 301, 295, device=query.device)
+    parent = torch.arange(-1, 1, device=query.device).repeat(2, 1)
+    mask = RoundMask(committed, parent, 2, block)
+    queries = waves(2, 2 * block, heads, dim, like=query).transpose(1, 2)
+    keys, values = waves(2, used + 2 * block, 2, kv_heads, dim, like=key).permute(2, 0, 3, 1, 4)
+    given = queries, keys, values, mask, dim**-0.5
+    yield round_attention(*given, splits=3), round_attention_twin(*given)
 
 
 if triton is not None:

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from .head import MRPHead, check_draft_tokens, check_same_backbone
+from .head import MRPHead, check_same_backbone
 from .layouts import HEAD, HUB_OPTIONS, PUBLISHED_HEAD, hub_options, stored_tensors, weight_files
 from .offloading import device_of
 
@@ -48,6 +48,11 @@ class HeadMixin:
         else:
             layers: Any = head.layers
             check_same_backbone(layers[0].self_attn.config, self.config, "another model")
+        if (processes := getattr(self, "_tp_size", None) or 1) > 1:
+            raise ValueError(
+                f"the model's layers are divided among {processes} processes, those of a head that is attached are not: attach "
+                "it in one process, save_pretrained the whole model, and load that with tensor parallelism"
+            )
         device = device_of(self.lm_head)
         head.to(device, self.lm_head.weight.dtype)
         if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices
@@ -58,7 +63,6 @@ class HeadMixin:
             layer.self_attn.config = self.config
         self.mrp_head = head.train(self.training)
         self.config.num_nextn_predict_layers, self.config.head_predicts = len(head.layers), head.predicts
-        self.config.draft_vocab_size = 0 if head.draft_token_ids is None else len(head.draft_token_ids)
 
     def detach_head(self: Any) -> MRPHead:
         """Take the head off, for another model; if `generate` would decode with it by default, it goes back to `static`.
@@ -69,7 +73,7 @@ class HeadMixin:
         if self.mrp_head is None:
             raise ValueError("the model has no MRP head to detach: attach one with attach_head, or load one with from_backbone")
         head, self.mrp_head = self.mrp_head, None
-        self.config.num_nextn_predict_layers = self.config.draft_vocab_size = 0
+        self.config.num_nextn_predict_layers = 0
         if str(getattr(self.generation_config, "decoding", None)).startswith("mrp_"):
             self.generation_config.decoding = None
         return head
@@ -91,7 +95,6 @@ class HeadMixin:
             with safe_open(stored.file, framework="pt") as tensors:
                 state[name.removeprefix(HEAD)] = tensors.get_tensor(stored.name)
         head.load_state_dict(state, assign=True)
-        check_draft_tokens(head, config, source)
         return head
 
     @classmethod
@@ -114,9 +117,7 @@ class HeadMixin:
             return model
         head = cls.config_class.from_pretrained(repository, **download)
         fields = {"block_size": head.block_size, "mask_token_id": head.mask_token_id, **stock.config.to_dict()}
-        config = cls.config_class.from_dict(
-            {**fields, "model_type": "sdar", "num_nextn_predict_layers": 0, "draft_vocab_size": 0}
-        )
+        config = cls.config_class.from_dict({**fields, "model_type": "sdar", "num_nextn_predict_layers": 0})
         with torch.device("meta"):
             model = cls(config).eval()
         try:

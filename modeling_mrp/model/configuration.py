@@ -1,13 +1,15 @@
-"""Configuration of an SDAR block-diffusion backbone with an optional MRP head."""
+"""Configuration of a block-diffusion backbone with an optional MRP head."""
 
 import math
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+from .families.registry import DENSE, backbone_of, family_reading, refuse_look_alikes
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _LARGEST = (1 << 31) - 1
@@ -17,7 +19,7 @@ _MOST_LAYERS = 1024  # a list of them, and their modules, are made before any we
 _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
-def our_fields(fields: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+def our_fields(fields: dict[str, Any], known: Collection[str], source: str = "") -> dict[str, Any]:
     """Translate a config's fields for `MRPConfig`: ours stay, of a published one those that are known, under our model type.
 
     Raises:
@@ -26,28 +28,35 @@ def our_fields(fields: dict[str, Any], known: Collection[str]) -> dict[str, Any]
     kind = fields.get("model_type", "sdar_mrp")
     if kind == "sdar_mrp":
         return fields
-    if kind != "sdar":
-        raise ValueError(
-            f"the config's model_type is {kind!r}: what loads are checkpoints of this package ('sdar_mrp') and published ones "
-            "('sdar'), and by MRPForCausalLM.from_backbone autoregressive ones ('qwen3'), to be converted by training"
-        )
+    refuse_look_alikes(fields, source)
+    extra: dict[str, Any] = {}
+    if kind != DENSE:
+        if (backbone := family_reading(fields)) is None:
+            raise ValueError(
+                f"the config's model_type is {kind!r}: what loads are checkpoints of this package ('sdar_mrp'), published ones "
+                "('sdar' and those in docs/models.md) and, by MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'), to "
+                "be converted by training. The code of a repository reads its own family alone: for others install this package"
+            )
+        fields, extra = backbone.translated(fields), {"family": backbone.family}
+        known = {*known, *backbone.fields}
     kept = {name: value for name, value in fields.items() if name in known or name in _OLD_SPELLINGS}
-    return {**kept, "model_type": "sdar_mrp"}
+    return {**kept, **extra, "model_type": "sdar_mrp"}
 
 
 class MRPConfig(Qwen3Config):
     """A `Qwen3Config` plus what block diffusion and the MRP head need (SDAR, arXiv 2510.06303; MRP, arXiv 2605.18817).
 
-    The published configs (`model_type: "sdar"`) load too; fields of theirs that mean nothing here are dropped.
+    The published configs (`model_type: "sdar"` and those of other families) load too; fields of theirs that mean nothing here
+    are dropped. A family may have fields of its own, such as a number of experts.
 
     Args:
+        family: Which layers the backbone has (`modeling_mrp/model/families`); `sdar`: Qwen3's.
         block_size: Tokens per diffusion block, counted from absolute position 0.
         mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
         num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
         num_mrp_heads: Number of heads. Only one is defined: it serves every draft depth.
         head_predicts: `residual`: the head's output is added to the hidden states it read. `hidden`: it takes their place,
             the paper's ablation ("direct prediction").
-        draft_vocab_size: How many of the vocabulary's tokens the head drafts from (`MRPHead.draft_token_ids`); 0: all of them.
         base_model_name_or_path: In the config of a head repository, which holds the head alone: the backbone it belongs to.
             None everywhere else, also in a loaded model, which has its backbone.
         base_model_revision: The backbone's commit, branch or tag.
@@ -60,6 +69,8 @@ class MRPConfig(Qwen3Config):
     """
 
     model_type = "sdar_mrp"
+    # As transformers' classes of layers spell it; no config of a family without experts has either.
+    attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
 
     vocab_size: int = 151936
     hidden_size: int = 2048
@@ -72,9 +83,9 @@ class MRPConfig(Qwen3Config):
     num_nextn_predict_layers: int = 0
     num_mrp_heads: int = 1
     head_predicts: str = "residual"
-    draft_vocab_size: int = 0
     base_model_name_or_path: str | None = None
     base_model_revision: str | None = None
+    family: str = DENSE
 
     def __post_init__(self, **kwargs: Any) -> None:
         for dtype in (self.dtype, kwargs.get("torch_dtype")):
@@ -86,7 +97,8 @@ class MRPConfig(Qwen3Config):
             unset = value is None and name in ("num_key_value_heads", "num_labels", "pad_token_id")
             if not unset and not (isinstance(value, int) and least <= value <= most):
                 raise ValueError(f"{name} is {value!r}: it must be an int of at least {least} and at most {most}{why}")
-        super().__post_init__(**kwargs)
+        other = None if self.family == DENSE else backbone_of(self.family)
+        super().__post_init__(**(kwargs if other is None else other.completed(kwargs)))
         if self.layer_types != ["full_attention"] * self.num_hidden_layers:
             raise ValueError(
                 f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in each of the "
@@ -103,6 +115,8 @@ class MRPConfig(Qwen3Config):
                 raise ValueError(f"{name} is {number!r}: it must be a number above 0")
         if self.head_predicts not in ("residual", "hidden"):
             raise ValueError(f"head_predicts is {self.head_predicts!r}: choose 'residual' or 'hidden'")
+        if other is not None:
+            other.check(self)
 
     def _bounds(self) -> Iterator[tuple[str, int, int, str]]:
         """Iterate over fields with their least and greatest value, and why."""
@@ -116,8 +130,6 @@ class MRPConfig(Qwen3Config):
         yield "pad_token_id", 0, self.vocab_size - 1, ": the id of the tokenizer's pad token, inside the vocabulary, or null"
         yield "num_nextn_predict_layers", 0, _MOST_LAYERS, " (0: no head)"
         yield "num_mrp_heads", 1, 1, ": one head serves every draft depth"
-        most = self.vocab_size - 1 if self.has_head else 0
-        yield "draft_vocab_size", 0, most, ": a part of the vocabulary that a head drafts from, or 0 for all of it"
 
     @classmethod
     def get_config_dict(
@@ -125,7 +137,7 @@ class MRPConfig(Qwen3Config):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read the fields of a `config.json` as transformers does, in our spelling."""
         found, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return our_fields(found, {field.name for field in fields(cls)}), kwargs
+        return our_fields(found, {field.name for field in fields(cls)}, str(pretrained_model_name_or_path)), kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -138,8 +150,10 @@ class MRPConfig(Qwen3Config):
             raise ValueError(f"the config holds a value of the wrong type: correct config.json ({reason})") from error
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Select the fields to save; a backbone is named where there is a name."""
+        """Select the fields to save; a backbone is named where there is a name, and a family where it is another."""
         saved = super().to_diff_dict()
+        if self.family == DENSE:
+            saved.pop("family", None)
         return {name: value for name, value in saved.items() if value is not None or not name.startswith("base_model_")}
 
     @property

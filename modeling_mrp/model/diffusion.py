@@ -49,6 +49,15 @@ def noisy_and_clean_mask(positions: Tensor, valid: Tensor, block_size: int) -> T
     return (mask | torch.eye(real.shape[1], dtype=torch.bool, device=mask.device))[:, None]
 
 
+def taken_from(hidden: Tensor, previous: Tensor) -> Tensor:
+    """Take hidden states [batch, length, size] from other columns, by index [batch, n]; zeros where that is -1.
+
+    In a model whose hidden states are those of the next position, they are taken from the column before.
+    """
+    taken = hidden.gather(1, previous.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
+    return taken.masked_fill(previous[..., None] < 0, 0)
+
+
 def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
     """Draw [batch, 1 + length] float32 on [0, 1): by torch's generator or, outside training, by a seed that each text gives."""
     if training:

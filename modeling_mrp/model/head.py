@@ -12,10 +12,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from ..kernels.fused_layers import fused
 from ..kernels.round_attention import RoundMask
 from .configuration import MRPConfig
-from .layouts import DRAFT_TOKENS
 
 # What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
 _SHARED = (
+    "family",
     "hidden_size",
     "vocab_size",
     "block_size",
@@ -30,12 +30,6 @@ _SHARED = (
 )
 
 
-def first_tokens(config: MRPConfig) -> Tensor:
-    """[draft_vocab_size] long, the first ids but the mask's: a draft vocabulary before one is chosen from data."""
-    ids = torch.arange(config.draft_vocab_size)
-    return ids + (ids >= config.mask_token_id)
-
-
 class MRPHead(nn.Module):
     """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
 
@@ -47,13 +41,11 @@ class MRPHead(nn.Module):
 
     Attributes:
         predicts: `residual` or, in place of the hidden states themselves, `hidden` (`MRPConfig.head_predicts`).
-        draft_token_ids: [draft_vocab_size] long, the tokens that `mrp_spec` drafts from, distinct and without the mask id; None
-            for all. What is not among them is never drafted, and generated all the same: the backbone has the whole
-            vocabulary.
     """
 
     def __init__(self, config: MRPConfig) -> None:
         super().__init__()
+        self._tp_plan = dict(config.base_model_tp_plan or {})  # its layers are divided as the backbone's are
         self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -65,9 +57,6 @@ class MRPHead(nn.Module):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if self.predicts == "residual":  # a new head adds nothing: A + C = A
             nn.init.zeros_(self.norm.weight)
-        self.draft_token_ids: Tensor | None
-        ids = first_tokens(config) if config.draft_vocab_size else None
-        self.register_buffer("draft_token_ids", ids)
 
     def forward(
         self,
@@ -121,21 +110,4 @@ def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> Non
         raise ValueError(
             f"the head of {whose} does not belong to this backbone: its " + "; its ".join(differences) + ". Use the "
             "backbone that it was trained on, or train a head for this one"
-        )
-
-
-def check_draft_tokens(head: MRPHead, config: MRPConfig, source: str) -> None:
-    """Check the draft vocabulary that came with a head from `source`.
-
-    Raises:
-        ValueError: if it holds an id twice, the mask id, or one outside the vocabulary.
-    """
-    ids = head.draft_token_ids
-    if ids is None or ids.is_meta:
-        return
-    good = (ids >= 0) & (ids < config.vocab_size) & (ids != config.mask_token_id)
-    if not bool(good.all()) or len(ids.unique()) != len(ids):
-        raise ValueError(
-            f"{DRAFT_TOKENS} of {source} holds ids twice, the mask's, or ids outside the vocabulary of {config.vocab_size}: "
-            "choose the draft vocabulary anew"
         )

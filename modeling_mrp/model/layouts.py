@@ -21,7 +21,6 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 HEAD = "mrp_head."
 PUBLISHED_HEAD = "mrp_modules.0.model."
-DRAFT_TOKENS = HEAD + "draft_token_ids"
 HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 
 

@@ -24,9 +24,9 @@ from transformers.utils import (
 
 from .attaching import HeadMixin
 from .configuration import MRPConfig
-from .head import MRPHead, check_draft_tokens, first_tokens
+from .families.registry import backbone_of
+from .head import MRPHead
 from .layouts import (
-    DRAFT_TOKENS,
     HEAD,
     StoredTensor,
     backbone_location,
@@ -64,6 +64,11 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
     backbone_source: BackboneSource | None = None
 
     @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Let `experts_implementation` choose how transformers computes experts; it looks for them in the model's own file."""
+        return True
+
+    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load as transformers does: a full checkpoint of this package, one in the published layouts, or a head repository.
 
@@ -85,6 +90,8 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         if getattr(config, "base_model_name_or_path", None) is not None:
             return cls._from_head_repository(source, config, kwargs)
         cls._check_files(source, config, kwargs)
+        if (note := backbone_of(config.family).note(source)) is not None:
+            log.warning(note)
         kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
         with_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(source, *args, config=config, output_loading_info=True, **kwargs)
@@ -92,8 +99,6 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
             raise ValueError(
                 f"{source} does not fit its config: {gaps}. Check that it is whole, and quantized as its config says"
             )
-        if model.mrp_head is not None:
-            check_draft_tokens(model.mrp_head, model.config, source)
         if not kwargs.get("subfolder"):
             local = os.path.isdir(source)
             where = os.path.abspath(source) if local else source
@@ -134,10 +139,16 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         """
         try:
             with torch.device("meta"):
-                tensors = cls(copy.deepcopy(config)).state_dict()
+                model = cls(copy.deepcopy(config))
+                tensors = model.state_dict()
         except (RuntimeError, TypeError, LookupError, AssertionError, OverflowError) as error:
             raise ValueError(f"the values in the config are those of no model: correct config.json ({error!r})") from error
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith(prefix)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith(prefix):  # as it is, or in the parts that published checkpoints have
+                shape = tuple(tensor.shape)
+                known = name in found or not name.startswith("model.")
+                shapes |= {name: shape} if known else model.model.published(name, shape)
         optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
         misfits = [f"missing: {name}" for name in sorted(shapes.keys() - found.keys() - optional)]
         for ours, (name, _, shape, dtype) in sorted(found.items()):
@@ -145,7 +156,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
                 misfits.append(f"unexpected: {name}")
             elif shape != shapes[ours]:
                 misfits.append(f"wrong shape: {name} is {list(shape)}, needs {list(shapes[ours])}")
-            elif not dtype.startswith("I64" if ours == DRAFT_TOKENS else ("F", "BF")):
+            elif not dtype.startswith(("F", "BF")):
                 misfits.append(f"wrong type: {name} holds {dtype} numbers")
         if misfits:
             raise ValueError(
@@ -209,7 +220,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
                     save_file(head, beside / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
                     config.save_pretrained(beside)
                     self.generation_config.save_pretrained(beside)
-                    write_code(beside)
+                    write_code(beside, config.family)
         elif any(named.values()):
             raise ValueError(f"{named}: a full checkpoint names none. Pass head_only=True, or leave them out")
         else:
@@ -223,7 +234,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
                 with written_beside(folder) as beside:
                     super().save_pretrained(beside, **kwargs)
                     if (beside / "config.json").is_file():  # an adapter has none
-                        write_code(beside)
+                        write_code(beside, self.config.family)
         if push_to_hub and is_main_process:
             self.push_to_hub(hub.pop("repo_id", folder.name), head_only=head_only, **named, **hub)
 
@@ -272,8 +283,6 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         head = self.mrp_head
         if head is not None and module is head.norm and head.predicts == "residual":
             init.zeros_(head.norm.weight)
-        elif module is head and head.draft_token_ids is not None:
-            init.copy_(head.draft_token_ids, first_tokens(self.config))
         else:
             super()._init_weights(module)
 

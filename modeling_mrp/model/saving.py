@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .configuration import MRPConfig
 from .custom_generate import generate
+from .families.registry import DENSE
 from .head import MRPHead
 from .layouts import HEAD, StoredTensor, stored_tensors, weight_files
 
@@ -109,19 +110,20 @@ def _differ(value: Tensor, stored: StoredTensor) -> bool:
     return not torch.allclose(value[:1].detach().cpu().double(), row.double(), rtol=2**-7, atol=1e-7, equal_nan=True)
 
 
-def code_files() -> dict[str, str]:
-    """Collect the remote code that a repository carries, by path: these files, if they are it, or what `bundle` generates."""
+def code_files(family: str = DENSE) -> dict[str, str]:
+    """Collect the remote code that a repository carries, by path: these files, if they are it, or what `bundle` generates for a
+    model of that family."""
     own = Path(__file__)
     if own.name == MODELING:
         files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (CONFIGURATION, MODELING)}
     else:
-        files = import_module(f"{__name__.partition('.')[0]}.bundle").files()
+        files = import_module(f"{__name__.partition('.')[0]}.bundle").files(family)
     return {**files, CUSTOM_GENERATE: f"from typing import Any\n\n\n{inspect.getsource(generate)}"}
 
 
-def write_code(folder: Path) -> None:
-    """Put the remote code beside a checkpoint."""
-    for name, text in code_files().items():
+def write_code(folder: Path, family: str = DENSE) -> None:
+    """Put the remote code beside a checkpoint of that family."""
+    for name, text in code_files(family).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
 

@@ -111,6 +111,8 @@ class BlockCache(Cache):
         hidden_size: Of the hidden states that are kept for a head to read later; 0: none are.
         fixed: Whether shapes are to stay the same from round to round, as for recordings and compiled code: attention then
             reads a power of two of slots before what is scored.
+        ends: Tokens of a block and size of hidden states, where the last one of each block is kept, as a model needs whose
+            hidden states are those of the next position; zeros: none are.
 
     Attributes:
         ids: By row, the text whose tokens the slots hold.
@@ -134,6 +136,7 @@ class BlockCache(Cache):
         head_layers: int = 0,
         hidden_size: int = 0,
         fixed: bool = False,
+        ends: tuple[int, int] = (0, 0),
     ) -> None:
         super().__init__(layers=[])
         self.rows, self.num_key_value_heads, self.head_dim = rows, num_key_value_heads, head_dim
@@ -156,12 +159,15 @@ class BlockCache(Cache):
             for device in dict.fromkeys(self.layer_devices)
         }
         self.hidden = torch.empty((rows, capacity, hidden_size), dtype=dtype, device=self.layer_devices[-1])
+        self.every, end_size = ends
+        blocks = capacity // self.every if self.every else 0
+        self.ends = torch.empty((rows, blocks, end_size), dtype=dtype, device=self.layer_devices[-1])
         self.active, self.begin, self.end = rows, 0, 0
 
     @property
     def nbytes(self) -> int:
         """Bytes held, fixed at construction."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in (*self._buffers.values(), self.hidden))
+        return sum(buffer.numel() * buffer.element_size() for buffer in (*self._buffers.values(), self.hidden, self.ends))
 
     @property
     def writable(self) -> bool:
@@ -235,8 +241,7 @@ class BlockCache(Cache):
         """Exchange what pairs of rows have in the first `used` slots, kept hidden states too."""
         ours, theirs = torch.tensor(pairs).unbind(1)
         to, of = torch.cat([ours, theirs]), torch.cat([theirs, ours])
-        for part in (*self._buffers.values(), self.hidden):
-            part = part[:, :used]
+        for part in (*(one[:, :used] for one in (*self._buffers.values(), self.hidden)), self.ends[:, : self._blocks(used)]):
             part[to.to(part.device)] = part[of.to(part.device)]
 
     def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
@@ -278,7 +283,7 @@ class BlockCache(Cache):
         capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
         bigger = BlockCache(
             *(rows, self.num_key_value_heads, self.head_dim, self.layer_devices, capacity, scratch, self.dtype),
-            *(self.head_layers, self.hidden_size, self.fixed),
+            *(self.head_layers, self.hidden_size, self.fixed, (self.every, self.ends.shape[-1])),
         )
         bigger.owner = self.owner
         bigger.fill_from(self)
@@ -294,6 +299,8 @@ class BlockCache(Cache):
         for device, buffer in other._buffers.items():
             self._buffers[device][:, :used] = buffer[:, :used].repeat_interleave(copies, 0)
         self.hidden[:, :used] = other.hidden[:, :used].repeat_interleave(copies, 0)
+        blocks = self._blocks(used)
+        self.ends[:, :blocks] = other.ends[:, :blocks].repeat_interleave(copies, 0)
 
     def alias(self) -> "BlockCache":
         """Make another cache on the same memory."""
@@ -306,7 +313,11 @@ class BlockCache(Cache):
     def detach(self) -> None:
         """Go on with a copy of the memory that is shared."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
-        self.hidden = self.hidden.clone()
+        self.hidden, self.ends = self.hidden.clone(), self.ends.clone()
+
+    def _blocks(self, used: int) -> int:
+        """Count the blocks of so many tokens whose last hidden states are kept."""
+        return used // self.every if self.every else 0
 
     def _of(self, layers: range) -> Iterator[tuple[torch.device, Tensor]]:
         """Select the memory of some layers, of each device: [rows, slots, layers, 2, heads, head_dim]."""

@@ -6,7 +6,8 @@ dear, so they outlive the call of `generate` that made them, together with the c
 its weights lie elsewhere, `release_graphs` is called, or a call needs another size.
 
 The first run of a kind is an ordinary one, on the side stream that will record: it does the work, and warms up what a recording
-must not meet for the first time (libraries, compilers). The second run is recorded; what is met once costs no recording.
+must not meet for the first time (libraries, compilers). The second run is recorded; what is met once costs no recording. On a
+GPU the first replays of each recording are compared with ordinary runs, and nothing is recorded any more where they differ.
 """
 
 import threading
@@ -20,11 +21,14 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..kernels.dispatch import CHECKED_ON, check_close
 from .attention import REPLACED, ROUND_ATTENTION
 from .cache import BlockCache, adapters_of_rows
 
 # PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while another one goes on.
 _RECORDING = threading.Lock()
+# Replays of a recording that are compared: the first with the inputs it was made from, the next with others.
+_COMPARED = 2
 # Tokens of the smallest cache that is kept. Others have twice as many, four times, ..., so that growing prompts find the same.
 LEAST_CAPACITY = 1024
 
@@ -86,7 +90,7 @@ class Graphs:
     Attributes:
         recorded: What replays a forward, by key.
         replays: Forwards that were replayed.
-        failed: Whether one could not be recorded; none is tried any more.
+        failed: Whether one could not be recorded or gave wrong results; none is tried any more.
         busy: A call is using them.
     """
 
@@ -95,6 +99,7 @@ class Graphs:
         self.recorder = RECORDERS[self.device.type](self.device)
         self.inputs: dict[Hashable, list[Tensor]] = {}  # of what was met before
         self.recorded: dict[Hashable, Callable[[], Tensor]] = {}
+        self.compared: dict[Hashable, int] = {}
         self.replays, self.failed, self.busy = 0, False, False
         self._thread = threading.local()  # libraries keep a handle for each: one that ran nothing yet must not record
         self._lent: weakref.ref[BlockCache] | None = None
@@ -128,20 +133,26 @@ class Graphs:
             return self.recorder.first(lambda: function(*given))
         for register, tensor in zip(fixed, inputs, strict=True):
             register.copy_(tensor, non_blocking=True)
-        if replay is None:
-            try:
+        try:
+            if replay is None:
                 replay = self.recorded[key] = self.recorder.record(lambda: function(*fixed))
-            except Exception as error:
-                self.failed = True
-                self.recorded.clear()
-                warnings.warn(
-                    f"a round of decoding could not be recorded as a CUDA graph ({error}): decoding goes on without graphs. "
-                    "That may disturb other work of this process: restart it, and pass graphs=False to generate",
-                    stacklevel=2,
-                )
-                return function(*fixed)
+            made = replay()
+            if self.device.type in CHECKED_ON and self.compared.get(key, 0) < _COMPARED:
+                right = self.recorder.first(lambda: function(*fixed))  # it writes what the replay has written
+                check_close("a replay and the forward that it stands for differ", made, right)
+                self.compared[key] = self.compared.get(key, 0) + 1
+        except Exception as error:
+            self.failed = True
+            self.recorded.clear()
+            how = "is wrong when it is replayed" if isinstance(error, ArithmeticError) else "could not be recorded"
+            warnings.warn(
+                f"a round of decoding {how} as a CUDA graph ({error}): decoding goes on without graphs. "
+                "That may disturb other work of this process: restart it, and pass graphs=False to generate",
+                stacklevel=2,
+            )
+            return function(*fixed)
         self.replays += 1
-        return replay().clone()
+        return made.clone()
 
 
 _KEPT: "weakref.WeakKeyDictionary[nn.Module, Graphs]" = weakref.WeakKeyDictionary()

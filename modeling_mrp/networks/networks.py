@@ -69,7 +69,9 @@ class Networks:
         self.head_layers = range(len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers)
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._swaps: list[tuple[int, int]] = []
+        self.shifted = cache.every > 0  # hidden states of the backbone are those of the next position
         self._scored: Tensor | None = None  # hidden states of the last `score`
+        self._ends: Tensor | None = None  # where they are shifted, the last one of each state, which predicts what comes next
         self._begin = 0  # first slot of the last forward of a round, which is `score` when `commit` is called
         self._plans: dict[Any, Any] = {}
         cache.active = cache.rows
@@ -107,6 +109,8 @@ class Networks:
         def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:
             hidden = self.model.backbone(ids, positions, mask, self.cache, compiled=False).to(self.device)
             self.forwards["prefill"] += 1
+            if self.shifted:
+                hidden = self._shifted_text(hidden, begin)
             if self.with_head:
                 self.cache.hidden[: len(rows), begin:end] = hidden
             blocks = hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
@@ -169,6 +173,8 @@ class Networks:
         packed = [[(node.state, node.parent) for node in nodes] for nodes in drafts]
         hidden, width = self._network(packed, [row.held for row in rows]), max(map(len, drafts))
         self.forwards["denoise"] += 1
+        if self.shifted:
+            self._ends, hidden = hidden[:, -1], hidden[:, :-1]
         self._scored = hidden
         states, places, parents = [], [], []
         for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
@@ -218,7 +224,7 @@ class Networks:
             self.cache.move(self.head_layers, [(at, self._begin, rows[at].head_held) for at in leads], self.block)
         for at in leads:
             rows[at].head_held += self.block
-        made = made if residual else wide + made
+        made = made if residual else wide.to(made.device) + made
         return [
             [(made, at * width + slot) for slot in range(len(states) - len(asked[at]), len(states))]
             for at, states in enumerate(packed)
@@ -239,13 +245,17 @@ class Networks:
         if not moves:
             return
         self.cache.move(self.backbone_layers, moves, self.block)
+        if not self.with_head and not self.shifted:
+            return
+        assert self._scored is not None
+        width, where = len(self._scored) // len(rows), self.cache.hidden.device
+        place, source, target = torch.tensor(moves, device=self.device).unbind(1)
+        states, place, target = place * width + (source - self._begin) // self.block, place.to(where), target.to(where)
         if self.with_head:
-            assert self._scored is not None
-            width = len(self._scored) // len(rows)
-            place, source, target = torch.tensor(moves, device=self.device).unbind(1)
-            blocks = self._scored[place * width + (source - self._begin) // self.block]
-            where = self.cache.hidden.device
-            self.cache.hidden[place[:, None].to(where), (target[:, None] + self._offsets).to(where)] = blocks.to(where)
+            columns = target[:, None] + self._offsets.to(where)
+            self.cache.hidden[place[:, None], columns] = self._scored[states].to(where)
+        if self._ends is not None:
+            self.cache.ends[place, target // self.block] = self._ends[states].to(where)
 
     def picked(
         self,
@@ -253,10 +263,16 @@ class Networks:
         states: Sequence[tuple[Row, State]],
         hidden: Sequence[Hidden],
         parents: Sequence[State | None] = (),
+        shortlists: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
         """Pick at the free columns of states, given the hidden states of each; one transfer to the host, with likeliest three.
 
-        `parents` are the clean states that some look at, for processors to see.
+        Args:
+            picker: It.
+            states: Each with its row.
+            hidden: Of each the hidden states.
+            parents: The clean states that some look at, for processors to see.
+            shortlists: Of each the tokens to choose among (`Scores.shortlist`); not used unless all have theirs.
         """
         at, whole, base = array("q"), len(states) * self.block, 0
         for _, state in states:
@@ -266,9 +282,20 @@ class Networks:
             return [Scores([0] * self.block, [-torch.inf] * self.block, hidden=one) for one in hidden]
         blocks = gathered(hidden).flatten(0, 1)
         index = torch.frombuffer(at, dtype=torch.long).to(self.device, non_blocking=True)
-        picks = picker(blocks if len(at) == whole else blocks[index], Spots(states, self.device, parents))
-        parts = zip(self._on_host(picks, index, whole), hidden, strict=True)
-        return [Scores(token, odds, entropy, likeliest, one) for (token, odds, entropy, likeliest), one in parts]
+        blocks, spots = blocks if len(at) == whole else blocks[index], Spots(states, self.device, parents)
+        known: list[Hidden] = [one for one in shortlists if one is not None]
+        if len(known) == len(states):
+            listed = gathered(known).flatten(0, 1)
+            picks = picker.among(blocks, listed if len(at) == whole else listed[index], spots)
+        else:
+            picks = picker(blocks, spots)
+        few: Sequence[Hidden | None] = shortlists or [None] * len(states)
+        if picks.shortlist is not None:
+            size = picks.shortlist.shape[1]
+            listed = picks.shortlist.new_zeros(whole, size).index_copy(0, index, picks.shortlist)
+            few = [(listed.view(-1, self.block, size), place) for place in range(len(states))]
+        found = zip(self._on_host(picks, index, whole), hidden, few, strict=True)
+        return [Scores(token, odds, entropy, likeliest, one, short) for (token, odds, entropy, likeliest), one, short in found]
 
     def token_odds(
         self, asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]
@@ -335,7 +362,8 @@ class Networks:
         What is scored goes behind the longest of all rows' texts, so that it touches no text of a row that takes no part.
 
         Returns:
-            Hidden states or h_C, [rows * width, block, hidden_size], `width` being the most states of a row.
+            Hidden states or h_C, [rows * width, block, hidden_size], `width` being the most states of a row; shifted hidden
+            states have one more column, that of the next block's first token.
         """
         rows, width, used = len(packed), max(map(len, packed)), max(held)
         self._begin = self.cache.target(used, width * self.block)
@@ -358,12 +386,13 @@ class Networks:
         has_parents = width > 1 if self.cache.fixed else max(parents) >= 0  # a recording for each width is enough
         plain = width == 1 and min(held) == self._begin and self.recorded is None
         forward = partial(self._packed, rows, width, self._begin, has_parents, plain)
+        columns = self.block + (self.shifted and hidden is None)
         inputs = [table] if hidden is None else [table, hidden.view(rows, width * self.block, -1)]
         if self.recorded is not None:
             key = (rows, width, self._begin, has_parents, self.dispatch, self.round_masks)
-            return self.recorded(key, forward, *inputs).view(rows * width, self.block, -1)
+            return self.recorded(key, forward, *inputs).view(rows * width, columns, -1)
         inputs[0] = table.to(self.device, non_blocking=True)
-        return forward(*inputs).view(rows * width, self.block, -1)
+        return forward(*inputs).view(rows * width, columns, -1)
 
     def _packed(
         self, rows: int, width: int, begin: int, has_parents: bool, plain: bool, table: Tensor, hidden: Tensor | None = None
@@ -375,10 +404,33 @@ class Networks:
         positions = (starts[:, None] + self._offsets).view(rows, -1)
         mask = RoundMask(held, parent, width, self.block, self.dispatch, plain, self._plans)
         network = self.model.backbone if hidden is None else partial(self._residual, hidden)
-        if not self.round_masks:
-            return network(ids, positions, mask.dense(begin), self.cache).to(self.device)
-        with under_round_masks(self.model, self.cache):
-            return network(ids, positions, mask, self.cache).to(self.device)
+        if self.round_masks:
+            with under_round_masks(self.model, self.cache):
+                made = network(ids, positions, mask, self.cache).to(self.device)
+        else:
+            made = network(ids, positions, mask.dense(begin), self.cache).to(self.device)
+        return self._shifted_states(made, held, parent, width) if self.shifted and hidden is None else made
+
+    def _shifted_text(self, hidden: Tensor, begin: int) -> Tensor:
+        """Shift hidden states [rows, length, hidden_size] of texts from `begin` on by one position, and keep the last one of
+        each block."""
+        ends, first = self.cache.ends[: len(hidden)], begin // self.block
+        before = ends[:, first - 1].to(self.device) if first else torch.zeros_like(hidden[:, 0])
+        lasts = hidden[:, self.block - 1 :: self.block]
+        ends[:, first : first + lasts.shape[1]] = lasts.to(ends.device)
+        return torch.cat([before[:, None], hidden[:, :-1]], 1)
+
+    def _shifted_states(self, hidden: Tensor, held: Tensor, parent: Tensor | None, width: int) -> Tensor:
+        """Put before the hidden states of each state, [rows, width * block, hidden_size], the one that predicts its first
+        column: the last one of its parent or else of its row's text."""
+        states, ends = hidden.unflatten(1, (width, self.block)), self.cache.ends
+        rows = torch.arange(len(hidden), device=ends.device)
+        before = ends[rows, (held.to(ends.device) // self.block - 1).clamp(min=0)].to(self.device)
+        before = torch.where(held[:, None] > 0, before, 0)[:, None].expand(-1, width, -1)
+        if parent is not None:
+            lasts = states[:, :, -1].gather(1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
+            before = torch.where(parent[..., None] >= 0, lasts, before)
+        return torch.cat([before[:, :, None], states], 2)
 
     def _residual(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Any, cache: BlockCache) -> Tensor:
         return self.model.residual(ids, hidden, positions, mask, cache)

@@ -5,7 +5,7 @@ the block, token id). So two decoders that reach the same state draw the same to
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 
 from ..kernels.dispatch import AUTOMATIC, Dispatch
 from ..kernels.noise import noise_keys
-from ..kernels.pick import Unembedding, log_odds, pick_rows, widened
+from ..kernels.pick import Unembedding, log_odds, pick_rows, some_logits, widened
 from ..rules.bans import Bans, known
 from ..rules.state import Row, State
 
@@ -42,6 +42,8 @@ TRUNCATIONS: dict[type, bool] = {
 
 # Tokens of a position that a sampled draft chooses among: all that transformers' own top-k of 50 leaves.
 LIKELIEST = 64
+# Tokens of a position that the head's drafts choose among: as many are as good as all (`python -m benchmarks.shortlist`).
+SHORTLIST = 16
 
 
 @dataclass(frozen=True)
@@ -104,12 +106,16 @@ class Picks:
         entropy: [n] float, in nats; None where the picker computes none.
         likeliest: Ids and log-odds [n, m] of the likeliest tokens that may be sampled, -inf for those that truncation leaves
             out; None where the picker gives none.
+        shortlist: [n, 2 m + 1] in at least float32: the ids of the m likeliest tokens that may be picked (exact as numbers),
+            their scores, -inf for those that truncation leaves out, and the log-sum-exp of all other scores; None where the
+            picker gives none.
     """
 
     token: Tensor
     odds: Tensor
     entropy: Tensor | None = None
     likeliest: tuple[Tensor, Tensor] | None = None
+    shortlist: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -125,9 +131,10 @@ class Picker:
         bans: Sequences that must not appear, kept behind the processors; or None.
         truncation: top-k, top-p and their kin, applied after the confidence is taken.
         eos_token_ids: Ids that positions before a minimum length must not take.
-        token_ids: [vocab] long, the ids that the rows of `lm_head_weight` stand for; None: their places.
         entropy: Whether to compute it.
         likeliest: Whether to give the likeliest tokens, for drafts of sampled text.
+        shortlist: How many tokens of a position the head's drafts choose `among`, those likeliest before; 0: all. Where text is
+            sampled, those that are given.
         dispatch: Kernels or PyTorch.
     """
 
@@ -139,19 +146,15 @@ class Picker:
     bans: Bans | None = None
     truncation: LogitsProcessorList | None = None
     eos_token_ids: tuple[int, ...] = ()
-    token_ids: Tensor | None = None
     entropy: bool = False
     likeliest: bool = False
+    shortlist: int = 0
     dispatch: Dispatch = field(default=AUTOMATIC)
 
     @cached_property
     def unembedding(self) -> Unembedding:
         """The distributions before any processors."""
-        return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
-
-    def restricted(self, token_ids: Tensor, weight: Tensor) -> "Picker":
-        """One that picks among some tokens [m] only, without the mask id; `weight` are their rows of `lm_head`."""
-        return replace(self, lm_head_weight=weight, token_ids=token_ids, entropy=False)
+        return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids)
 
     def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
         """Pick at n spots from hidden states [n, hidden_size]; no [n, vocab] logits exist for large n.
@@ -164,6 +167,30 @@ class Picker:
         for at in self.unembedding.chunks(len(hidden)):
             logits = shape(self.unembedding.logits(hidden[at]), at)
             parts.append(self._pick(logits, None if keys is None else keys[at]))
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def among(self, hidden: Tensor, shortlist: Tensor, spots: Spots) -> Picks:
+        """Pick greedily at n spots among a few tokens of each; all others keep the scores that they had.
+
+        The argmax behind a reveal is nearly always one of the likeliest tokens before it, so that drafts need no other rows of
+        `lm_head`. No processors and bans are asked; tokens that truncation left out before stay out.
+
+        Args:
+            hidden: [n, hidden_size].
+            shortlist: [n, 2 m + 1], as `Picks.shortlist` of the same positions at an earlier state.
+            spots: The positions.
+        """
+        unembedding, count, parts = self.unembedding, shortlist.shape[1] // 2, []
+        ids, before, rest = shortlist[:, :count].long(), shortlist[:, count : 2 * count], shortlist[:, 2 * count :]
+        no_eos = spots.no_eos()
+        for at in unembedding.chunks(len(hidden), count * hidden.shape[1]):
+            own = unembedding.tempered(some_logits(self.lm_head_weight, hidden[at], ids[at], self.dispatch))
+            own = own.masked_fill(before[at] == -torch.inf, -torch.inf)
+            own = unembedding.barred(own, None if no_eos is None else no_eos[at], ids[at])
+            place, scores = own.argmax(-1), torch.cat([own, rest[at].to(own.dtype)], 1)
+            token, odds = ids[at].gather(1, place[:, None])[:, 0], log_odds(scores, place)
+            every = torch.arange(count, device=ids.device).expand_as(ids[at])
+            parts.append(Picks(token, odds, likeliest=(ids[at], odds_of(scores, every)) if self.likeliest else None))
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
@@ -228,7 +255,19 @@ class Picker:
         if self.entropy:
             logp = unembedding.tempered(logits).log_softmax(-1)
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
-        return Picks(unembedding.named(token), odds, entropy, self._likeliest(logits, shown, least) if self.likeliest else None)
+        if not (self.likeliest or self.shortlist):
+            return Picks(token, odds, entropy)
+        scores = unembedding.tempered(logits)
+        top = scores.topk(min(LIKELIEST if self.likeliest else self.shortlist, logits.shape[1]))
+        out = shown.gather(1, top.indices) == -torch.inf
+        if least is not None:
+            out |= logits.gather(1, top.indices) < least[:, None]
+        likeliest = (top.indices, odds_of(scores, top.indices).masked_fill(out, -torch.inf)) if self.likeliest else None
+        if not self.shortlist:
+            return Picks(token, odds, entropy, likeliest)
+        rest = scores.scatter(1, top.indices, top.values.masked_fill(~out, -torch.inf)).logsumexp(-1, keepdim=True)
+        kept = top.values.masked_fill(out, -torch.inf)
+        return Picks(token, odds, entropy, likeliest, torch.cat([top.indices.to(kept.dtype), kept, rest], 1))
 
     def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Truncate logits [n, vocab]; behind a top-k they stay whole, and what counts are those of [n] or more."""
@@ -239,18 +278,6 @@ class Picker:
             return logits.masked_fill(self._truncated(tempered(logits).clone()) == -torch.inf, -torch.inf), None
         top = logits.topk(min(top_k, logits.shape[1])).values  # what is kept is not under a logit that is found among k
         return logits, top.masked_fill(self._truncated(tempered(top)) == -torch.inf, torch.inf).amin(-1)
-
-    def _likeliest(self, logits: Tensor, shown: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Find the likeliest tokens, and their log-odds before truncation, [n, m] both; -inf for those that it leaves out."""
-        scores = self.unembedding.tempered(logits)
-        top = scores.topk(min(LIKELIEST, logits.shape[1]))
-        log_p = top.values - scores.logsumexp(-1, keepdim=True)
-        odds = log_p - torch.log1p(-log_p.exp())
-        odds[:, :1] = log_odds(scores, top.indices[:, 0])[:, None]  # without cancellation where it is sure
-        out = shown.gather(1, top.indices) == -torch.inf
-        if least is not None:
-            out |= logits.gather(1, top.indices) < least[:, None]
-        return self.unembedding.named(top.indices), odds.masked_fill(out | odds.isnan(), -torch.inf)
 
     def _top_k(self) -> int | None:
         """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
@@ -266,6 +293,16 @@ class Picker:
         return self.truncation(torch.zeros_like(scores[:, :1], dtype=torch.long), scores)
 
 
+def odds_of(scores: Tensor, places: Tensor) -> Tensor:
+    """Compute the log-odds [n, m] of tokens at some places [n, m] long of scores [n, vocab]; -inf for what is no number."""
+    some = scores.gather(1, places)
+    log_p = some - scores.logsumexp(-1, keepdim=True)
+    odds, best = log_p - torch.log1p(-log_p.exp()), some.argmax(-1, keepdim=True)
+    # Of the likeliest one without cancellation where it is sure.
+    odds = odds.scatter(1, best, log_odds(scores, places.gather(1, best)[:, 0])[:, None])
+    return odds.masked_fill(odds.isnan(), -torch.inf)
+
+
 def _joined(parts: Sequence[Picks]) -> Picks:
     """Join picks of consecutive positions."""
 
@@ -276,8 +313,9 @@ def _joined(parts: Sequence[Picks]) -> Picks:
     if parts[0].likeliest is not None:
         ids, odds = zip(*(part.likeliest for part in parts if part.likeliest is not None), strict=True)
         likeliest = torch.cat(ids), torch.cat(odds)
-    token, odds, entropy = (joined([getattr(part, name) for part in parts]) for name in ("token", "odds", "entropy"))
-    return Picks(token, odds, entropy, likeliest)
+    names = ("token", "odds", "entropy", "shortlist")
+    token, odds, entropy, shortlist = (joined([getattr(part, name) for part in parts]) for name in names)
+    return Picks(token, odds, entropy, likeliest, shortlist)
 
 
 def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:

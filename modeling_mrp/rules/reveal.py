@@ -88,6 +88,60 @@ def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[flo
     return {column: exp(ORDER_SHARPNESS * (odds[column] - most)) / total for column in few}
 
 
+def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count: int) -> Guesses:
+    """Guess what exceeds a threshold in log-odds, at least the surest: a column goes over it or not the likelier, the further
+    the estimate is from it.
+
+    Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every second set is
+    another one alone.
+    """
+    best, threshold = surest(columns, odds), bounded(threshold, 2 * MOST_ODDS)
+    over, doubts, chance = [best], [], 1.0
+    for column in columns:
+        if column != best:
+            doubt = THRESHOLD_SHARPNESS * (odds[column] - threshold)
+            if doubt > 0:
+                over.append(column)
+            else:
+                doubt = -doubt
+            doubts.append((doubt, column))
+            chance /= 1.0 + math.exp(-doubt)
+    doubts.sort()
+    if len(over) > 1:
+        guesses = [(tuple(sorted(over)), chance)]
+        for doubt, column in doubts[: count - 1]:
+            other = [one for one in over if one != column] if column in over else [*over, column]
+            guesses.append((tuple(sorted(other)), chance * math.exp(-doubt)))
+        return guesses
+    del doubts[count // 2 :]
+    alone = alone_chances([best, *(column for _, column in doubts)], columns, odds)
+    guesses = [((best,), chance * alone[best])]
+    for doubt, column in doubts:
+        guesses.append(((best, column) if best < column else (column, best), chance * math.exp(-doubt)))
+        guesses.append(((column,), chance * alone[column]))
+    return guesses[:count]
+
+
+def likely_first(ordered: Sequence[int], odds: Sequence[float], room: int, count: int) -> Guesses:
+    """Guess how many of the columns, the surest first, go: about as many as there is `room` for; odds are finite.
+
+    Where there is room for one, there are no fewer: in place of these stands another one alone, and all is as uncertain as
+    which one is the surest.
+    """
+    alone = alone_chances(ordered[:count], ordered, odds) if room <= 1 else {}
+    guesses: Guesses = []
+    for turn in range(count):
+        several, more = (turn + 1) // 2, turn % 2 == 1
+        size = max(room, 1) + (several if more else -several)
+        if alone and not more:
+            if several < len(ordered):
+                guesses.append(((ordered[several],), alone[ordered[several]]))
+        elif 1 <= size <= len(ordered):
+            chance = EACH_MORE**several * (alone[ordered[0]] if alone else 1.0)
+            guesses.append((tuple(sorted(ordered[:size])), chance))
+    return guesses
+
+
 def bounded(odds: float, most: float) -> float:
     """Log-odds of which sums stay finite."""
     return odds if -most <= odds <= most else math.copysign(most, odds)
@@ -96,6 +150,11 @@ def bounded(odds: float, most: float) -> float:
 def log_sigmoid(odds: float) -> float:
     """log of the probability whose log-odds these are."""
     return -math.log1p(math.exp(-odds)) if odds > 0 else odds - math.log1p(math.exp(odds))
+
+
+def sigmoid(odds: float) -> float:
+    """The probability whose log-odds these are."""
+    return math.exp(log_sigmoid(odds))
 
 
 def logit(probability: float) -> float:
@@ -190,36 +249,8 @@ class Dynamic:
         return tuple([column for column in state.free if odds[column] > threshold or column == best]), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: a column goes over tau or not the likelier, the further the estimate is from it.
-
-        Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every second set
-        is another one alone.
-        """
-        best, threshold = surest(state.free, odds), bounded(self.threshold, 2 * MOST_ODDS)
-        over, doubts, chance = [best], [], 1.0
-        for column in state.free:
-            if column != best:
-                doubt = THRESHOLD_SHARPNESS * (odds[column] - threshold)
-                if doubt > 0:
-                    over.append(column)
-                else:
-                    doubt = -doubt
-                doubts.append((doubt, column))
-                chance /= 1.0 + math.exp(-doubt)
-        doubts.sort()
-        if len(over) > 1:
-            guesses = [(tuple(sorted(over)), chance)]
-            for doubt, column in doubts[: count - 1]:
-                other = [one for one in over if one != column] if column in over else [*over, column]
-                guesses.append((tuple(sorted(other)), chance * math.exp(-doubt)))
-            return guesses
-        del doubts[count // 2 :]
-        alone = alone_chances([best, *(column for _, column in doubts)], state.free, odds)
-        guesses = [((best,), chance * alone[best])]
-        for doubt, column in doubts:
-            guesses.append(((best, column) if best < column else (column, best), chance * math.exp(-doubt)))
-            guesses.append(((column,), chance * alone[column]))
-        return guesses[:count]
+        """See `RevealRule`."""
+        return likely_over(state.free, odds, self.threshold, count)
 
 
 @dataclass(frozen=True)
@@ -248,11 +279,7 @@ class EntropyBound:
         return tuple(sorted(ordered[: max(shown, 1)])), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: the surest ones, about as many as estimated confidences leave room for.
-
-        Where there is room for one, there are no fewer: in place of these stands another one alone, and all is as uncertain as
-        which one is the surest.
-        """
+        """See `RevealRule`: about as many of the surest as estimated confidences leave room for."""
         odds = [bounded(one, MOST_ODDS) for one in odds]
         ordered = by_odds(state.free, odds)
         total, room = 0.0, 0
@@ -261,18 +288,7 @@ class EntropyBound:
             if not total < self.bound:
                 break
             room += 1
-        alone = alone_chances(ordered[:count], ordered, odds) if room <= 1 else {}
-        guesses: Guesses = []
-        for turn in range(count):
-            several, more = (turn + 1) // 2, turn % 2 == 1
-            size = max(room, 1) + (several if more else -several)
-            if alone and not more:
-                if several < len(ordered):
-                    guesses.append(((ordered[several],), alone[ordered[several]]))
-            elif 1 <= size <= len(ordered):
-                chance = EACH_MORE**several * (alone[ordered[0]] if alone else 1.0)
-                guesses.append((tuple(sorted(ordered[:size])), chance))
-        return guesses
+        return likely_first(ordered, odds, room, count)
 
 
 def likely_entropy(odds: float) -> float:

@@ -49,9 +49,11 @@ class Scores:
         likeliest: Where tokens are sampled and drafts are made: ids [block, m] and log-odds [block, m] of the likeliest ones,
             as numpy arrays; else None.
         hidden: Where the hidden states lie: a tensor [n, block, hidden_size], and the place in it; None for a given one.
+        shortlist: Where the tokens lie among which the head's drafts choose: a tensor [n, block, 2 m + 1] of `Picks.shortlist`,
+            and the place in it; None: they choose among all.
     """
 
-    __slots__ = ("entropy", "hidden", "likeliest", "odds", "token")
+    __slots__ = ("entropy", "hidden", "likeliest", "odds", "shortlist", "token")
 
     def __init__(
         self,
@@ -60,12 +62,14 @@ class Scores:
         entropy: list[float] | None = None,
         likeliest: Any = None,
         hidden: tuple[Any, int] | None = None,
+        shortlist: tuple[Any, int] | None = None,
     ) -> None:
         self.token: Final = token
         self.odds: Final = odds
         self.entropy: Final = entropy
         self.likeliest: Final = likeliest
         self.hidden: Final = hidden
+        self.shortlist: Final = shortlist
 
 
 class Frontier:

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers.generation import GenerationConfig
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp.model.families.registry import DENSE
 from modeling_mrp.model.head import check_same_backbone
 from modeling_mrp.model.layouts import (
-    DRAFT_TOKENS,
     HEAD,
     backbone_location,
     our_name,
@@ -62,6 +62,11 @@ def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> 
         OSError: if something cannot be read.
     """
     config: Any = MRPConfig.from_pretrained(source, revision=revision)
+    if config.family != DENSE:
+        raise ValueError(
+            f"{source} is of the family {config.family!r}, and the plugin has the layers of {DENSE!r} only: serve it with "
+            "`mrp serve`"
+        )
     backbone = named_backbone(config, source)
     if backbone is not None:
         check_same_backbone(config, MRPConfig.from_pretrained(backbone.where, revision=backbone.revision), source)
@@ -96,10 +101,8 @@ def named_backbone(config: Any, source: str) -> Backbone | None:
 
 
 def head_weight(name: str) -> str | None:
-    """Translate the name of a checkpoint's tensor into the head's own; "" if it is not used here, None if it is no head's."""
+    """Translate the name of a checkpoint's tensor into the head's own; None if it is no head's."""
     ours = our_name(name)
-    if ours == DRAFT_TOKENS:  # the engine's vocabulary is spread over devices: drafts come from all of it
-        return ""
     return ours.removeprefix(HEAD) if ours.startswith(HEAD) else None
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from modeling_mrp import MRPGenerationConfig
 from modeling_mrp.generate.loop import Mode
-from modeling_mrp.generate.option_table import OPTIONS, closest_name
+from modeling_mrp.generate.option_table import DRAFTING, OPTIONS, closest_name
 from modeling_mrp.kernels.dispatch import Dispatch
 from modeling_mrp.rules.reveal import Dynamic, logit
 
@@ -16,6 +16,8 @@ _NOT_SERVED = {
     "seed": "the engine decodes greedily",
     "graphs": "the engine records graphs itself (--disable-cuda-graph)",
 }
+# Rules that ask which token ends a text.
+_READ_EOS = ("cad", "eoser")
 SERVED = tuple(option.name for option in OPTIONS if option.name not in _NOT_SERVED)
 
 
@@ -52,6 +54,10 @@ def settings_of(given: Mapping[str, Any], defaults: Mapping[str, Any], block_siz
     options |= {name: value for name, value in given.items() if name != "block_size" and value is not None}
     config = MRPGenerationConfig(**options)
     config.check(block_size, has_head)
+    if (rule := config.target if config.decoding in DRAFTING else config.decoding) in _READ_EOS:
+        raise ValueError(
+            f"the rule {rule!r} is not served: it reads the eos, which the engine keeps to itself; use one such as 'dynamic'"
+        )
     mode = config.mode(block_size)
     if isinstance(mode.rule, Dynamic) and mode.refine is None:
         mode = replace(mode, rule=Dynamic(logit(float(np.float32(config.confidence_threshold)))))

@@ -33,14 +33,14 @@ def new_head(model: Any, layers: int = 3, how: str = "identity") -> MRPHead:
 
     Raises:
         ValueError: if `layers` is not a positive int; `how` is none of these, or `backbone` and the head is deeper than the
-            backbone, or the layers to copy are offloaded or quantized.
+            backbone, or the layers to copy are offloaded, quantized, or of another kind than a head's.
     """
     if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
         raise ValueError(f"head_layers is {layers!r}: a head has 1 layer or more (3 are published)")
     if how not in NEW_HEADS:
         raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
     config = copy.deepcopy(model.config)
-    config.num_nextn_predict_layers, config.draft_vocab_size = layers, 0
+    config.num_nextn_predict_layers = layers
     with torch.device(device_of(model.lm_head)):
         head = MRPHead(config).to(model.lm_head.weight.dtype)
     for module in head.modules():
@@ -60,6 +60,11 @@ def _copy_last_layers(head: MRPHead, layers: list[nn.Module]) -> None:
             f"head_init is 'backbone', but the head has {depth} layers and the backbone {len(layers)}: use fewer head_layers"
         )
     sources = layers[-depth:]
+    if type(sources[0]) is not type(head.layers[0]):
+        raise ValueError(
+            f"head_init is 'backbone', but the backbone's layers are {type(sources[0]).__name__}s and a head's "
+            f"{type(head.layers[0]).__name__}s: use 'identity'"
+        )
     if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
         raise ValueError(
             "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, or "

@@ -1,4 +1,4 @@
-"""The console script `mrp`: train, decode, evaluate, show, serve, make tasks, convert, publish.
+"""The console script `mrp`: train, decode, evaluate, show, serve, check a machine, make tasks, convert, publish.
 
 ``python -m mrp_trainer.cli`` is the same. Commands import what they need when they run, so that help comes at once.
 """
@@ -14,6 +14,7 @@ import typer
 from modeling_mrp import __version__
 
 from ..data.tasks import Family, Split
+from ..doctor.options import DoctorOptions
 from ..embedded import located
 from ..evaluate.options import EvaluateOptions
 from ..flags import for_typer, takes_flags, told
@@ -76,7 +77,7 @@ def _train(objective: str, given: dict[str, Any]) -> None:
 
     settings = read_settings(objective, command.config, given, command.set)
     if command.dry_run:
-        typer.echo(dry_run(settings, command.processes))
+        typer.echo(dry_run(settings))
         return
     run = open_run(settings, command.restart)
     folder = run.train()
@@ -133,6 +134,17 @@ def show(**given: Any) -> None:
     from ..picture.modes import show_model
 
     typer.echo(f"wrote {options.output}: {show_model(options).title}")
+
+
+@app.command()
+@takes_flags(DoctorOptions)
+def doctor(**given: Any) -> None:
+    """Check kernels, graphs and drafts on this machine, time a round, and print a page for a report. Status 1: one failed."""
+    options = DoctorOptions(**given)
+    from ..doctor.page import main as examined
+
+    if not examined(options):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -1,6 +1,5 @@
 """Records as token ids: chats through the tokenizer's template, and which of their tokens are learned."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,8 +21,7 @@ class RecordEncoder:
     """Makes samples of records.
 
     Of a chat every assistant turn is learned, with the token that ends it, and nothing else. Turns are found by rendering
-    the conversation up to each of them, so that any chat template serves whose later turns leave the earlier text alone;
-    one that has `{% generation %}` marks may change it.
+    the conversation up to each of them, so that any chat template serves whose later turns leave the earlier text alone.
 
     Args:
         tokenizer: Encodes, and holds the chat template.
@@ -144,18 +142,12 @@ class RecordEncoder:
 
     def _encode(self, record: Chat | Text) -> tuple[list[int], list[bool]]:
         pieces = self._pieces(record)
-        if pieces is None:
-            assert isinstance(record, Chat)
-            return self._encode_marked(record)
         encoded = self.tokenizer([text for text, _ in pieces], add_special_tokens=False, verbose=False)["input_ids"]
         begin = [] if isinstance(record, Chat) else self._begin_ids
         ids = [*begin, *chain.from_iterable(encoded)]
         learned = [False] * len(begin)
         for part, (_, wanted) in zip(encoded, pieces, strict=True):
             learned += [wanted] * len(part)
-        return self._ended(ids, learned)
-
-    def _ended(self, ids: list[int], learned: list[bool]) -> tuple[list[int], list[bool]]:
         return (ids, learned) if ids and ids[-1] in self.end_token_ids else ([*ids, self.end_token_ids[0]], [*learned, True])
 
     def _need_template(self) -> None:
@@ -165,9 +157,8 @@ class RecordEncoder:
                 " 'completion' as strings"
             )
 
-    def _pieces(self, record: Chat | Text) -> list[Piece] | None:
-        """A record's text in pieces that are encoded one by one, as a decoder is given the prompt alone; None if only the
-        template's own marks tell which are learned."""
+    def _pieces(self, record: Chat | Text) -> list[Piece]:
+        """A record's text in pieces that are encoded one by one, as a decoder is given the prompt alone."""
         if not isinstance(record, Chat):
             return [(record.prompt, False), (record.completion, True)]
         self._need_template()
@@ -185,13 +176,10 @@ class RecordEncoder:
                 continue
             span = self._span(record, turn, whole, done)
             if span is None:
-                if self._is_marked:
-                    return None
                 raise FieldError(
-                    f"{record.field_name}",
+                    record.field_name,
                     f"the chat template renders what precedes message {turn + 1} otherwise once later messages follow, so that"
-                    " its turns cannot be told apart: mark the assistant's in the template with {% generation %}, or give"
-                    " each turn as a record of its own that ends with it",
+                    " its turns cannot be told apart: give each turn as a record of its own that ends with it",
                 )
             pieces += [(whole[done : span[0]], False), (whole[span[0] : span[1]], True)]
             done = span[1]
@@ -226,26 +214,3 @@ class RecordEncoder:
             )
         except (TemplateError, TypeError) as error:
             raise FieldError(record.field_name, f"the chat template refuses it: {error}") from error
-
-    @cached_property
-    def _is_marked(self) -> bool:
-        return re.search(r"\{%-?\s*generation\s*-?%\}", str(self.tokenizer.chat_template)) is not None
-
-    def _encode_marked(self, record: Chat) -> tuple[list[int], list[bool]]:
-        """Ids of a chat, learned where the template says that the assistant speaks, and the end token behind."""
-        encoded = self.tokenizer.apply_chat_template(
-            record.messages, tools=record.tools, return_dict=True, return_assistant_tokens_mask=True, **self.template_options
-        )
-        ids, marks = encoded["input_ids"], np.asarray([0, *encoded["assistant_masks"], 0])
-        begins, ends = np.diff(marks).clip(0).nonzero()[0], np.diff(marks).clip(None, 0).nonzero()[0]
-        turns = [i for i, message in enumerate(record.messages) if message["role"] == "assistant"]
-        if len(begins) != len(turns):
-            raise FieldError(
-                record.field_name,
-                f"the chat template marks {len(begins)} assistant turns of {len(turns)}: put {{% generation %}} around each",
-            )
-        learned = [False] * len(ids)
-        for begin, end, turn in zip(begins, ends, turns, strict=True):
-            end += end < len(ids) and ids[end - 1] not in self.end_token_ids and ids[end] in self.end_token_ids
-            learned[begin:end] = [turn >= record.learned_from] * (end - begin)
-        return self._ended(ids[:end], learned[:end])

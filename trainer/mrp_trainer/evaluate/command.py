@@ -3,8 +3,8 @@
 `mrp evaluate --model FOLDER --decoding static --decoding mrp_spec --count 500` prints a table with a row per family and mode,
 and with `--json` a JSON line for each; `--output FILE` keeps the lines. `--prompts FILE` asks a file of prompts with answers
 instead (`questions`). Intervals are fields NAME_95, [low, high]: Wilson's for shares of problems, a
-bootstrap over problems for all else (`intervals`). What is counted by depth of a draft, and of reveals taken back,
-is defined in `acceptance`.
+bootstrap over problems for all else (`intervals`). What is counted by
+depth of a draft is defined in `acceptance`.
 """
 
 import hashlib
@@ -24,7 +24,8 @@ from modeling_mrp.model.configuration import MRPConfig
 from ..data.problems import encode
 from ..data.tasks import Family, Split, judge, problems
 from ..loading import load_config, load_generation_fields, load_model, load_tokenizer
-from .acceptance import acceptance_by_depth, judged_revocations, mean_accepted_length
+from .acceptance import acceptance_by_depth, mean_accepted_length
+from .cost import charged_as
 from .decoded import NEW_TOKENS, Decoded, Judge, decode_prompts
 from .intervals import Interval, ratio_of_sums, wilson
 from .options import FILE_NEW_TOKENS, EvaluateOptions, check_names, generate_options
@@ -116,14 +117,13 @@ def file_set(
     )
 
 
-def measurements(decoded: Decoded, first: Decoded, static: Decoded | None, block_size: int) -> dict[str, Any]:
+def measurements(decoded: Decoded, first: Decoded, static: Decoded | None) -> dict[str, Any]:
     """The fields of a line.
 
     Args:
         decoded: Of one setting.
         first: Of the first setting.
         static: Of `static`; None if it was not decoded.
-        block_size: The model's.
     """
     line: dict[str, Any] = {"accuracy": _rounded(decoded.accuracy, 1)}
     if decoded.judged:
@@ -149,18 +149,7 @@ def measurements(decoded: Decoded, first: Decoded, static: Decoded | None, block
             "acceptance_by_depth_95": [_percent(depth.rate) for depth in depths],
             "offered_by_depth": [depth.offered for depth in depths],
         }
-    line |= {"seconds": round(decoded.seconds, 1), **decoded.forwards}
-    if static is not None and decoded.forwards["revoked"]:
-        revocations = judged_revocations(decoded, static, block_size)
-        share = revocations.right_share()
-        line |= {
-            "revoked_right": sum(revocations.right),
-            "revoked_wrong": sum(revocations.wrong),
-            "revoked_not_comparable": sum(revocations.not_comparable),
-            "revoked_right_percent": _rounded(None if share is None else 100 * share.value, 1),
-            "revoked_right_percent_95": None if share is None else _percent(share),
-        }
-    return line
+    return {**line, "seconds": round(decoded.seconds, 1), **decoded.forwards}
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
@@ -210,7 +199,8 @@ class Evaluation:
         first = self.decoded(every[0])
         compared = None in first.right or any(one["decoding"] in ("static", "mrp_remask") for one in every)
         reference = self.decoded(static) if compared else None
-        return measurements(self.decoded(settings), first, reference, self.model.config.block_size)
+        line = measurements(self.decoded(settings), first, reference)
+        return {**line, "charged_as": charged_as(self.model.config.hidden_size)}
 
 
 def evaluate(options: EvaluateOptions) -> None:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..data.problems import encode
-from ..data.tasks import Family, Problem, judge
+from ..data.tasks import Family
 
 NEW_TOKENS: dict[Family, int] = {"math": 64, "code": 80, "source": 64}
 Judge = Callable[[list[str]], list[bool | None]]
@@ -36,9 +34,6 @@ class Decoded:
         accepted: Accepted drafts of each problem.
         offered_at_depth: [problems, depths] rounds in which k - 1 drafts were accepted and there was a k-th behind them.
         accepted_at_depth: [problems, depths] of these, rounds in which a k-th was accepted.
-        revocations: (column, token) of each reveal that was taken back, by problem.
-        prompt_lengths: Tokens of each prompt.
-        max_new_tokens: The limit.
     """
 
     texts: list[str]
@@ -54,9 +49,6 @@ class Decoded:
     accepted: list[int]
     offered_at_depth: np.ndarray
     accepted_at_depth: np.ndarray
-    revocations: list[list[tuple[int, int]]]
-    prompt_lengths: list[int]
-    max_new_tokens: int
 
     @property
     def tokens(self) -> list[int]:
@@ -91,27 +83,6 @@ def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tens
     }
 
 
-def decode_problems(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    asked: Sequence[Problem],
-    batch_size: int = 32,
-    **options: Any,
-) -> Decoded:
-    """Decodes problems of one family with one set of `generate` options and judges the answers.
-
-    Args:
-        model: An `MRPForCausalLM`.
-        tokenizer: Its tokenizer.
-        asked: Problems of one family.
-        batch_size: Prompts per `generate`.
-        options: For `generate`.
-    """
-    prompts = [encode(problem, tokenizer)[0] for problem in asked]
-    limit = NEW_TOKENS[asked[0].family]
-    return decode_prompts(model, tokenizer, prompts, partial(judge, asked), limit, batch_size, **options)
-
-
 def decode_prompts(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -121,12 +92,16 @@ def decode_prompts(
     batch_size: int = 32,
     **options: Any,
 ) -> Decoded:
-    """Decode prompts, given as ids; the other arguments are those of `decode_problems`.
+    """Decode prompts, given as ids.
 
     Args:
+        model: An `MRPForCausalLM`.
+        tokenizer: Its tokenizer.
         prompts: Their ids.
         judge_texts: Says which of all texts are right, None where there is no right answer; without it, none is judged.
         max_new_tokens: Per prompt.
+        batch_size: Prompts per `generate`.
+        options: For `generate`.
 
     Raises:
         ValueError: without a prompt, and for options that `generate` refuses.
@@ -173,9 +148,6 @@ def decode_prompts(
         accepted=by_row["accepted"],
         offered_at_depth=np.concatenate([part.offered_at_depth.cpu().numpy() for part in stats]),
         accepted_at_depth=np.concatenate([part.accepted_at_depth.cpu().numpy() for part in stats]),
-        revocations=[events for out, width in outs for events in _revocations(out)],
-        prompt_lengths=list(map(len, prompts)),
-        max_new_tokens=max_new_tokens,
     )
 
 
@@ -195,11 +167,4 @@ def _texts(out: Any, width: int) -> list[list[int]]:
     return [row[:length] for row, length in zip(out.sequences[:, width:].tolist(), lengths, strict=True)]
 
 
-def _revocations(out: Any) -> list[list[tuple[int, int]]]:
-    events: list[list[tuple[int, int]]] = [[] for _ in range(len(out.sequences))]
-    for row, column, token in out.stats.revocations.tolist():
-        events[row].append((column, token))
-    return events
-
-
-__all__ = ["NEW_TOKENS", "Decoded", "Judge", "decode_problems", "decode_prompts", "pad_left", "padding_id"]
+__all__ = ["NEW_TOKENS", "Decoded", "Judge", "decode_prompts", "pad_left", "padding_id"]

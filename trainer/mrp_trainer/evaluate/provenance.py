@@ -1,9 +1,11 @@
-"""What a measurement was made with: the header of a file of results, and digests of weights."""
+"""What a measurement was made with: the header of a file of results, and digests of weights and of the code that decides."""
 
+import ast
 import hashlib
 import platform
 import subprocess
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import modeling_mrp
+
 ROOT = Path(__file__).parents[3]
 _DIGITS = 12
+# What decides which tokens a decode reveals, drafts and accepts, and so all counts: files of `modeling_mrp`.
+_DECIDING = ("rules/*.py", "generate/loop.py", "generate/refine.py", "networks/picker.py")
 
 
 def digests(model: nn.Module) -> dict[str, str | None]:
@@ -33,6 +39,20 @@ def digests(model: nn.Module) -> dict[str, str | None]:
         "backbone": parts["backbone"].hexdigest()[:_DIGITS],
         "head": parts["head"].hexdigest()[:_DIGITS] if has_head else None,
     }
+
+
+@cache
+def deciding(package: Path = Path(modeling_mrp.__file__).parent) -> str:
+    """Return the digest, in hexadecimal, of the code that decides what is counted, without docstrings and lines of comment."""
+    digest = hashlib.sha256()
+    for path in (path for pattern in _DECIDING for path in sorted(package.glob(pattern))):
+        text, said = path.read_text(encoding="utf-8"), set[int]()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+                said.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+        code = (line for number, line in enumerate(text.splitlines(), 1) if number not in said)
+        digest.update("\n".join(line for line in code if line.strip() and not line.strip().startswith("#")).encode())
+    return digest.hexdigest()[:_DIGITS]
 
 
 def commit() -> str | None:
@@ -64,6 +84,7 @@ def header(benchmark: str, options: object, model: nn.Module | None = None) -> d
         "benchmark": benchmark,
         "commit": commit(),
         **(digests(model) if model is not None else {"backbone": None, "head": None}),
+        "deciding": deciding(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -74,4 +95,4 @@ def header(benchmark: str, options: object, model: nn.Module | None = None) -> d
     }
 
 
-__all__ = ["commit", "digests", "header"]
+__all__ = ["commit", "deciding", "digests", "header"]

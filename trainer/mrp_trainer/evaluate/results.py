@@ -33,7 +33,7 @@ def with_headers(lines: Iterable[Line]) -> Iterator[tuple[Line, Line]]:
 
 
 def other_weights(header: Mapping[str, Any], line: Mapping[str, Any], weights: Mapping[str, Any]) -> str | None:
-    """Return the part, `backbone` or `head`, whose weights a line was not measured with; None where it holds for the weights.
+    """Return the part, `backbone`, `head` or `deciding`, that a line was not measured with; None where it holds.
 
     A line that counts no head pass (`head_per_token`) is not about the head. A header whose `backbone` is None measured no
     checkpoint, and one whose `head` is None had none or several of its own.
@@ -41,27 +41,23 @@ def other_weights(header: Mapping[str, Any], line: Mapping[str, Any], weights: M
     Args:
         header: Of the line; one that does not say what it measured measured other weights.
         line: A measurement.
-        weights: `backbone` and `head`, as `mrp_trainer.evaluate.provenance.digests` gives them.
+        weights: `backbone`, `head` and `deciding`, as `mrp_trainer.evaluate.provenance` gives them; the code is not compared
+            where either side does not say it, as no header did before it was noted.
     """
     if "backbone" not in header:
         return "backbone"
     if header["backbone"] not in (None, weights["backbone"]):
         return "backbone"
+    if None not in (header.get("deciding"), weights.get("deciding")) and header["deciding"] != weights["deciding"]:
+        return "deciding"
     counts_head = line.get("head_per_token", 1) > 0
     return "head" if counts_head and header["head"] not in (None, weights["head"]) else None
 
 
-def measuring_command(header: Mapping[str, Any], path: Path) -> str:
-    """The command that a header names, with its options, writing to a path."""
-    name = header["benchmark"]
-    ours = name in ("mrp evaluate", "mrp_trainer.evaluate")  # as it was called before
-    parts = ["mrp evaluate" if ours else f"python -m benchmarks.{name}"]
-    for name, value in header["options"].items():
-        if value is None or value is False or value == [] or name == "output":
-            continue
-        flag, values = f"--{name.replace('_', '-')}", list(map(str, value)) if isinstance(value, list) else [str(value)]
-        parts += [flag] if value is True else [f"{flag} {one}" for one in values] if ours else [" ".join([flag, *values])]
-    return " ".join([*parts, "--output" if "output" in header["options"] else ">", str(path)])
+def check_clean(path: str | Path, header: Mapping[str, Any]) -> None:
+    """Raise `ValueError` where a measurement of code that no commit holds would go into `benchmarks/results`."""
+    if Path(path).resolve().parent.parts[-2:] == ("benchmarks", "results") and "with changes" in str(header.get("commit")):
+        raise ValueError(f"{path}: the code has changes that no commit holds: commit them first, or name another file")
 
 
 class ResultsFile:
@@ -98,7 +94,12 @@ class ResultsFile:
             os.truncate(self.path, len(whole) + len(newline))
 
     def begin(self, header: Line) -> None:
-        """Say what is measured with from here on: `find` finds lines of these weights, and the first `add` writes it down."""
+        """Say what is measured with from here on: `find` finds lines of these weights, and the first `add` writes it down.
+
+        Raises:
+            ValueError: as from `check_clean`.
+        """
+        check_clean(self.path, header)
         self.header = header
 
     def find(self, **fields: Any) -> Line | None:
@@ -123,4 +124,4 @@ class ResultsFile:
         self.lines += lines
 
 
-__all__ = ["ResultsFile", "measuring_command", "mode_name", "other_weights", "with_headers"]
+__all__ = ["ResultsFile", "check_clean", "mode_name", "other_weights", "with_headers"]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .facts import Decode, read_decode
-from .svg import Picture, Theme, draw
+from .svg import Picture, draw
 
 
 def show(
@@ -14,7 +14,6 @@ def show(
     prompt: str | None = None,
     row: int = 0,
     animated: bool = False,
-    theme: Theme = "auto",
 ) -> Picture:
     """Draw what `generate(..., return_dict_in_generate=True)` returned; a notebook shows it, `save` writes it to a file.
 
@@ -24,15 +23,14 @@ def show(
         prompt: Is shown above the text.
         row: Which row of a batch.
         animated: Whether the text comes forward by forward, again and again.
-        theme: "light" or "dark"; "auto" is the viewer's.
 
     Raises:
-        ValueError: if an output is something else, has no such row, or there is none; for an unknown theme.
+        ValueError: if an output is something else, has no such row, or there is none.
     """
     several = isinstance(outputs, Mapping) and not hasattr(outputs, "sequences")
     named = outputs if several else {"decode": outputs}
     decodes = [read_decode(output, tokenizer, str(name), row) for name, output in named.items()]
-    return draw(decodes, prompt=prompt, animated=animated, theme=theme)
+    return draw(decodes, prompt=prompt, animated=animated)
 
 
 __all__ = ["Decode", "Picture", "draw", "read_decode", "show"]

@@ -1,6 +1,6 @@
 """A picture of a decode, side by side in several modes: the command `mrp show`."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -9,7 +9,7 @@ from ..evaluate.command import check_setting
 from ..evaluate.options import generate_options
 from ..evaluate.results import mode_name
 from ..loading import load_config, load_model, load_tokenizer
-from . import Picture, Theme, show
+from . import Picture, show
 from .options import ShowOptions
 
 
@@ -39,8 +39,7 @@ def draw_modes(model: Any, tokenizer: Any, options: ShowOptions) -> Picture:
     fixed = {"max_new_tokens": options.max_new_tokens, "return_dict_in_generate": True}
     settings = options.settings(model.generation_config.to_dict(), model.mrp_head is not None)
     outputs = {mode_name(one): model.generate(**given, **generate_options(one), **fixed) for one in settings}
-    theme = cast(Theme, options.theme)
-    picture = show(outputs, tokenizer, prompt=options.prompt, animated=options.animated, theme=theme)
+    picture = show(outputs, tokenizer, prompt=options.prompt, animated=options.animated)
     picture.save(options.output)
     return picture
 

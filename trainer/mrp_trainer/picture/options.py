@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..evaluate.options import Decoding, EvaluateOptions, ModelOptions, Target
 from ..flags import flag
@@ -28,14 +28,11 @@ class ShowOptions(ModelOptions):
     states: list[int] = flag("States per round (self_spec, mrp_spec).", [], panel=_HOW, shown="the checkpoint's, or 8 for auto")
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
     animated: bool = flag("The text comes forward by forward.", False, panel=_OUTPUT)
-    theme: str = flag("Colours; auto is the viewer's.", "auto", panel=_OUTPUT, kind=Literal["auto", "light", "dark"])
-    output: str = flag("File: .svg, or .html, where tokens tell more.", "decode.svg", panel=_OUTPUT, metavar="FILE")
+    output: str = flag("File, an .svg.", "decode.svg", panel=_OUTPUT, metavar="FILE")
 
     def __post_init__(self) -> None:
-        if Path(self.output).suffix not in (".svg", ".html"):
-            raise ValueError(
-                f"--output is {self.output}: a picture is an SVG or a page, give a name that ends in .svg or .html"
-            )
+        if Path(self.output).suffix != ".svg":
+            raise ValueError(f"--output is {self.output}: a picture is an SVG, give a name that ends in .svg")
         self.settings()
 
     def settings(self, own: Mapping[str, Any] | None = None, has_head: bool = True) -> list[dict[str, Any]]:

@@ -23,19 +23,16 @@ def colour(fraction: float) -> str:
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
-def style(name: str, theme: str, clock: int | None, counts: Iterable[int]) -> str:
+def style(name: str, clock: int | None, counts: Iterable[int]) -> str:
     """The style sheet of a picture.
 
     Args:
         name: Its id.
-        theme: "auto", "light" or "dark".
         clock: Forwards of its longest decode if it moves, else None.
         counts: Forwards of each decode.
     """
     here = f"#{name}"
-    rules = [f"{here}{{{_DARK if theme == 'dark' else _LIGHT};font-family:{_SANS}}}"]
-    if theme == "auto":
-        rules.append(f"@media (prefers-color-scheme:dark){{{here}{{{_DARK}}}}}")
+    rules = [f"{here}{{{_LIGHT};font-family:{_SANS}}}", f"@media (prefers-color-scheme:dark){{{here}{{{_DARK}}}}}"]
     for selectors, declared in (
         (".page", "fill:var(--page)"),
         (".panel", "fill:var(--panel);stroke:var(--line)"),

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Literal
+
+from rich.cells import cell_len, chop_cells
 
 from .facts import Decode, Token
 from .style import colour, style
-from .text import columns, cut, visible, xml
-
-Theme = Literal["auto", "light", "dark"]
+from .text import visible, xml
 
 _MARGIN, _GAP, _PANEL = 20.0, 16.0, 472.0
 _INSET = 16.0  # of a panel
@@ -37,51 +36,40 @@ class Picture:
     svg: str = field(repr=False)
     title: str
 
-    @property
-    def html(self) -> str:
-        """The same as a page, in which a token tells more where the pointer rests."""
-        head = f'<meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{escape(self.title)}</title>'
-        return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body style="margin:0">\n{self.svg}</body></html>\n'
-
     def save(self, path: Path | str) -> Path:
         """Write it to a file.
 
         Raises:
-            ValueError: if the name ends neither in .svg nor in .html.
+            ValueError: if the name does not end in .svg.
         """
         path = Path(path)
-        if path.suffix not in (".svg", ".html"):
-            raise ValueError(f"{path}: a picture is an SVG or a page, give a name that ends in .svg or .html")
+        if path.suffix != ".svg":
+            raise ValueError(f"{path}: a picture is an SVG, give a name that ends in .svg")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.html if path.suffix == ".html" else self.svg, encoding="utf-8")
+        path.write_text(self.svg, encoding="utf-8")
         return path
 
     def _repr_html_(self) -> str:
         return self.svg
 
 
-def draw(
-    decodes: Sequence[Decode] | Decode, *, prompt: str | None = None, animated: bool = False, theme: Theme = "auto"
-) -> Picture:
+def draw(decodes: Sequence[Decode] | Decode, *, prompt: str | None = None, animated: bool = False) -> Picture:
     """Draw decodes side by side, two in a row, on one clock: the colours of a forward are the same in all of them.
 
     Args:
         decodes: What `read_decode` read.
         prompt: Is shown above, shortened to three lines.
         animated: Whether the texts come forward by forward, again and again; where the viewer asks for less motion they stand.
-        theme: "light" or "dark"; "auto" is the viewer's.
 
     Returns:
         The picture, the same for the same decodes.
 
     Raises:
-        ValueError: if there are no decodes, or the theme is unknown.
+        ValueError: if there are no decodes.
     """
     decodes = [decodes] if isinstance(decodes, Decode) else list(decodes)
     if not decodes:
         raise ValueError("there are no decodes to draw: pass at least one")
-    if theme not in ("auto", "light", "dark"):
-        raise ValueError(f"theme is {theme!r}: choose 'auto', 'light' or 'dark'")
     clock = max(1, *(len(decode.forwards) for decode in decodes))
     across = min(2, len(decodes))
     width = 2 * _MARGIN + across * _PANEL + (across - 1) * _GAP
@@ -97,11 +85,11 @@ def draw(
     parts += legend
     title = "; ".join(f"{visible(decode.name)}: {len(decode.forwards)} forwards" for decode in decodes)
     body = "\n".join(parts)
-    name = "mrp-" + hashlib.sha256(f"{theme}{animated}{width}{body}".encode()).hexdigest()[:10]
+    name = "mrp-" + hashlib.sha256(f"auto{animated}{width}{body}".encode()).hexdigest()[:10]
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" id="{name}" viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" '
         f'height="{_n(height)}" role="img" aria-label="{escape(title)}" style="max-width:100%;height:auto">\n'
-        f"<style>{style(name, theme, clock if animated else None, [len(one.forwards) for one in decodes])}</style>\n"
+        f"<style>{style(name, clock if animated else None, [len(one.forwards) for one in decodes])}</style>\n"
         f'<rect class="page" width="{_n(width)}" height="{_n(height)}" rx="10"/>\n{body.replace(_ID, name)}\n</svg>\n'
     )
     return Picture(svg, title)
@@ -112,7 +100,7 @@ def _prompt(prompt: str | None, width: float) -> tuple[list[str], float]:
     if not prompt:
         return [], _MARGIN
     wide = int((width - 2 * _MARGIN - 70) / _CHARACTER)
-    lines = [part.lstrip() for line in visible(prompt).splitlines() for part in cut(line, wide)]
+    lines = [part.lstrip() for line in visible(prompt).splitlines() for part in chop_cells(line, wide)]
     if len(lines) > _PROMPT_LINES:
         lines = [*lines[: _PROMPT_LINES - 1], f"{lines[_PROMPT_LINES - 1][:-1]}…"]
     drawn = [f'<text class="small" x="{_n(_MARGIN + 4)}" y="32">prompt</text>']
@@ -142,8 +130,8 @@ def _pieces(decode: Decode, width: float) -> tuple[list[_Piece], list[tuple[floa
     for column, token in enumerate(decode.tokens):
         shown = visible(token.text) or "‥"
         for number, of_line in enumerate(shown.splitlines(keepends=True)):
-            for part in cut(of_line.removesuffix("\n"), most):
-                wide = max(1, columns(part)) * _CHARACTER + 5
+            for part in chop_cells(of_line.removesuffix("\n"), most) or [""]:
+                wide = max(1, cell_len(part)) * _CHARACTER + 5
                 gap = 7.0 if column in decode.blocks and not number and x else 0.0
                 if x + gap + wide > width:
                     x, line, gap = 0.0, line + 1, 0.0
@@ -229,8 +217,8 @@ class _Panel:
             kind = "given" if token.forward is None else "draft" if token.drafted else "own"
             ink = "mono tok special" if token.special else "mono tok"
             at = f'x="{_n(middle)}" y="{_n(piece.line * _LINE + 15)}"'
-            fits = f'textLength="{_n(columns(piece.text) * _CHARACTER)}" lengthAdjust="spacingAndGlyphs"'
-            fits = fits if columns(piece.text) > 1 else ""
+            fits = f'textLength="{_n(cell_len(piece.text) * _CHARACTER)}" lengthAdjust="spacingAndGlyphs"'
+            fits = fits if cell_len(piece.text) > 1 else ""
             back = f'<circle class="back" cx="{_n(piece.x + piece.width - 1)}" cy="{_n(piece.line * _LINE + 1)}" r="3.2"/>'
             under = _chip(piece, "under") if self.animated else ""
             parts.append(
@@ -323,4 +311,4 @@ def _n(number: float) -> str:
     return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
-__all__ = ["Picture", "Theme", "draw"]
+__all__ = ["Picture", "draw"]

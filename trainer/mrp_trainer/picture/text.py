@@ -1,4 +1,4 @@
-"""Texts as a picture shows them: every character visible, as wide as columns of a fixed-width font, and safe in XML."""
+"""Texts as a picture shows them: every character visible, and safe in XML."""
 
 import unicodedata
 from html import escape
@@ -29,33 +29,9 @@ def _shown(character: str) -> str:
     return character
 
 
-def columns(text: str) -> int:
-    """Count the columns of a line: wide characters take two, combining ones none."""
-    return sum(_columns(character) for character in text)
-
-
-def _columns(character: str) -> int:
-    if character in _JOINERS or unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
-
-
-def cut(text: str, width: int) -> list[str]:
-    """Cut a line into parts of `width` columns at most, none within a combined character."""
-    parts, used = [""], 0
-    for character in text:
-        wide = _columns(character)
-        if wide and used + wide > width and parts[-1]:
-            parts.append("")
-            used = 0
-        parts[-1] += character
-        used += wide
-    return parts
-
-
 def xml(text: str) -> str:
     """Escape a visible text for XML, its spaces kept."""
     return escape(text, quote=True).replace(" ", "\u00a0")
 
 
-__all__ = ["columns", "cut", "visible", "xml"]
+__all__ = ["visible", "xml"]

@@ -17,8 +17,9 @@ from modeling_mrp.generate.budget import UNTIMED_STATES
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.model.layouts import HEAD, is_hub_id
 
+from ..evaluate.cost import CHARGED, charged, charged_as
 from ..evaluate.results import mode_name
-from .cardtext import MODES, NOT_SHOWN, PICTURE, SEE, SHOWN, SOURCES, SUMMARIES, TEMPLATE, USE
+from .cardtext import MODES, NOT_SHOWN, PICTURE, SEE, SHOWN, SOURCES, SUMMARIES, TEMPLATE, UNIT, USE
 from .folder import json_of, tensors_in
 from .hub import CONFIGS, tags_of
 from .recipe import model_of, recipe_of
@@ -97,16 +98,22 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def results_table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Accuracy and cost of every mode, a row a mode, those of one decoding together, the families side by side."""
+def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> str:
+    """Accuracy and cost of every mode, a row a mode, those of one decoding together, the families side by side.
+
+    Args:
+        lines: Measurements.
+        shape: The published shape at whose rate passes of the head are charged.
+    """
     families, decodings = (list(dict.fromkeys(line[name] for line in lines)) for name in ("family", "decoding"))
     modes: dict[str, dict[str, Mapping[str, Any]]] = {}
     for line in sorted(lines, key=lambda line: decodings.index(line["decoding"])):
-        modes.setdefault(mode_name(line), {})[line["family"]] = line
+        modes.setdefault(mode_name(line), {})[line["family"]] = charged(line, shape)
     pair = ", ".join(families)
     head = [
         "mode",
         *(f"{family} %" for family in families),
+        f"tokens / unit at {shape} ({pair})",
         f"tokens / forward ({pair})",
         "head forwards / token",
         f"same as {next(iter(modes))} % ({pair})",
@@ -122,6 +129,7 @@ def results_table(lines: Sequence[Mapping[str, Any]]) -> str:
             [
                 mode,
                 *cells(by, "accuracy", 1),
+                ", ".join(cells(by, "tokens_per_unit", 2)),
                 ", ".join(cells(by, "tokens_per_forward", 2)),
                 ", ".join(cells(by, "head_per_token", 2)),
                 ", ".join(cells(by, "identical_to_first", 1)),
@@ -131,15 +139,23 @@ def results_table(lines: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+METRICS = (
+    ("accuracy", "accuracy %"),
+    ("tokens_per_unit", "tokens per backbone forward, head passes charged as at {}"),
+    ("tokens_per_forward", "tokens per backbone forward"),
+)
+
+
 def eval_results(
-    lines: Sequence[Mapping[str, Any]], defaults: MRPGenerationConfig, families: Mapping[str, str]
+    lines: Sequence[Mapping[str, Any]], defaults: MRPGenerationConfig, families: Mapping[str, str], shape: str = CHARGED
 ) -> list[EvalResult]:
-    """The card's `model-index`: accuracy and tokens per forward of every decoding, at the settings that a user gets by default.
+    """The card's `model-index`: accuracy and cost of every decoding, at the settings that a user gets by default.
 
     Args:
         lines: Measurements. Of a decoding that was not measured at the default settings, all are taken.
         defaults: The checkpoint's generation config, checked.
         families: A name of what was measured, by family.
+        shape: The published shape at whose rate passes of the head are charged.
     """
 
     own = defaults.to_dict()
@@ -156,8 +172,8 @@ def eval_results(
     for line in lines:
         if line["decoding"] in at_default and not is_default(line):
             continue
-        for metric, label in (("accuracy", "accuracy %"), ("tokens_per_forward", "tokens per backbone forward")):
-            if line[metric] is None:  # of prompts without answers
+        for metric, label in METRICS:
+            if (value := charged(line, shape).get(metric)) is None:  # of prompts without answers, or lines without head passes
                 continue
             results.append(
                 EvalResult(
@@ -165,8 +181,8 @@ def eval_results(
                     dataset_type=line["family"],
                     dataset_name=families.get(line["family"], line["family"]),
                     metric_type=metric,
-                    metric_value=line[metric],
-                    metric_name=f"{label}, {mode_name(line)}",
+                    metric_value=round(value, 3),
+                    metric_name=f"{label.format(shape)}, {mode_name(line)}",
                 )
             )
     return results
@@ -175,7 +191,7 @@ def eval_results(
 def _facts(folder: Path, kind: str, config: Mapping[str, Any]) -> str:
     """What the folder holds, as a table."""
     tensors = tensors_in(folder)
-    counts = {name: math.prod(of.shape) for name, of in tensors.items() if "F" in of.dtype}  # not the draft vocabulary
+    counts = {name: math.prod(of.shape) for name, of in tensors.items() if "F" in of.dtype}
     head = sum(count for name, count in counts.items() if HEAD in name)
     rest = sum(counts.values()) - head
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -223,12 +239,12 @@ def render_card(
     config = json_of(folder / CONFIGS[kind])
     defaults = MRPGenerationConfig(**json_of(folder / "generation_config.json"))
     defaults.check(config.get("block_size", 16), True)
-    title = _title(name)
+    title, shape = _title(name), charged_as(config.get("hidden_size"))
     base = config.get("base_model_name_or_path")
     metadata = _metadata(kind, model_of(folder) if kind == "full" else base, about, extra_tags)
     if results:
         metadata["model_name"] = title
-        metadata["eval_results"] = eval_results(results, defaults, about.metadata.get("families", {}))
+        metadata["eval_results"] = eval_results(results, defaults, about.metadata.get("families", {}), shape)
     text_of = "backbone" if kind == "full" and not config.get("num_nextn_predict_layers") else kind
     headless = text_of == "backbone" or (kind == "adapter" and not any("mrp_head." in tensor for tensor in tensors_in(folder)))
     use = USE[text_of].format(
@@ -249,7 +265,7 @@ def render_card(
             "Use": use,
             "A decode to look at": see,
             "Decoding modes": MODES.format(default=defaults.decoding),
-            **_told(about, results, recipe_of(folder, metadata["base_model"])),
+            **_told(about, results, recipe_of(folder, metadata["base_model"]), shape),
         },
     )
 
@@ -271,7 +287,7 @@ def _metadata(kind: str, base_model: str | None, about: About, extra_tags: Seque
     return metadata
 
 
-def _told(about: About, results: Sequence[Mapping[str, Any]], recipe: str | None) -> dict[str, str]:
+def _told(about: About, results: Sequence[Mapping[str, Any]], recipe: str | None, shape: str) -> dict[str, str]:
     """The card's sections from `Numbers` on."""
     versions = {"transformers": version("transformers"), "torch": version("torch"), "modeling-mrp": __version__}
     versions |= about.metadata.get("versions", {})
@@ -284,7 +300,7 @@ def _told(about: About, results: Sequence[Mapping[str, Any]], recipe: str | None
         "Sources": SOURCES,
     }
     if results:
-        sections["Numbers"] = (about.sections.get("Numbers", "") + "\n\n" + results_table(results)).strip()
+        sections["Numbers"] = (about.sections.get("Numbers", "") + "\n\n" + results_table(results, shape) + UNIT).strip()
     return sections
 
 

@@ -99,5 +99,10 @@ MODES = """`generate` takes `decoding=...`; `generation_config.json` asks for `{
 | `mrp_direct` | after each backbone step the head reveals `mrp_steps` more positions, unverified | differs |
 | `mrp_remask` | reveals like `dynamic`; the head takes reveals back that it no longer believes | differs |"""
 
+UNIT = """
+
+A *unit* is one forward of the backbone, with each pass of the head charged the share of it that a head reads at a published
+shape: 27, 18 and 16 % at 1.7B, 4B and 8B."""
+
 SOURCES = """- MRP, Multi-token Residual Prediction: [arXiv 2605.18817](https://arxiv.org/abs/2605.18817)
 - SDAR: [arXiv 2510.06303](https://arxiv.org/abs/2510.06303)"""

@@ -19,7 +19,7 @@ from .card import About, is_own_card, read_results, render_card
 from .cardtext import PICTURE
 from .folder import Folder, read_folder
 from .hub import CONFIGS, KINDS
-from .send import Publication, first_line, is_connection, publish
+from .send import Publication, explained, publish
 
 _DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "README.md", PICTURE]  # code is written anew
 
@@ -34,18 +34,13 @@ def _folder_of(folder_or_id: str, dry_run: bool) -> Path:
     if Path(folder_or_id).is_dir():
         return Path(folder_or_id)
     try:
-        return Path(snapshot_download(folder_or_id, allow_patterns=_DOWNLOADED, local_files_only=dry_run))
+        with explained("download"):
+            return Path(snapshot_download(folder_or_id, allow_patterns=_DOWNLOADED, local_files_only=dry_run))
     except HFValidationError as error:
         raise ValueError(f"{folder_or_id!r} is neither a folder nor the id of a repository ('org/name')") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         why = "a dry run downloads nothing" if dry_run else str(error)
         raise ValueError(f"{folder_or_id} is no folder, and as a repository it is not in the cache: {why}") from error
-    except Exception as error:
-        if not is_connection(error):
-            raise
-        raise ConnectionError(
-            f"the download of {folder_or_id} was given up ({first_line(error)}): push again when the connection stands"
-        ) from error
 
 
 @contextmanager

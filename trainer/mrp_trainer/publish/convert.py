@@ -17,8 +17,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from modeling_mrp.generate.option_table import OPTIONS
 from modeling_mrp.model.configuration import MRPConfig
+from modeling_mrp.model.families.registry import DENSE
 from modeling_mrp.model.layouts import (
-    DRAFT_TOKENS,
     HEAD,
     PUBLISHED_HEAD,
     json_object,
@@ -134,6 +134,11 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], layo
 
 
 def _check_possible(source: str, config: MRPConfig, own: str, layout: Layout) -> None:
+    if config.family != DENSE:
+        raise ValueError(
+            f"{source} is of the family {config.family!r}, and these layouts are of {DENSE!r}: load it and save it whole with "
+            "save_pretrained, which writes this package's layout"
+        )
     if config.base_model_name_or_path is not None:
         raise ValueError(f"{source} is a head repository: load it and save it whole with save_pretrained, then convert that")
     if own == layout:
@@ -144,11 +149,6 @@ def _check_possible(source: str, config: MRPConfig, own: str, layout: Layout) ->
         )
     if layout == "heavyball" and not config.has_head:
         raise ValueError(f"{source} has no head, and the layout 'heavyball' is for one: use 'sdar', or attach_head first")
-    if layout == "heavyball" and config.draft_vocab_size:
-        raise ValueError(
-            f"{source} has a draft vocabulary ({DRAFT_TOKENS}), and the layout 'heavyball' has no place for one: set "
-            "mrp_head.draft_token_ids to None and config.draft_vocab_size to 0, and save it first"
-        )
 
 
 def _write(copied: list[Path], beside: Path, files: list[Path], config: MRPConfig, layout: Layout) -> None:

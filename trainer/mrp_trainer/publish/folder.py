@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from modeling_mrp.model.configuration import MRPConfig
+from modeling_mrp.model.families.registry import DENSE
 from modeling_mrp.model.layouts import HEAD, StoredTensor, json_object, shards_of, stored_tensors
 from modeling_mrp.model.saving import AUTO_MAP, code_files
 from modeling_mrp.modeling import MRPForCausalLM
@@ -110,7 +111,8 @@ def _code(path: Path, names: set[str]) -> dict[str, str]:
     Raises:
         ValueError: if the folder's config takes its code from elsewhere, or names none.
     """
-    named = json_of(path / "config.json").get("auto_map")
+    fields = json_of(path / "config.json")
+    named = fields.get("auto_map")
     if not isinstance(named, dict) or not named:
         raise ValueError(
             f"{path}/config.json has no auto_map, so that nobody could load it: save it again with save_pretrained"
@@ -121,7 +123,7 @@ def _code(path: Path, names: set[str]) -> dict[str, str]:
                 f"{path}/config.json takes its {part} from {reference!r}, and only the code of this package is published: save "
                 "it again with save_pretrained"
             )
-    code = code_files()
+    code = code_files(fields.get("family", DENSE))
     for name in sorted(code.keys() & names):
         if (path / name).read_bytes() != code[name].encode():
             log.warning("%s/%s is not what this package generates: that is published instead", path, name)

@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from huggingface_hub import HfApi, get_session
+from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from modeling_mrp.model.layouts import is_hub_id
@@ -17,7 +16,6 @@ from modeling_mrp.model.saving import CUSTOM_GENERATE, TAGS
 KINDS = {"full": "a full model", "head": "an MRP head", "adapter": "an adapter"}
 CONFIGS = {"full": "config.json", "head": "config.json", "adapter": "adapter_config.json"}
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-PATIENCE = 60.0  # seconds that the Hub may be silent before a request counts as lost
 _HEAD_TAGS = ["speculators", "draft-model"]
 _SAY_NOTHING = frozenset((".gitattributes", ".gitignore", "README.md", "LICENSE"))
 
@@ -87,31 +85,18 @@ def _is_ours(path: str) -> bool:
     return bool(WEIGHTS.fullmatch(path) or re.fullmatch(r"[a-z_]+_mrp\.py", path) or path == CUSTOM_GENERATE)
 
 
-@contextmanager
-def answered_within(seconds: float) -> Iterator[None]:
-    """Bound the silence of the Hub in a request, which huggingface_hub leaves unbounded unless its client was given a bound."""
-    client = get_session()
-    before = client.timeout
-    if before.read is None:
-        client.timeout = seconds
-    try:
-        yield
-    finally:
-        client.timeout = before
-
-
 def look(api: HfApi, repo_id: str, branch: str, kind: str) -> Remote | None:
     """Read what a branch holds, or `main` where there is no such branch yet; None where there is no repository.
 
     Raises:
         ValueError: if it is of another kind than what is pushed.
     """
-    exists, timeout = True, get_session().timeout.read  # `model_info` would replace the client's by none
+    exists = True
     try:
         try:
-            info = api.model_info(repo_id, revision=branch, timeout=timeout)
+            info = api.model_info(repo_id, revision=branch)
         except RevisionNotFoundError:
-            exists, info = False, api.model_info(repo_id, timeout=timeout)
+            exists, info = False, api.model_info(repo_id)
     except RepositoryNotFoundError:
         return None
     names = frozenset(sibling.rfilename for sibling in info.siblings or ())
@@ -130,4 +115,4 @@ def look(api: HfApi, repo_id: str, branch: str, kind: str) -> Remote | None:
     return Remote(str(info.sha), names, exists, card)
 
 
-__all__ = ["CONFIGS", "KINDS", "PATIENCE", "WEIGHTS", "Remote", "answered_within", "check_base", "kind_of", "look", "tags_of"]
+__all__ = ["CONFIGS", "KINDS", "WEIGHTS", "Remote", "check_base", "kind_of", "look", "tags_of"]

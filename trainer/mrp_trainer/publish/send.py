@@ -1,6 +1,5 @@
-"""Publishing a checkpoint: one commit with everything in it, or none; and what a broken connection left is not sent again."""
+"""Publishing a checkpoint: one commit with everything in it, or none."""
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, RepoCard
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
 from .card import About, check_card, is_own_card, read_results, renamed, render_card
 from .cardtext import PICTURE
 from .folder import Folder, read_folder
-from .hub import KINDS, PATIENCE, Remote, answered_within, check_base, look
+from .hub import KINDS, check_base, look
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +103,7 @@ def publish(
 
     Raises:
         ValueError: if the folder, the card or the id is not fit to be published, or the repository holds another kind of thing.
-        PermissionError: if the token may not write there.
-        ConnectionError: if the Hub could not be reached, or was changed meanwhile. The folder and the branch are as they were.
+        ConnectionError: if the Hub refused it or could not be reached. The folder and the branch are as they were.
     """
     if revision is not None and create_pr:
         raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
@@ -115,27 +112,49 @@ def publish(
     check_base(found.base)
     card_of = partial(_card, found, card=card, new_card=new_card, results=read_results(results), about=about, tags=tags)
     text, is_rendered = card_of(repo_id)
-    push = _Push(HfApi(token=token), repo_id, revision or "main", create_pr)
+    api = HfApi(token=token)
     if "/" not in repo_id and not dry_run:
-        with push.explained():
-            push.repo_id = repo_id = f"{push.api.whoami()['name']}/{repo_id}"
+        with explained("push"):
+            repo_id = f"{api.whoami()['name']}/{repo_id}"
         text, is_rendered = card_of(repo_id)
     additions = {name: CommitOperationAdd(name, path) for name, path in found.files.items() if name != "README.md"}
     additions |= {name: CommitOperationAdd(name, code.encode()) for name, code in found.code.items()}
     additions["README.md"] = CommitOperationAdd("README.md", text.encode())
     sizes = {name: additions[name].upload_info.size for name in sorted(additions)}
-    where = "a pull request" if create_pr else f"branch {revision or 'main'}"
+    branch = revision or "main"
+    where = "a pull request" if create_pr else f"branch {branch}"
     publication = Publication(repo_id, found.kind, where, private, sizes, found.left_out)
     if dry_run:
         return publication
-    with push.explained():
-        remote = push.prepare(found, private, text)
+    with explained("push"):
+        remote = look(api, repo_id, branch, found.kind)
+        RepoCard(text).validate(repo_type="model")
+        if remote is None:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            remote = look(api, repo_id, branch, found.kind)
+        assert remote is not None, repo_id
         if is_rendered and not new_card and remote.card is not None and is_own_card(remote.card):
             log.warning("%s keeps its README.md, which a person wrote: pass new_card=True to replace it", repo_id)
             del additions["README.md"], sizes["README.md"]
         deleted = remote.stale(additions)
-        title = commit_message or f"Upload {KINDS[found.kind]}"
-        commit = push.send(remote, list(additions.values()), deleted, title, commit_description)
+        is_new = not (create_pr or remote.branch)
+        if is_new:
+            api.create_branch(repo_id, branch=branch, revision=remote.sha, exist_ok=True)
+        try:
+            commit = api.create_commit(
+                repo_id,
+                [*additions.values(), *map(CommitOperationDelete, deleted)],
+                commit_message=commit_message or f"Upload {KINDS[found.kind]}",
+                commit_description=commit_description,
+                revision=None if create_pr else branch,
+                create_pr=create_pr,
+                parent_commit=remote.sha,
+            )
+        except BaseException:
+            if is_new:
+                with suppress(Exception):  # the first error is the one to tell
+                    api.delete_branch(repo_id, branch=branch)
+            raise
     return replace(publication, deleted=deleted, commit=commit)
 
 
@@ -171,99 +190,25 @@ def _card(
     return text, is_rendered
 
 
-class _Push:
-    """The steps of one push. Retrying uploads is huggingface_hub's; what fails all the same is explained."""
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Say of an error of the Hub, or of the way to it, what it leaves behind.
 
-    def __init__(self, api: HfApi, repo_id: str, branch: str, create_pr: bool) -> None:
-        self.api, self.repo_id, self.branch, self.create_pr = api, repo_id, branch, create_pr
-
-    def prepare(self, folder: Folder, private: bool, card: str) -> Remote:
-        """Look at the repository, refuse one of another kind and a card against the Hub's rules, create what is not there."""
-        remote = look(self.api, self.repo_id, self.branch, folder.kind)
-        RepoCard(card).validate(repo_type="model")
-        if remote is None:
-            self.api.create_repo(self.repo_id, private=private, exist_ok=True)
-            remote = look(self.api, self.repo_id, self.branch, folder.kind)
-        if remote is None:
-            raise ConnectionError(f"{self.repo_id} was created and cannot be found: push again")
-        return remote
-
-    def send(
-        self, remote: Remote, additions: list[CommitOperationAdd], deleted: list[str], title: str, text: str | None
-    ) -> CommitInfo:
-        """Upload what is large, then make the commit on top of the one that was looked at."""
-        known = self.branch if remote.branch else "main"
-        self.api.preupload_lfs_files(self.repo_id, additions, revision=known, create_pr=self.create_pr)
-        operations = [*additions, *map(CommitOperationDelete, deleted)]
-        commit = partial(self.api.create_commit, self.repo_id, operations, commit_message=title, commit_description=text)
-        if self.create_pr:
-            return commit(create_pr=True, parent_commit=remote.sha)
-        if not remote.branch:
-            self.api.create_branch(self.repo_id, branch=self.branch, revision=remote.sha, exist_ok=True)
-        try:
-            return commit(revision=self.branch, parent_commit=remote.sha)
-        except BaseException:
-            if not remote.branch:
-                with suppress(Exception):  # the first error is the one to tell
-                    self.api.delete_branch(self.repo_id, branch=self.branch)
+    Raises:
+        ConnectionError: in place of one of the HTTP client's.
+    """
+    try:
+        yield
+    except Exception as error:
+        # huggingface_hub has httpx or httpx2, so that their common class goes by its name; it wraps those of uploads
+        kinds = {kind.__name__ for one in (error, error.__cause__) for kind in type(one).__mro__}
+        if not kinds & {"HTTPError", "JSONDecodeError"}:
             raise
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Say of a failure what it means for the repository and the folder, and what to do."""
-        try:
-            with answered_within(PATIENCE):
-                yield
-        except Exception as error:
-            answered = _answered(error)
-            status = None if answered is None else answered.response.status_code
-            if status in (401, 403):
-                raise PermissionError(
-                    f"the token may not write to {self.repo_id} ({first_line(error)}): log in with `hf auth login`, or pass "
-                    "the token of somebody who may. Nothing was changed"
-                ) from error
-            if status == 412:
-                raise ConnectionError(
-                    f"somebody else committed to {self.repo_id} ({self.branch}) meanwhile, and that is kept: look "
-                    "at it, then push again"
-                ) from error
-            if status is None and not is_connection(error):
-                raise
-            look_first = f", after a look at the pull requests of {self.repo_id}: the last one may be this push's"
-            raise ConnectionError(
-                f"the push to {self.repo_id} was given up ({first_line(error)}). Its files and your folder are as they were, "
-                f"or it was done and only the answer was lost; push again{look_first if self.create_pr else ''}: what was "
-                "uploaded already is not sent again"
-            ) from error
+        raise ConnectionError(
+            f"the {what} was given up ({type(error).__name__}: {str(error).strip()}). The branch and your folder are as they "
+            f"were, or only the answer was lost: {what} again, what was uploaded is not sent again. A token that may write "
+            "comes from `hf auth login`"
+        ) from error
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
-
-
-def _answered(error: BaseException) -> HfHubHTTPError | None:
-    """Find the Hub's answer behind an error: huggingface_hub wraps those of uploads."""
-    return next((cause for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), None)
-
-
-def is_connection(error: BaseException) -> bool:
-    """Tell whether a connection failed, or gave an answer that cannot be read."""
-    if isinstance(error, OfflineModeIsEnabled):  # it stays so, and says what to do
-        return False
-    broken = ConnectionError | TimeoutError | json.JSONDecodeError
-    kinds = [kind for cause in _causes(error) for kind in type(cause).__mro__]
-    # huggingface_hub has httpx or httpx2, so that its class goes by its name
-    return any(kind.__name__ == "TransportError" or issubclass(kind, broken) for kind in kinds)
-
-
-def first_line(error: BaseException) -> str:
-    """Name an error by the first line of what lies behind it: the Hub's answer if there was one."""
-    *_, last = _causes(error)
-    told = _answered(error) or last
-    return f"{type(told).__name__}: {str(told).strip()}".splitlines()[0]
-
-
-__all__ = ["Publication", "first_line", "is_connection", "publish"]
+__all__ = ["Publication", "explained", "publish"]

@@ -6,13 +6,6 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-_MEASURED = {
-    "loss": "loss {:.4g}",
-    "gap_closed": "the head closes {:.0%} of the gap between stale logits and the backbone's next ones",
-    "tokens_per_forward": "{:.2f} tokens a forward with its drafts",
-    "stale_tokens_per_forward": "{:.2f} with stale ones",
-}
-
 
 class SetEpoch(TrainerCallback):
     """Tells the sampler its epoch: accelerate's wrappers of a resumed run over several processes do not pass it on.
@@ -48,17 +41,6 @@ class TellResumption(TrainerCallback):
         print(f"resuming from checkpoint-{state.global_step}")
         if state.global_step >= state.max_steps:
             print(f"all {state.max_steps} steps of this run are done.{self.remedy}")
-
-
-class TellEvaluations(TrainerCallback):
-    """Prints what an evaluation found, in words."""
-
-    def on_evaluate(  # noqa: D102 - the class says it
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
-    ) -> None:
-        if state.is_world_process_zero:
-            told = [words.format(metrics[f"eval_{name}"]) for name, words in _MEASURED.items() if f"eval_{name}" in metrics]
-            print(f"step {state.global_step}, held out: {', '.join(told)}")
 
 
 class LogAtSaves(TrainerCallback):

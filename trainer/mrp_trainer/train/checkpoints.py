@@ -5,7 +5,6 @@ The Trainer writes a checkpoint's `trainer_state.json` last: where that cannot b
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -44,17 +43,6 @@ def last_whole_checkpoint(folder: Path) -> Path | None:
     """Find the newest whole checkpoint of a run, or None; those that were cut off are passed over."""
     whole = [path for path in _checkpoints(folder) if step_of(path) is not None]
     return max(whole, key=_number, default=None)
-
-
-def make_room(folder: Path, step: int) -> None:
-    """Before a checkpoint is written: removes those that were cut off, and what an earlier run left in its place.
-
-    The Trainer knows a checkpoint by its name alone: one that was cut off could be kept as the newest in place of a whole one.
-    """
-    for path in _checkpoints(folder):
-        if _number(path) == step or step_of(path) is None:
-            (path / _STATE).unlink(missing_ok=True)  # or, killed here, it would vouch for what is left
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def step_of(checkpoint: Path) -> int | None:

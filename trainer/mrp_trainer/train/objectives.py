@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modeling_mrp.model.diffusion import taken_from
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.picker import Picker
 
@@ -39,6 +40,8 @@ def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
 def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
     """The backbone's loss, summed over the masked positions (SDAR, equation 3)."""
     hidden = model.backbone(batch.input_ids, batch.position_ids, packed_masks(model, batch)[0])
+    if model.model.shifted:
+        hidden = taken_from(hidden, batch.before(model.config.block_size))
     chosen = batch.supervised
     one = torch.ones((), device=hidden.device)
     loss = weighted_cross_entropy(hidden[chosen], model.lm_head.weight, batch.target_ids[chosen], batch.weight[chosen], one)
@@ -147,12 +150,19 @@ class _Passes:
         with torch.no_grad():
             whole = self.model.backbone(self.batch.input_ids, self.batch.position_ids, self._mask, self._of_backbone)
         self.noisy = noisy_copies(self.batch)
+        self._before = self.batch.before(self.model.config.block_size) if self.model.model.shifted else None
+        self._clean = whole[:, self._length :]
+        if self._before is not None:
+            whole = taken_from(whole, self._before)
         self.h_a, self._clean_hidden = whole[:, : self._length], whole[:, self._length :]
 
     @torch.no_grad()
     def backbone(self, ids: Tensor) -> Tensor:
         """[batch, noisy length, hidden_size] h_B at other contents of the noisy copies."""
-        return self.model.backbone(ids, self.noisy.position_ids, self._noisy_mask, self._of_backbone)
+        hidden = self.model.backbone(ids, self.noisy.position_ids, self._noisy_mask, self._of_backbone)
+        if self._before is None:
+            return hidden
+        return taken_from(torch.cat([hidden, self._clean], 1), self._before[:, : self._length])
 
     def head(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """[batch, noisy length, hidden_size] h_C, with gradients."""

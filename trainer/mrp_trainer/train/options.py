@@ -96,8 +96,7 @@ class TrainCommand:
     config: str | None = flag("YAML file, or a recipe's name: sdar-4b-mrp, ...", None, panel=_RUN, metavar="FILE")
     set: list[str] = flag("Any other field of MRPTrainingArguments.", [], panel=_RUN, metavar="NAME=VALUE")
     restart: bool = flag("Begin again, instead of going on from the last checkpoint.", False, panel=_RUN)
-    dry_run: bool = flag("Only print parameters, memory and steps; nothing is loaded.", False, panel=_RUN)
-    processes: int = flag("Devices that --dry-run reckons with.", 1, panel=_RUN, min=1)
+    dry_run: bool = flag("Only print parameters and memory; nothing is loaded.", False, panel=_RUN)
 
 
 __all__ = ["HeadInit", "RevealRule", "RunOptions", "TrainCommand", "TrainerFlags"]

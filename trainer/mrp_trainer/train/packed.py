@@ -79,6 +79,24 @@ class PackedBatch:
         """Write the rule of attention out, [batch, 1, length, length] bool: see `PackedRule`."""
         return self.rule(block_size).dense()
 
+    def before(self, block_size: int) -> Tensor:
+        """Find the column before each one: [batch, length] long, -1 where there is none.
+
+        It is in the same view or, before a block, in the clean one. A model whose hidden states are those of the next position
+        predicts from there.
+        """
+        view = torch.where(self.position_ids % block_size == 0, CLEAN_VIEW, self.view)
+        size = int(self.position_ids.max()) + 2
+
+        def place(view: Tensor, position: Tensor) -> Tensor:
+            return (self.sample * (int(self.view.max()) + 1) + view) * size + position
+
+        known, order = torch.where(self.view == NO_VIEW, -1, place(self.view, self.position_ids)).sort(-1)
+        wanted = place(view, self.position_ids - 1)
+        at = torch.searchsorted(known, wanted).clamp(max=known.shape[1] - 1)
+        there = (known.gather(1, at) == wanted) & (self.view != NO_VIEW) & (self.position_ids > 0)
+        return torch.where(there, order.gather(1, at), -1)
+
     @property
     def supervised(self) -> Tensor:
         """[batch, length] bool: masked positions that carry loss."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import yaml
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 
 from .settings import RUN_FILE, Settings, read_yaml
 
@@ -66,23 +65,3 @@ def take_over(folder: Path, settings: Settings, restart: bool) -> None:
     written = folder / f".{RUN_FILE}.partial"
     written.write_text(yaml.safe_dump(settings.as_dict(), sort_keys=False), encoding="utf-8")
     written.replace(folder / RUN_FILE)
-
-
-@contextmanager
-def telling_what_is_full(folder: Path) -> Iterator[None]:
-    """Have a file that cannot be written be an `OSError` of one line with the remedy, whichever library finds out.
-
-    Raises:
-        OSError: also in place of safetensors' error and torch's.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch.save's
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        free = shutil.disk_usage(folder).free if folder.is_dir() else 0
-        raise OSError(
-            f"{folder}, where {free:,} bytes are free, cannot be written to ({reason}): make room, and run the same again. It "
-            "goes on from the last whole checkpoint"
-        ) from error

@@ -20,14 +20,14 @@ from modeling_mrp.model.layouts import stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.rows import open_rows
-from ..data.sources import check_paths, is_hub_dataset
+from ..data.sources import check_paths
 from ..heads import with_new_head
 from ..loading import WITHOUT_WEIGHTS, load_tokenizer
-from .arguments import MRPTrainingArguments, passes_of
-from .callbacks import TellEvaluations, TellResumption
+from .arguments import MRPTrainingArguments
+from .callbacks import TellResumption
 from .checkpoints import under_own_class
 from .inputs import bare_model, check_tokenizer, encoder_of
-from .run_folder import check_folder, hold, how_to_go_on, take_over, telling_what_is_full
+from .run_folder import check_folder, hold, how_to_go_on, take_over
 from .settings import RunOptions, Settings
 from .trainer import MRPTrainer
 
@@ -41,39 +41,27 @@ class DryRun:
     """What a run would be.
 
     Attributes:
-        settings: The run.
         parameters: In all.
-        memory: Bytes of one process by name, without what passes keep for the backward pass.
         trained: Parameters that train.
-        processes: Devices at work.
-        rows_per_step: Over all of them and the accumulation steps.
-        rows: Rows of an epoch; None without data, or for a dataset on the Hub.
+        memory: Bytes of one process by name, without what passes keep for the backward pass.
+        rows_per_step: Over all devices and the accumulation steps.
     """
 
-    settings: Settings
     parameters: int
     trained: int
     memory: dict[str, int]
-    processes: int
     rows_per_step: int
-    rows: int | None
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.settings.options.model}, objective {self.settings.objective}",
-            f"parameters: {self.parameters:,}, of which {self.trained:,} train",
-            *(f"{name}: {size / 2**30:.4g} GiB" for name, size in self.memory.items()),
-            f"in all: {sum(self.memory.values()) / 2**30:.4g} GiB a process, and activations, which grow with the batch",
-        ]
-        if self.processes > 1:
-            lines.append(f"DDP holds gradients twice; FSDP divides it all by {self.processes}, and gathers a layer at a time")
-        steps = "" if self.rows is None else f", rows per epoch: {self.rows}, steps per epoch: {self.steps_per_epoch}"
-        return "\n".join([*lines, f"rows per step: {self.rows_per_step}{steps}"])
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """How many steps go through the data once."""
-        return None if self.rows is None else max(1, self.rows // self.rows_per_step)
+        sizes = {**self.memory, "in all": sum(self.memory.values())}
+        return "\n".join(
+            [
+                f"parameters: {self.parameters:,}, of which {self.trained:,} train",
+                *(f"{name}: {size / 2**30:.4g} GiB" for name, size in sizes.items()),
+                "a process, and activations, which grow with the batch; DDP holds gradients twice, FSDP divides it all",
+                f"rows per step: {self.rows_per_step}",
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -98,21 +86,16 @@ class OpenRun:
         return Path(self.settings.training["output_dir"])
 
     def train(self) -> Path:
-        """Trains from the last whole checkpoint on, and saves what came out; gives the folder.
-
-        Raises:
-            OSError: if the disk is full.
-        """
+        """Trains from the last whole checkpoint on, and saves what came out; gives the folder."""
         with self.lock:
             self.trainer.train(resume_from_checkpoint=True)
             state = self.trainer.state
             evaluated = [line["step"] for line in state.log_history if "eval_loss" in line]
             if self.trainer.eval_dataset is not None and evaluated[-1:] != [state.global_step]:
                 self.trainer.evaluate()
-            with telling_what_is_full(self.folder):
-                _save(self.trainer, self.settings, self.folder)
-                if self.trainer.args.should_save:
-                    self.tokenizer.save_pretrained(self.folder)
+            _save(self.trainer, self.settings, self.folder)
+            if self.trainer.args.should_save:
+                self.tokenizer.save_pretrained(self.folder)
             self.trainer.accelerator.wait_for_everyone()
         return self.folder
 
@@ -194,22 +177,20 @@ def _make_trainer(
     trainer = MRPTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=held_out, processing_class=tokenizer)
     if options.early_stopping_patience:
         trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
-    trainer.add_callback(TellEvaluations())
     trainer.add_callback(TellResumption(how_to_go_on(Path(str(arguments.output_dir)), settings)))
     return trainer
 
 
-def run_tokenizer(options: RunOptions, local_files_only: bool = False) -> PreTrainedTokenizerBase:
+def run_tokenizer(options: RunOptions) -> PreTrainedTokenizerBase:
     """The tokenizer of a run.
 
     Raises:
         ValueError: if there is none, or it cannot be read.
         OSError: if there is no such model.
     """
-    if not local_files_only:
-        stored_json(options.model, revision=options.revision)  # or a model that is nowhere would be told of as a tokenizer
+    stored_json(options.model, revision=options.revision)  # or a model that is nowhere would be told of as a tokenizer
     revision = None if options.tokenizer else options.revision
-    return load_tokenizer(options.tokenizer or options.model, revision, local_files_only)
+    return load_tokenizer(options.tokenizer or options.model, revision)
 
 
 def load_model(settings: Settings) -> Any:
@@ -253,12 +234,11 @@ def with_adapter(model: MRPForCausalLM, settings: Settings) -> Any:
     return get_peft_model(model, lora)
 
 
-def dry_run(settings: Settings, processes: int = 1) -> DryRun:
-    """What a run would need, from configs alone: nothing is allocated, downloaded or written.
+def dry_run(settings: Settings) -> DryRun:
+    """Tell what a run would need, from configs alone: nothing is allocated, downloaded or written.
 
     Raises:
-        ValueError: if a config, the data, or the tokenizer that they need is neither here nor in the cache, or the settings do
-            not go together.
+        ValueError: if a config is neither here nor in the cache, or the settings do not go together.
     """
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
     check_paths([*settings.options.data, *settings.options.eval_data])
@@ -279,16 +259,8 @@ def dry_run(settings: Settings, processes: int = 1) -> DryRun:
         "gradients": 4 * numbers,
         "optimizer": 8 * numbers - (0 if arguments.muon_learning_rate is None else 4 * matrices),
     }
-    rows = None
-    if settings.options.data and not any(map(is_hub_dataset, settings.options.data)):
-        tokenizer = run_tokenizer(settings.options, local_files_only=True)
-        encoder = encoder_of(model, tokenizer, arguments.max_length, not arguments.inverse_level)
-        rows = len(open_rows(settings.options.data, encoder, arguments.packed, split=settings.options.split))
-    passes, at_once = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
-    if arguments.rows_per_step is not None:
-        passes = passes_of(arguments.rows_per_step, at_once, processes)
-    per_step = at_once * passes * processes
-    return DryRun(settings, parameters, numbers, memory, processes, per_step, rows)
+    at_once = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    return DryRun(parameters, numbers, memory, arguments.rows_per_step or at_once)
 
 
 def _config(settings: Settings) -> MRPConfig:
@@ -300,7 +272,7 @@ def _config(settings: Settings) -> MRPConfig:
         found |= {"model_type": "sdar", **{name: value for name, value in given.items() if value is not None}}
     config = MRPConfig.from_dict(found)
     if settings.objective == "block_diffusion":
-        config.num_nextn_predict_layers = config.draft_vocab_size = 0
+        config.num_nextn_predict_layers = 0
     elif options.lora_rank:
         _need_head(config, options.model)
     elif options.head is not None:
@@ -308,7 +280,7 @@ def _config(settings: Settings) -> MRPConfig:
         _need_head(head, options.head)
         config.num_nextn_predict_layers = head.num_nextn_predict_layers
     else:
-        config.num_nextn_predict_layers, config.draft_vocab_size = options.head_layers, 0
+        config.num_nextn_predict_layers = options.head_layers
     return config
 
 

@@ -15,7 +15,7 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
-from transformers import PreTrainedTokenizerBase, Trainer, set_seed
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import HubStrategy
 
 from modeling_mrp.model.layouts import is_hub_id
@@ -28,14 +28,13 @@ from ..publish import publish
 from .arguments import NO_CHECKPOINTING, NO_MUON, MRPTrainingArguments
 from .attention import TRAINING_FLEX, attending
 from .callbacks import LogAtSaves, SetEpoch
-from .checkpoints import last_whole_checkpoint, make_room, saving_head_alone, step_of, under_own_class
+from .checkpoints import last_whole_checkpoint, saving_head_alone, step_of, under_own_class
 from .collator import DiffusionCollator
 from .inputs import as_rows, bare_model, check_prompts, check_tokenizer, make_ready, trains_what_is_not_used
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
 from .packed import PackedBatch
-from .run_folder import telling_what_is_full
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +47,11 @@ class MRPTrainer(Trainer):
 
     The loss is a sum over tokens divided by the response tokens of the whole step, over all processes and accumulation steps,
     so that it does not matter how a step is divided. All noise is a function of (seed, sample, visit). Training ends with a
-    `FloatingPointError` at the first loss, gradient norm or weight that is not finite, before anything is saved.
+    `FloatingPointError` at a gradient norm, a weight or a held-out loss that is not finite, before anything is saved.
 
     Args:
         model: The model; under objective `mrp` all but its head is frozen, under `block_diffusion` its head, unless it is a
-            peft model, which says itself what trains. What trains becomes float32. None with `model_init`.
+            peft model, which says itself what trains. What trains becomes float32.
         args: The options.
         train_dataset: Records: a `datasets.Dataset`, a list or a path (see `source_of`); or rows of samples, by number (see
             `Samples`).
@@ -90,14 +89,9 @@ class MRPTrainer(Trainer):
                     f"{name} is {kwargs[name]!r}, which would never be called, as no logits are kept: leave it out. "
                     "Evaluations measure what is listed at MRPTrainer.log, and with eval_prompts how far drafts carry"
                 )
-        self.args, self._made = args, list[Any]()
-        given = model
-        if model is None and kwargs.get("model_init") is not None:
-            model = self._make_ahead(kwargs["model_init"])
-        elif model is None:
-            raise ValueError("model is None: pass a model, or model_init, which makes one")
-        else:
-            make_ready(model, args)
+        if model is None or kwargs.get("model_init") is not None:
+            raise ValueError("model is None, or model_init is given: pass a model, and make another Trainer for another one")
+        make_ready(model, args)
         bare = bare_model(model)
         if isinstance(processing_class, PreTrainedTokenizerBase):
             check_tokenizer(processing_class, bare)
@@ -120,7 +114,7 @@ class MRPTrainer(Trainer):
                 args.seed,
             )
         super().__init__(
-            model=given,
+            model=model,
             args=args,
             data_collator=data_collator,
             train_dataset=train_dataset,
@@ -137,39 +131,22 @@ class MRPTrainer(Trainer):
         self._head_objective = args.head_objective(bare.config.block_size)
         self._trained, self._evaluated = Measures(), Measures()
         self._decoding_attention: str | None = None
-        self._steps_done, self._step_loss = 0, torch.zeros(())
+        self._steps_done = 0
         self._since = time.perf_counter()
-
-    def call_model_init(self, trial: Any = None) -> Any:
-        """As `Trainer.call_model_init`, with the model made ready; one that was made ahead is given first."""
-        if self._made:
-            return self._made.pop()
-        model = super().call_model_init(trial)
-        make_ready(model, self.args)
-        return model
-
-    def _make_ahead(self, model_init: Callable[..., Any], trial: Any = None) -> Any:
-        """Makes the model that the Trainer asks for next."""
-        set_seed(self.args.seed)
-        self.model_init = model_init
-        self._made.append(self.call_model_init(trial))
-        return self._made[0]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """As `Trainer.train`; `resume_from_checkpoint=True` takes up the newest whole checkpoint, if any. Behind one of the
         last step no further step is made.
 
         Raises:
-            FloatingPointError: if a loss, a gradient norm or a weight is not finite.
+            FloatingPointError: if a gradient norm or a weight is not finite.
         """
         if resume_from_checkpoint is True:
             newest = last_whole_checkpoint(Path(str(self.args.output_dir))) if self.is_world_process_zero() else None
             (newest,) = broadcast_object_list([newest])
             resume_from_checkpoint = None if newest is None else str(newest)
         self._steps_done = (step_of(Path(resume_from_checkpoint)) or 0) if isinstance(resume_from_checkpoint, str) else 0
-        self._since, self._step_loss = time.perf_counter(), torch.zeros(())
-        if self.model_init is not None:
-            self.model = self._make_ahead(self.model_init, kwargs.get("trial"))
+        self._since = time.perf_counter()
         bare, attention = bare_model(self.model), self.args.packed_attention
         if attention == "auto":
             attention = "flex_attention" if self.args.device.type == "cuda" else bare.config._attn_implementation
@@ -227,39 +204,23 @@ class MRPTrainer(Trainer):
         total = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.long, device=device)
         return batches, self.accelerator.reduce(total, reduction="sum")
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As `Trainer.training_step`; the loss is checked with the gradient norm, by all processes at once."""
-        loss = super().training_step(*args, **kwargs)
-        self._step_loss = self._step_loss + loss.detach()
-        return loss
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """As `Trainer._get_grad_norm`.
 
         Raises:
-            FloatingPointError: if the step's loss is not finite, which `Trainer` would log as 0, or the norm is not. With
-                float16, a scaler passes over steps whose gradients overflow.
+            FloatingPointError: if it is not finite, as behind a loss that is not. With float16 a scaler passes over such steps.
         """
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        loss, self._step_loss = self.accelerator.reduce(self._step_loss, reduction="sum"), torch.zeros(())
-        step = self.state.global_step + 1
-        self._check_finite(f"the loss of step {step}", loss)
         if norm is not None and not self.args.fp16:
-            self._check_finite(f"the gradient norm of step {step}", norm)
+            self._check_finite(f"the gradient norm of step {self.state.global_step + 1}", norm)
         return norm
 
     def _check_finite(self, name: str, value: Any) -> None:
-        """Raise `FloatingPointError` for a number that is not finite, and name the weight or the rate that is to blame."""
-        if math.isfinite(value):
-            return
-        broken = next((name for name, weight in self.model.named_parameters() if not _is_finite(weight)), None)
-        trained = self.state.global_step > self._steps_done
-        if broken is None or (trained and self.model.get_parameter(broken).requires_grad):
-            reason = f"learning_rate is {self.args.learning_rate:g}: lower it, or look at the data"
-        else:
-            reason = "it was loaded like that: load another checkpoint"
-        found = "All weights are finite" if broken is None else f"The weight {broken} is not finite"
-        raise FloatingPointError(f"{name} is {float(value)}, and nothing is saved. {found}; {reason}")
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"{name} is {float(value)}, and nothing is saved: lower learning_rate, which is {self.args.learning_rate:g}, "
+                "or look at the data and at the weights that were loaded"
+            )
 
     def _check_trained_weights(self) -> None:
         """Raise `FloatingPointError`, in all processes, if something that trains is not finite."""
@@ -344,13 +305,9 @@ class MRPTrainer(Trainer):
             super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As `Trainer._save_checkpoint`, in a place where nothing was left lying."""
+        """As `Trainer._save_checkpoint`, if all that trains is finite."""
         self._check_trained_weights()
-        folder = Path(self._get_output_dir(trial))
-        if self.args.should_save:
-            make_room(folder, self.state.global_step)
-        self.accelerator.wait_for_everyone()
-        with telling_what_is_full(folder), self._head_alone(self.args.push_to_hub):
+        with self._head_alone(self.args.push_to_hub):
             super()._save_checkpoint(model, trial)
 
     def _head_alone(self, pushed: bool) -> AbstractContextManager[None]:
@@ -393,8 +350,7 @@ class MRPTrainer(Trainer):
 
         Raises:
             ValueError: for an argument that does nothing here, and as `mrp_trainer.publish.publish`.
-            PermissionError: if the token may not write there.
-            ConnectionError: if the Hub could not be reached, or was changed meanwhile.
+            ConnectionError: if the Hub refused it or could not be reached.
         """
         if not blocking or kwargs:
             unused = ["blocking=False"] if not blocking else sorted(kwargs)
@@ -470,7 +426,7 @@ class MRPTrainer(Trainer):
             inner = bare_model(self.model)  # what is frozen may be bfloat16 beside float32 weights that train: hence autocast
             with gathered(self.model), attending(inner, self._decoding_attention), self.accelerator.autocast():
                 asked = (
-                    self.model,
+                    inner,
                     self.processing_class,
                     self._held_out_prompts(dataloader.dataset),
                     self.args.eval_new_tokens,

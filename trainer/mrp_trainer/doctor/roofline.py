@@ -5,12 +5,10 @@ embeddings of the tokens used, hidden states that enter and leave, and keys and 
 stay on chip, and the packed states of a row to read its prefix together. Everything is in bytes, FLOPs and seconds, bf16.
 """
 
-import json
 from dataclasses import dataclass, fields
-from pathlib import Path
+from typing import Any
 
 BYTES = 2  # of a bf16 number
-LOGIT_BYTES = 4  # picks are made in float32
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,10 @@ class Shape:
     head_layers: int
 
     @classmethod
-    def read(cls, folder: Path) -> "Shape":
-        """From `folder/config.json`."""
-        config = json.loads((folder / "config.json").read_text())
-        name = folder.name.removeprefix("sdar-").removesuffix("-mrp").upper()
-        named = {**config, "name": name, "head_layers": config["num_nextn_predict_layers"]}
-        return cls(**{field.name: named[field.name] for field in fields(cls)})
+    def of(cls, name: str, config: Any) -> "Shape":
+        """Read the sizes of a config."""
+        sizes = {field.name: getattr(config, field.name, None) for field in fields(cls)}
+        return cls(**{**sizes, "name": name, "head_layers": config.num_nextn_predict_layers})
 
     @property
     def kv_size(self) -> int:
@@ -76,6 +72,12 @@ class Shape:
     def parameters(self) -> int:
         """All of them."""
         return self.backbone + self.head + 2 * self.vocabulary
+
+    def head_share(self, rows: int = 0) -> float:
+        """Divide what a head pass and its picks read, so many rows of `lm_head` (0: all), by what a backbone forward and its
+        picks read."""
+        picked = (rows or self.vocab_size) * self.hidden_size
+        return (self.head + picked) / (self.num_hidden_layers * self.layer + self.vocabulary)
 
 
 @dataclass(frozen=True)
@@ -143,3 +145,55 @@ def head_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[W
 def vocabulary_step(shape: Shape, positions: float) -> Work:
     """Picks at so many positions, masked ones, from logits that never leave the chip."""
     return Work((shape.vocab_size + positions) * shape.hidden_size * BYTES, 2 * positions * shape.vocabulary)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a mode does in a round, per row.
+
+    Attributes:
+        tokens_per_forward: Tokens generated per backbone forward.
+        states_per_forward: States that a row packs into it.
+        head_passes: Passes of the head in a round, one after the other, each with a vocabulary step.
+        states_per_head_pass: States that a row packs into each.
+    """
+
+    tokens_per_forward: float
+    states_per_forward: float
+    head_passes: float = 0.0
+    states_per_head_pass: float = 1.0
+
+
+def masks_per_state(block_size: int) -> float:
+    """Positions of a state that need a pick, on average over a block's states, from all masks to none."""
+    return block_size / 2
+
+
+def round_work(shape: Shape, counts: Counts, batch: int, prefix: int) -> dict[str, tuple[float, list[Work]]]:
+    """List the kernel groups of a round behind `prefix` tokens, by part, and how often each part is done: `backbone`,
+    `vocabulary`, `head`, `drafts`."""
+    masks = batch * masks_per_state(shape.block_size)
+    return {
+        "backbone": (1, backbone_forward(shape, batch, counts.states_per_forward, prefix)),
+        "vocabulary": (1, [vocabulary_step(shape, masks * counts.states_per_forward)]),
+        "head": (counts.head_passes, head_forward(shape, batch, counts.states_per_head_pass, prefix)),
+        "drafts": (counts.head_passes, [vocabulary_step(shape, masks * counts.states_per_head_pass)]),
+    }
+
+
+def round_seconds(shape: Shape, device: Device, counts: Counts, batch: int, prefix: int) -> float:
+    """Predict the seconds of a round."""
+    work = round_work(shape, counts, batch, prefix).values()
+    return sum(times * sum(map(device.seconds, works)) for times, works in work)
+
+
+def _published(name: str, hidden_size: int, intermediate_size: int, layers: int, heads: int) -> Shape:
+    return Shape(name, hidden_size, intermediate_size, layers, heads, 8, 128, 151936, 16, 3)
+
+
+# Of the published backbones, with a head of three layers.
+PUBLISHED = {
+    "1.7B": _published("1.7B", 2048, 6144, 28, 16),
+    "4B": _published("4B", 2560, 9728, 36, 32),
+    "8B": _published("8B", 4096, 12288, 36, 32),
+}

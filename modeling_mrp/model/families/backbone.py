@@ -1,0 +1,122 @@
+"""Backbones of other layers than Qwen3's: a family is a subclass that says what differs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+
+from .sdar import MRPBackbone, TensorShape
+
+# How transformers puts the matrices of experts, which published checkpoints hold one by one, into one tensor.
+EXPERTS = (
+    WeightConverter(
+        source_patterns=["mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"],
+        target_patterns="mlp.experts.gate_up_proj",
+        operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
+    ),
+    WeightConverter(
+        source_patterns="mlp.experts.*.down_proj.weight",
+        target_patterns="mlp.experts.down_proj",
+        operations=[MergeModulelist(dim=0)],
+    ),
+)
+
+
+class FamilyBackbone(MRPBackbone):
+    """A backbone of other layers than Qwen3's: a subclass names them, and registers itself by `family`.
+
+    Its forward is `Qwen3Model`'s, which knows nothing of the layers but how they are called; all of transformers' decoder
+    layers are called in this way. They have to have a `self_attn` with `k_proj`, and to put keys of `num_key_value_heads` heads
+    of `head_dim` into the cache.
+
+    Attributes:
+        fields: Fields of the config beyond those of `MRPConfig`, with their values where a config leaves them out.
+        layer, attention, norm, rotary: transformers' classes.
+        own_weights: Kinds of modules whose weights are parameters of their own (experts, routers), to be initialised.
+        conversions: How transformers makes the model's tensors of published ones.
+    """
+
+    fields: ClassVar[dict[str, Any]] = {}
+    layer: ClassVar[Any]
+    attention: ClassVar[Any]
+    norm_kind: ClassVar[Any]
+    rotary: ClassVar[Any]
+    own_weights: ClassVar[tuple[Any, ...]] = ()
+    conversions: ClassVar[Sequence[Any]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Tell transformers about the parts of a family: of its names, how it splits over devices, what can be recorded."""
+        super().__init_subclass__(**kwargs)
+        cls._no_split_modules = [cls.layer.__name__]
+        cls._can_record_outputs = {"hidden_states": cls.layer, "attentions": cls.attention}
+        if cls.conversions:
+            register_checkpoint_conversion_mapping(cls.__name__, list(cls.conversions), overwrite=True)
+
+    def __init__(self, config: Any) -> None:
+        super(Qwen3Model, self).__init__(config)  # its own __init__ would make Qwen3's layers
+        self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList([self.layer(config, index) for index in range(config.num_hidden_layers)])
+        self.norm = self.norm_kind(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = self.rotary(config=config)
+        self.gradient_checkpointing = False
+        self.has_sliding_layers = False
+        self.post_init()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As `MRPBackbone.forward`; torch's products of groups, transformers' choice for experts, know no float64."""
+        if self.own_weights and self.dtype == torch.float64 and self.config._experts_implementation == "grouped_mm":
+            self.set_experts_implementation("eager")
+        return super().forward(*args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, self.own_weights):
+            for weight in module.parameters(recurse=False):
+                init.normal_(weight, mean=0.0, std=self.config.initializer_range)
+
+    @classmethod
+    def completed(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Fill in the fields that a config leaves out.
+
+        Raises:
+            ValueError: for a value of another type.
+        """
+        for name, default in cls.fields.items():
+            value = given.get(name, default)
+            number = isinstance(default, int | float) and not isinstance(default, bool)
+            fits = isinstance(value, int | float) and value >= 0 if number else isinstance(value, type(default))
+            if not fits or (isinstance(default, int) and not isinstance(value, int)):
+                raise ValueError(f"{name} is {value!r}: a model of the family {cls.family!r} has it of the kind of {default!r}")
+        return {**cls.fields, **given}
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        """Raise `ValueError` for a config that describes no model of the family."""
+
+
+def published_experts(name: str, shape: TensorShape) -> dict[str, TensorShape]:
+    """List the matrices of single experts that make up a tensor of all; the tensor itself if it is none of experts."""
+    if name.endswith("mlp.experts.gate_up_proj"):
+        parts, size = ["gate_proj", "up_proj"], (shape[1] // 2, *shape[2:])
+    elif name.endswith("mlp.experts.down_proj"):
+        parts, size = ["down_proj"], shape[1:]
+    else:
+        return {name: shape}
+    start = name.rpartition(".")[0]
+    return {f"{start}.{expert}.{part}.weight": size for expert in range(shape[0]) for part in parts}
+
+
+def check_experts(config: Any) -> None:
+    """Raise `ValueError` for more experts a token than there are, or experts without a size."""
+    if not 0 < config.num_experts_per_tok <= config.num_experts or not config.moe_intermediate_size:
+        raise ValueError(
+            f"num_experts_per_tok is {config.num_experts_per_tok}, num_experts {config.num_experts} and moe_intermediate_size "
+            f"{config.moe_intermediate_size}: a token goes to one expert or more, and to no more than there are"
+        )

@@ -1,0 +1,34 @@
+"""Fast-dLLM v2 (`Fast_dLLM_Qwen`, arXiv 2509.26328): Qwen2.5 layers, and a shift, as autoregressive models have it.
+
+The hidden state at position i predicts the token at i + 1. So a block's first token is predicted by the last one of the block
+before it, once that is clean, and does not see its own block.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
+
+from .backbone import FamilyBackbone
+from .registry import family
+
+
+@family("fast_dllm_v2")
+class FastDLLMBackbone(FamilyBackbone):
+    """transformers' Qwen2 layers under a given mask: queries, keys and values have a bias and no norm."""
+
+    shifted = True
+    layer, attention = Qwen2DecoderLayer, Qwen2Attention
+    norm_kind, rotary = Qwen2RMSNorm, Qwen2RotaryEmbedding
+
+    @classmethod
+    def reads(cls, fields: Mapping[str, Any]) -> bool:
+        """Tell if a published config is one of this family."""
+        return fields.get("model_type") == "Fast_dLLM_Qwen"
+
+    @classmethod
+    def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Translate a published config, which calls the block size `bd_size` and names no mask."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        width = {"head_dim": given["hidden_size"] // given["num_attention_heads"]} if "hidden_size" in given else {}
+        return {"block_size": given.get("bd_size", 32), "mask_token_id": 151665, **width, **given}

@@ -1,0 +1,169 @@
+"""LLaDA2.0-mini and -flash (`llada2_moe`, arXiv 2512.15745): layers as transformers' GLM-4-MoE has them, under other names.
+
+256 experts behind a sigmoid router that corrects its choice by a bias, and looks at the best groups of experts only; one shared
+expert; rotation of a part of each head. Checkpoints hold queries, keys and values in one matrix, and experts singly.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter, WeightRenaming
+from transformers.models.glm4_moe.modeling_glm4_moe import (
+    Glm4MoeAttention,
+    Glm4MoeDecoderLayer,
+    Glm4MoeExperts,
+    Glm4MoeRMSNorm,
+    Glm4MoeRotaryEmbedding,
+    Glm4MoeTopkRouter,
+)
+
+from .backbone import EXPERTS, FamilyBackbone, check_experts, published_experts
+from .registry import family
+from .sdar import TensorShape
+
+# What published configs say of parts that there is one kind of here.
+_FIXED = {"use_bias": False, "use_qkv_bias": False, "use_qk_norm": True, "norm_head": False, "score_function": "sigmoid"}
+_FIXED |= {"moe_router_enable_expert_bias": True, "use_sliding_window": False}
+
+# Fields that mean something else here, and what is said in other words.
+_DROPPED = ("num_nextn_predict_layers", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window")
+
+# Published names of modules, and ours.
+_NAMES = {
+    "word_embeddings": "embed_tokens",
+    "attention.query_layernorm": "self_attn.q_norm",
+    "attention.key_layernorm": "self_attn.k_norm",
+    "attention.dense": "self_attn.o_proj",
+    "mlp.gate.expert_bias": "mlp.gate.e_score_correction_bias",
+}
+
+_EDITS = re.compile(r"llada-?2\.[1-9]", re.IGNORECASE)
+
+
+class SplitHeads(ConversionOps):
+    """Split the rows of one matrix into those of queries, keys and values, by a config's numbers of heads."""
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
+        """Split what comes as the one tensor of `input_dict`; `config` is among the keyword arguments."""
+        (given,) = input_dict.values()
+        config, tensor = kwargs["config"], given[0] if isinstance(given, list) else given
+        sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        parts = tensor.split([size * config.head_dim for size in sizes])
+        return {name: part.contiguous() for name, part in zip(target_patterns, parts, strict=True)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """Put them together again."""
+        return Concatenate(0)
+
+
+@family("llada2_moe")
+class LLaDA2Backbone(FamilyBackbone):
+    """transformers' GLM-4-MoE layers under a given mask."""
+
+    fields: ClassVar[dict[str, Any]] = {
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    }
+    layer, attention = Glm4MoeDecoderLayer, Glm4MoeAttention
+    norm_kind, rotary = Glm4MoeRMSNorm, Glm4MoeRotaryEmbedding
+    own_weights = (Glm4MoeExperts, Glm4MoeTopkRouter)
+    conversions = (
+        *(WeightRenaming(published, ours) for published, ours in _NAMES.items()),
+        WeightConverter(
+            source_patterns="attention.query_key_value.weight",
+            target_patterns=[f"self_attn.{part}_proj.weight" for part in "qkv"],
+            operations=[SplitHeads()],
+        ),
+        *EXPERTS,
+    )
+    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
+
+    def head_rotary(self, embeds: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin for the layers of a head, which turn as many pairs of dimensions as the backbone's."""
+        cos, sin = self.rotary_emb(embeds, position_ids)
+        turned = cos.shape[-1] // 2
+        still = (0, self.config.head_dim // 2 - turned)
+        cos, sin = F.pad(cos[..., :turned], still, value=1.0), F.pad(sin[..., :turned], still)
+        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+
+    @classmethod
+    def reads(cls, fields: Mapping[str, Any]) -> bool:
+        """Tell if a published config is one of this family."""
+        return fields.get("model_type") == "llada2_moe"
+
+    @classmethod
+    def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Translate a published config, which names neither blocks nor the mask.
+
+        Raises:
+            ValueError: for parts of another kind than the published ones have.
+        """
+        if wrong := {name: fields[name] for name, value in _FIXED.items() if fields.get(name, value) != value}:
+            raise ValueError(
+                f"the config has {wrong}: published models of the family 'llada2_moe' have none such, nor has this"
+            )
+        rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+        return {
+            **{"block_size": 32, "mask_token_id": 156895, "eos_token_id": 156892},
+            **{name: value for name, value in fields.items() if value is not None and name not in _DROPPED},
+            "n_shared_experts": fields.get("num_shared_experts", 1),
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": fields.get("rope_theta", 10000.0)},
+                **{"partial_rotary_factor": fields.get("partial_rotary_factor", 0.5), **rope},
+            },
+        }
+
+    def published(self, name: str, shape: TensorShape) -> dict[str, TensorShape]:
+        """List the tensors by which published checkpoints hold one of the model's state; what is in one with the queries is
+        listed there."""
+        layer, _, part = name.partition(".self_attn.")
+        if part in ("k_proj.weight", "v_proj.weight"):
+            return {}
+        if part == "q_proj.weight":
+            heads = self.config.num_attention_heads + 2 * self.config.num_key_value_heads
+            return {f"{layer}.attention.query_key_value.weight": (heads * self.config.head_dim, *shape[1:])}
+        for theirs, ours in _NAMES.items():
+            name = name.replace(f".{ours}", f".{theirs}")
+        return published_experts(name, shape)
+
+    @classmethod
+    def note(cls, source: str) -> str | None:
+        """Say that versions which edit what they have written do not do so here."""
+        if not _EDITS.search(source):
+            return None
+        return (
+            f"{source} was trained to edit tokens that are already there (LLaDA2.1: to replace them, 2.2: also to delete and "
+            "insert). It decodes here with editing off, each token final once it is revealed, as LLaDA2.0 does"
+        )
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        """Raise `ValueError` for a config that describes no model of the family."""
+        check_experts(config)
+        groups, size = config.n_group, config.num_experts
+        if not groups or size % groups or not 0 < config.topk_group <= groups or size // groups < 2:
+            raise ValueError(
+                f"n_group is {groups}, topk_group {config.topk_group} and num_experts {size}: experts come in groups of equal "
+                "size, two or more each, and a token looks at one group or more"
+            )
+        if config.num_experts_per_tok > config.topk_group * (size // groups) or not config.n_shared_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {config.num_experts_per_tok} and n_shared_experts {config.n_shared_experts}: a token "
+                "has no more experts than its groups, and there is a shared one"
+            )

@@ -1,0 +1,61 @@
+"""SDAR's backbone (`sdar`): Qwen3, and a mask that has to be given. The other families begin here."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+
+from .registry import family
+
+TensorShape = tuple[int, ...]
+
+
+@family("sdar")
+class MRPBackbone(Qwen3Model):
+    """transformers' `Qwen3Model`, whose mask has to be given: its own is causal. The backbone of dense SDAR.
+
+    Attributes:
+        shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
+    """
+
+    _tp_plan: ClassVar[Any] = {"embed_tokens": "replicate"}  # rows of lm_head, with which it may be tied, are read
+    shifted: ClassVar[bool] = False
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
+
+    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        """As `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as where a trainer computes a next-token loss."""
+        if not isinstance(attention_mask, dict):
+            raise ValueError(
+                "the backbone was called without the model around it, and would see a causal mask instead of its own. "
+                "TRL's trainers do so for a next-token loss, which ruins the model: train with mrp_trainer.MRPTrainer, which "
+                "takes the same records, or with transformers' Trainer and labels. For logits or hidden states call the model"
+            )
+        return super().forward(*args, attention_mask=attention_mask, **kwargs)
+
+    def head_rotary(self, embeds: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin for the layers of a head, [batch, length, head_dim] each."""
+        cos, sin = self.rotary_emb(embeds, position_ids)
+        return cos, sin
+
+    @classmethod
+    def reads(cls, fields: Mapping[str, Any]) -> bool:
+        """Tell if a published config is one of this family."""
+        return fields.get("model_type") == "sdar"
+
+    @classmethod
+    def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Translate a published config's fields into those of `MRPConfig`; the rest of them is dropped."""
+        return dict(fields)
+
+    def published(self, name: str, shape: TensorShape) -> dict[str, TensorShape]:
+        """List the tensors, with their shapes, by which published checkpoints hold one of the model's state."""
+        return {name: shape}
+
+    @classmethod
+    def note(cls, source: str) -> str | None:
+        """Say what a user of the checkpoint `source` has to know; None: nothing."""
+        return None

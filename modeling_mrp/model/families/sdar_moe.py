@@ -1,0 +1,58 @@
+"""SDAR-30B-A3B (`sdar_moe`): Qwen3-MoE layers (SDAR, arXiv 2510.06303). Checkpoints hold each expert's matrices singly."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeAttention,
+    Qwen3MoeDecoderLayer,
+    Qwen3MoeExperts,
+    Qwen3MoeRMSNorm,
+    Qwen3MoeRotaryEmbedding,
+    Qwen3MoeTopKRouter,
+)
+
+from .backbone import EXPERTS, FamilyBackbone, check_experts, published_experts
+from .registry import family
+from .sdar import TensorShape
+
+
+@family("sdar_moe")
+class SDARMoeBackbone(FamilyBackbone):
+    """transformers' Qwen3-MoE layers under a given mask."""
+
+    fields: ClassVar[dict[str, Any]] = {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    layer, attention = Qwen3MoeDecoderLayer, Qwen3MoeAttention
+    norm_kind, rotary = Qwen3MoeRMSNorm, Qwen3MoeRotaryEmbedding
+    own_weights = (Qwen3MoeExperts, Qwen3MoeTopKRouter)
+    conversions = EXPERTS
+
+    @classmethod
+    def reads(cls, fields: Mapping[str, Any]) -> bool:
+        """Tell if a published config is one of this family."""
+        return fields.get("model_type") == "sdar_moe"
+
+    @classmethod
+    def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Translate a published config; the first checkpoints, of blocks of 4, name no block size."""
+        return {"block_size": 4, **{name: value for name, value in fields.items() if value is not None}}
+
+    def published(self, name: str, shape: TensorShape) -> dict[str, TensorShape]:
+        """List the tensors by which published checkpoints hold one of the model's state."""
+        return published_experts(name, shape)
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        """Raise `ValueError` for a config that describes no model of the family."""
+        check_experts(config)
+        if config.decoder_sparse_step < 1:
+            raise ValueError(
+                f"decoder_sparse_step is {config.decoder_sparse_step}: every how many layers one has experts, 1 or more"
+            )

@@ -1,0 +1,30 @@
+"""Stable-DiffCoder-8B (ByteDance Seed): Llama layers. The config declares `llama`; its architecture tells it from others."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from .backbone import FamilyBackbone
+from .registry import family
+
+
+@family("stable_diffcoder")
+class StableDiffCoderBackbone(FamilyBackbone):
+    """transformers' Llama layers under a given mask: no norms of queries and keys."""
+
+    fields: ClassVar[dict[str, Any]] = {"mlp_bias": False}
+    layer, attention = LlamaDecoderLayer, LlamaAttention
+    norm_kind, rotary = LlamaRMSNorm, LlamaRotaryEmbedding
+
+    @classmethod
+    def reads(cls, fields: Mapping[str, Any]) -> bool:
+        """Tell if a published config is one of this family."""
+        return fields.get("model_type") == "llama" and "StableDiffcoderForCausalLM" in (fields.get("architectures") or ())
+
+    @classmethod
+    def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Translate a published config, which names neither blocks nor the mask, and a head's size only by others."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        width = {"head_dim": given["hidden_size"] // given["num_attention_heads"]} if "hidden_size" in given else {}
+        return {"block_size": 4, "mask_token_id": 5, **width, **given}

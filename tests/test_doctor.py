@@ -1,0 +1,243 @@
+"""`mrp doctor` on a CPU: its page, and a broken kernel, graph, acceptance or head, each named in it."""
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, make_model
+from mrp_trainer import cli
+from mrp_trainer.doctor import page, rounds, texts
+from mrp_trainer.doctor.kernels import attention_cases
+from mrp_trainer.doctor.options import DoctorOptions
+from mrp_trainer.doctor.report import Check
+from mrp_trainer.doctor.roofline import PUBLISHED, Counts, Device, Shape, round_seconds
+from mrp_trainer.doctor.rounds import Timed, proposed
+from mrp_trainer.doctor.texts import gaps, published_config, random_model
+from tape import TapeRecorder, tapes
+from test_cli import mrp
+from test_first_use import LAUNCHES, Stale, broken
+from transformers import PreTrainedTokenizerFast
+
+from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp.generate import loop
+from modeling_mrp.generate.option_table import TARGETS
+from modeling_mrp.generate.output import MRPGenerateOutput
+from modeling_mrp.kernels import dispatch
+from modeling_mrp.kernels.dispatch import triton
+from modeling_mrp.networks import graphs
+from modeling_mrp.rules.reveal import Static
+
+__all__ = ["tapes"]  # a fixture
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities
+interpreted = pytest.mark.skipif(triton is None or torch.cuda.is_available(), reason="needs triton's interpreter")
+CPU = torch.device("cpu")
+LITTLE = ["--states", "1", "--states", "3", "--batch", "2", "--turns", "1"]
+DRAFTS = [f"drafts of {target} by {mode}" for target in TARGETS for mode in ("mrp_spec", "self_spec")]
+
+
+@pytest.fixture(autouse=True)
+def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "TOKENS", 14)
+    monkeypatch.setattr(rounds, "TOKENS", 14)
+    monkeypatch.setattr(rounds, "SHORT", 4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, id_tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A checkpoint in float32 of random weights, which words mean nothing to."""
+    made = tmp_path_factory.mktemp("doctor") / "model"
+    model = make_model(3, num_hidden_layers=1, num_nextn_predict_layers=1).float()
+    model.generation_config.eos_token_id, model.generation_config.confidence_threshold = 3, 0.05
+    model.save_pretrained(made)
+    id_tokenizer.save_pretrained(made)
+    return made
+
+
+def examined(folder: Path) -> dict[str, Check]:
+    """The checks by name, without times."""
+    report = page.examine(DoctorOptions(model=str(folder), states=[], batch=[]))
+    return {check.name: check for check in report.checks}
+
+
+def failed(folder: Path) -> list[str]:
+    """The names of what failed, each of which the page names."""
+    report = page.examine(DoctorOptions(model=str(folder), states=[], batch=[]))
+    assert f"**Failed: {'; '.join(report.failed)}.**" in report.page()
+    assert all(f"| {name} | **failed** |" in report.page() for name in report.failed)
+    return report.failed
+
+
+@interpreted
+def test_the_page(folder: Path) -> None:
+    """Everything that a CPU can check, times of each width, and the widths that it proposes."""
+    shown = mrp("doctor", "--model", str(folder), *LITTLE)
+    for name in ("weights of the backbone", "weights of the head", *(f"kernel {name}" for name in page.KERNELS), *DRAFTS):
+        assert f"| {name} | ok |" in shown
+    assert "| graphs in generate | left out |  | the model is on cpu: move it to a CUDA device |" in shown
+    assert [line.split(" | ")[:2] for line in shown.splitlines() if line.startswith("| 2 |")] == [["| 2", "1"], ["| 2", "3"]]
+    assert "Most tokens a second on these prompts, batch 2: `num_draft_states=" in shown
+    assert shown.strip().endswith("All 15 checks passed.")
+
+
+def test_json_has_it_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "check_kernels", lambda *_: [Check("kernel pick", False, 0.5, "of 0.1")])
+    result = (
+        __import__("typer.testing", fromlist=["CliRunner"])
+        .CliRunner()
+        .invoke(cli.app, ["doctor", "--model", str(folder), *LITTLE, "--json"])
+    )
+    assert result.exit_code == 1
+    said = json.loads(result.stdout)
+    assert said["failed"] == ["kernel pick"]
+    assert {"name": "kernel pick", "ok": False, "difference": 0.5, "note": "of 0.1"} in said["checks"]
+    assert [(one["batch"], one["states"]) for one in said["rounds"]] == [(2, 1), (2, 3)]
+    assert all(one["seconds"] > 0 < one["floor"] and one["tokens_per_second"] > 0 for one in said["rounds"])
+    assert said["proposed"].keys() == {"2"}
+    assert said["machine"]["mrp"]
+
+
+@interpreted
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_broken_kernel_is_named(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, launch = LAUNCHES[name]
+    real: Callable[..., Any] = getattr(module, launch)
+    monkeypatch.setattr(module, launch, lambda *given, **more: broken(real(*given, **more)))
+    monkeypatch.setattr(page, "check_drafts", lambda *_: [])
+    assert set(failed(folder)) == {f"kernel {name}"} | ({"kernel pick, sampled"} if name == "pick" else set())
+
+
+@interpreted
+def test_a_kernel_that_raises_is_named_and_the_rest_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, launch = LAUNCHES["rotated"]
+    monkeypatch.setattr(module, launch, lambda *_: 1 / 0)
+    monkeypatch.setattr(page, "check_drafts", lambda *_: [])
+    found = examined(folder)
+    assert found["kernel rotated"].ok is False
+    assert "ZeroDivisionError" in found["kernel rotated"].note
+    assert all(check.ok for name, check in found.items() if name not in ("kernel rotated", "graphs in generate"))
+
+
+@pytest.mark.parametrize("compared", [False, True], ids=["used", "found at first use"])
+def test_a_broken_graph_is_named(
+    compared: bool, tapes: type[TapeRecorder], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that repeats its first result, where nothing compares it at first use and where something does; whole ones pass."""
+    monkeypatch.setattr(page, "check_kernels", lambda *_: [])
+    monkeypatch.setattr(page, "check_drafts", lambda *_: [])
+    assert examined(folder)["graphs in generate"].ok
+    assert tapes.replays > 0
+    monkeypatch.setitem(graphs.RECORDERS, "cpu", Stale)
+    monkeypatch.setattr(graphs, "CHECKED_ON", {"cpu"} if compared else set())
+    with pytest.warns(UserWarning, match="wrong when it is replayed") if compared else nullcontext():
+        found = examined(folder)["graphs in generate"]
+    assert found.ok is False
+    assert ("not used: a recording" in found.note) is compared
+
+
+def test_drafts_that_are_accepted_wrongly_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if all drafts were of `static`: those of other targets make another text."""
+    monkeypatch.setattr(page, "check_kernels", lambda *_: [])
+    real, static = loop.accept, Static((1,))
+    monkeypatch.setattr(loop, "accept", lambda row, rule, *given: real(row, static if given[-1] else rule, *given))
+    assert set(failed(folder)) == {name for name in DRAFTS if " of static " not in name}
+
+
+def test_a_head_that_is_not_finite_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backbone's texts and their stale drafts are right."""
+    monkeypatch.setattr(page, "check_kernels", lambda *_: [])
+    model: Any = MRPForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.mrp_head.norm.weight[3] = torch.nan
+    monkeypatch.setattr(page, "load_model", lambda *_: model)
+    found = examined(folder)
+    assert found["weights of the head"].note == "not finite: mrp_head.norm.weight"
+    assert next(name for name in found if found[name].ok is False) == "weights of the head"
+    assert all(found[name].ok for name in DRAFTS if name.endswith("self_spec"))
+
+
+def test_on_a_cpu_without_an_interpreter_kernels_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_unusable", lambda *_, **__: "no")
+    if triton is not None:
+        monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    found = list(page.check_kernels(PUBLISHED["4B"], torch.bfloat16, CPU, DoctorOptions()))
+    assert [(check.name, check.ok) for check in found] == [(f"kernel {name}", None) for name in page.KERNELS]
+
+
+def test_the_width_that_is_proposed() -> None:
+    timed = [Timed(1, 1, 1.0, 0.5, 1.0, 90.0), Timed(1, 4, 1.2, 0.5, 2.5, 200.0), Timed(4, 1, 1.0, 0.5, 1.0, 300.0)]
+    assert proposed([*timed, Timed(4, 4, 3.0, 0.5, 2.5, 250.0)]) == {1: 4, 4: 1}
+
+
+def outputs(tokens: list[list[int]], logprobs: list[list[float]], steps: list[list[int]] | None = None) -> MRPGenerateOutput:
+    """Of a prompt of two tokens; 0 is padding. By default each row reveals all in its first step."""
+    ids = torch.tensor(tokens)
+    revealed = torch.where(ids == 0, -1, 0 if steps is None else torch.tensor(steps))
+    whole = torch.cat([torch.full((len(ids), 2), 9), ids], 1)
+    return MRPGenerateOutput(sequences=whole, reveal_step=revealed, token_logprobs=torch.tensor(logprobs))
+
+
+def test_gaps_by_hand() -> None:
+    """A text of two tokens ends after one in the other's, which has three. Means of what its one step reveals: -0.5 and
+    -1.95 / 3 = -0.65."""
+    ours = outputs([[3, 4, 0], [5, 6, 0]], [[-0.5] * 3, [-0.25, -0.75, 0.0]])
+    theirs = outputs([[3, 4, 0], [5, 7, 8]], [[-0.5] * 3, [-0.25, -0.7, -1.0]])
+    same, differs = gaps(ours, theirs)
+    assert same is None
+    assert differs == pytest.approx(0.15)
+
+
+def test_the_gap_is_that_of_the_first_step_which_differs() -> None:
+    """Step 1 reveals the third token here and the second there, at -0.3 and -0.32; what follows may differ by any amount."""
+    ours = outputs([[5, 6, 7]], [[-0.1, -4.0, -0.3]], [[0, 2, 1]])
+    theirs = outputs([[5, 8, 9]], [[-0.1, -0.32, -0.5]], [[0, 1, 2]])
+    assert gaps(ours, theirs) == [pytest.approx(0.02)]
+    ended = outputs([[5, 0, 0]], [[-0.1, 0.0, 0.0]])
+    assert gaps(ended, theirs) == [float("inf")]
+
+
+@interpreted
+def test_attention_of_a_round() -> None:
+    """Three states of 4 tokens behind 70 slots."""
+    (case,) = attention_cases(Shape("small", 32, 48, 1, 2, 1, 16, 64, 4, 1), 2, 3, 70, torch.float32, CPU)
+    query, key, value = case.inputs()
+    assert (query.shape, key.shape) == ((2, 2, 12, 16), (2, 1, 128 + 12, 16))
+    assert case.error((query, key, value)) < 1e-6
+
+
+def test_the_floor_of_a_round_at_batch_1_is_reading_the_weights_once() -> None:
+    """4B, K = 1: 36 layers of 100,930,816 numbers and lm_head of 388,956,160, in bfloat16 at 4.3 TB/s, and little else."""
+    device = Device("H200", 4.3e12, 989e12)
+    weights = 2 * (36 * 100_930_816 + 388_956_160) / 4.3e12
+    assert weights < round_seconds(PUBLISHED["4B"], device, Counts(1.0, 1), 1, 512) < 1.02 * weights
+    head = 2 * (3 * 100_930_816 + 2 * 2560**2 + 388_956_160) / 4.3e12
+    drafted = round_seconds(PUBLISHED["4B"], device, Counts(1.0, 4, 1.0, 3), 1, 512)
+    assert weights + head < drafted < 1.02 * (weights + head)
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_a_published_shape_is_that_of_its_config(size: str) -> None:
+    theirs = MRPConfig.from_pretrained(ROOT / "hub_configs" / f"sdar-{size.lower()}-mrp")
+    ours = published_config(size.lower())
+    assert Shape.of(size, theirs) == Shape.of(size, ours) == PUBLISHED[size]
+    assert (ours.rope_parameters, ours.mask_token_id) == (theirs.rope_parameters, theirs.mask_token_id)
+
+
+def test_a_random_model_is_whole() -> None:
+    """Built without an initialisation that walks the weights: no tensor is left as the memory was."""
+    rope = published_config("1.7B").rope_parameters
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    ids = {"vocab_size": 200, "mask_token_id": 199, "pad_token_id": 0}
+    config = MRPConfig(**small, **ids, num_hidden_layers=2, num_nextn_predict_layers=1, rope_parameters=rope)
+    model, again = (random_model(config, torch.bfloat16, CPU) for _ in range(2))
+    for (name, parameter), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, other)
+        assert (parameter == 1).all() if "norm" in name else 0.01 < parameter.float().std() < 0.03
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, 1e6 ** -(torch.arange(0, 16, 2) / 16))
+    out = model.generate(torch.tensor([[1, 2, 3]]), decoding="mrp_spec", max_new_tokens=20)
+    assert out.shape == (1, 23)

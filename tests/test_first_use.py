@@ -1,0 +1,181 @@
+"""What a GPU is checked for at first use, with interpreted kernels and tapes: what is broken is found, told and not used."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from tape import TapeRecorder, graphs_of_nothing, tapes
+from torch import Tensor
+
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate.option_table import DECODINGS
+from modeling_mrp.kernels import dispatch, fused_layers, pick, round_attention
+from modeling_mrp.kernels.dispatch import SAMPLES, Dispatch, relative_error, triton
+from modeling_mrp.networks import graphs
+
+__all__ = ["tapes"]  # a fixture
+
+pytestmark = [
+    pytest.mark.skipif(triton is None or torch.cuda.is_available(), reason="needs triton's interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of infinities
+    pytest.mark.usefixtures("few_candidates", "wide_programs"),
+]
+IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])
+OPTIONS: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 3, "eos_token_id": None, "max_new_tokens": 4}
+# By kernel: the module and name of what launches it.
+LAUNCHES = {
+    "pick": (pick, "_pick_kernel"),
+    "round_attention": (round_attention, "round_attention"),
+    "sum_and_norm": (fused_layers, "_sum_and_norm_kernel"),
+    "rotated": (fused_layers, "_rotated_kernel"),
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are chosen by themselves on a CPU, and compared as on a GPU; nothing has failed or been compared before."""
+    usable = dispatch._unusable
+    monkeypatch.setattr(dispatch, "_unusable", lambda device, dtype, interpreted: usable(device, dtype, True))
+    monkeypatch.setattr(dispatch, "_failed", set())
+    monkeypatch.setattr(dispatch, "_checked", set())
+    dispatch.CHECKED_ON.add("cpu")
+    yield
+    dispatch.CHECKED_ON.discard("cpu")
+
+
+def small() -> MRPForCausalLM:
+    return make_model(3, num_hidden_layers=1, num_nextn_predict_layers=1, vocab_size=99).float()
+
+
+def broken(result: Any) -> Any:
+    """As of a kernel that leaves a tenth of a result out, or the last of several tokens."""
+    if isinstance(result, tuple):
+        return tuple(map(broken, result))
+    wrong = result.flatten().clone()
+    wrong[-max(1, len(wrong) // 10) :] = 0
+    return wrong.view(result.shape)
+
+
+def test_every_kernel_has_samples() -> None:
+    assert SAMPLES.keys() == LAUNCHES.keys()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_kernels_that_are_right_are_compared_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    for name, samples in SAMPLES.items():
+        monkeypatch.setitem(SAMPLES, name, lambda *given, n=name, s=samples: compared.append(n) or s(*given))
+    model, generator = small(), torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*kernel.*")
+        text = model.generate(IDS, **OPTIONS)
+        model.generate(IDS, **OPTIONS)
+    assert sorted(compared) == sorted(LAUNCHES)
+    assert dispatch.failed_kernels() == []
+    assert text.equal(model.generate(IDS, kernels=False, **OPTIONS))
+    assert generator.equal(torch.get_rng_state())
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_broken_kernel_is_told_and_not_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, whatever is decoded; the others go on. Where kernels are asked for it is an error."""
+    module, launch = LAUNCHES[name]
+    real: Callable[..., Any] = getattr(module, launch)
+    calls: list[int] = []
+    monkeypatch.setattr(module, launch, lambda *given, **more: calls.append(1) or broken(real(*given, **more)))
+    model = small()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        texts = [model.generate(IDS, **{**OPTIONS, "decoding": mode}) for mode in ("static", "mrp_spec", "mrp_spec")]
+    told = [str(one.message) for one in caught if "Triton kernel" in str(one.message)]
+    assert len(told) == 1
+    assert f"{name!r} failed on cpu and PyTorch is used in its place" in told[0]
+    assert "its results on a small sample differ from PyTorch's by" in told[0]
+    assert dispatch.failed_kernels() == [f"{name} on cpu"]
+    assert len(calls) == 1, "it ran for its sample alone"
+    assert texts[2].equal(model.generate(IDS, kernels=False, **OPTIONS))
+    with pytest.raises(RuntimeError, match=f"{name!r} failed on cpu .*differ from PyTorch's.*kernels=False"):
+        model.generate(IDS, kernels=True, **OPTIONS)
+
+
+def test_nothing_is_compared_on_a_cpu(tapes: type[TapeRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither kernels, also where they are forced, nor recordings."""
+
+    def refused(*_: Any) -> None:
+        pytest.fail("compared")
+
+    for name in SAMPLES:
+        monkeypatch.setitem(SAMPLES, name, refused)
+    monkeypatch.setattr(graphs, "check_close", refused)
+    model = small()
+    for _ in range(2):
+        model.generate(IDS, kernels=True, graphs=True, **OPTIONS)
+    assert tapes.replays > 0
+
+
+class Stale(TapeRecorder):
+    """Records what a step gave then, as a graph whose inputs lie somewhere else."""
+
+    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        output = step().clone()
+        return lambda: output
+
+
+class Zeros(TapeRecorder):
+    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        output = torch.zeros_like(step())
+        return lambda: output
+
+
+@pytest.mark.usefixtures("as_on_a_gpu", "tapes")
+@pytest.mark.parametrize("recorder", [Stale, Zeros])
+def test_a_broken_recording_is_told_and_not_used(recorder: type[TapeRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(graphs.RECORDERS, "cpu", recorder)
+    model, options = small().double(), {**OPTIONS, "max_new_tokens": 30}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        texts = [model.generate(IDS, **options) for _ in range(2)]
+    told = [str(one.message) for one in caught if "CUDA graph" in str(one.message)]
+    assert len(told) == 1
+    assert "a round of decoding is wrong when it is replayed as a CUDA graph" in told[0]
+    assert "decoding goes on without graphs" in told[0]
+    plain = model.generate(IDS, graphs=False, **options)
+    assert all(text.equal(plain) for text in texts)
+    assert graphs.recording_report(model)["failed"] == 1
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_two_replays_of_a_recording_are_compared(tapes: type[TapeRecorder]) -> None:
+    runs, kept = torch.zeros(1), graphs_of_nothing()
+
+    def step(x: Tensor) -> Tensor:
+        runs.add_(1)
+        return x * 2
+
+    assert [kept.call("twice", step, torch.full((2,), float(n)))[0].item() for n in range(5)] == [0, 2, 4, 6, 8]
+    assert (runs.item(), kept.replays, kept.failed) == (5 + 2, 4, False)
+
+
+def test_an_error_by_hand() -> None:
+    nan, inf = torch.nan, torch.inf
+    assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
+    assert relative_error(torch.tensor([nan, inf, 1.0]), torch.tensor([nan, inf, 1.0])) == 0
+    assert relative_error(torch.tensor([nan, 1.0]), torch.tensor([0.0, 1.0])) == inf
+    assert relative_error(torch.tensor([0.0, 1.0]), torch.tensor([nan, 1.0])) == inf
+    with pytest.raises(ArithmeticError, match=r"they differ by 0\.1 of their size, where rounding makes 0\.005 at most"):
+        dispatch.check_close("they differ", torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
+
+
+def test_each_mode_launches_no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without samples would be used unchecked."""
+    names: set[str] = set()
+    run = Dispatch.run
+    monkeypatch.setattr(Dispatch, "run", lambda self, name, *more, **other: names.add(name) or run(self, name, *more, **other))
+    model = small()
+    for mode in DECODINGS:
+        model.generate(IDS, **{**OPTIONS, "decoding": mode, "max_new_tokens": 4})
+    assert names - {"fused_layers"} == SAMPLES.keys()

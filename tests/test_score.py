@@ -1,0 +1,246 @@
+"""`score` of given texts: beside a loop of `forward` calls, one for each token, and beside what `generate` says of its text."""
+
+import math
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from helpers import BLOCK, MASK, PROMPTS, close, generate, left_padded, random_ids
+from refusals import guarded, rejected
+from torch import Tensor
+
+from modeling_mrp import MRPForCausalLM, MRPScoreOutput
+from modeling_mrp.generate import score as module
+
+pytestmark = pytest.mark.usefixtures("exact_norms")
+TEXTS = [random_ids(seed, length).tolist() for seed, length in enumerate((11, 4, 1, 16, 9))]
+
+
+def said(model: MRPForCausalLM, text: list[int], at: int, shown: list[int], temperature: float = 1.0) -> Tensor:
+    """Log-probabilities [vocab] of the token at a position, whose block shows some positions: one call of `forward`."""
+    block = model.config.block_size
+    end = (at // block + 1) * block
+    ids = [text[i] if i < end - block or i in shown else MASK for i in range(end)]
+    logits = model(torch.tensor([ids])).logits[0, at].clone()
+    logits[MASK] = -torch.inf
+    return (logits / temperature).log_softmax(-1)
+
+
+def slowly(model: MRPForCausalLM, text: list[int], temperature: float = 1.0) -> Tensor:
+    """Log-probabilities [length] of a text, a forward for each token."""
+    return torch.stack([said(model, text, at, list(range(at)), temperature)[one] for at, one in enumerate(text)])
+
+
+def batch(texts: list[list[int]], side: str, prompts: list[int] | None = None) -> dict[str, Tensor]:
+    """Inputs of `score`, of which so many first tokens are not scored."""
+    inputs = left_padded(texts, side)
+    labels = inputs["input_ids"].clone()
+    for row, (text, length) in enumerate(zip(texts, prompts or [0] * len(texts), strict=True)):
+        begin = labels.shape[1] - len(text) if side == "left" else 0
+        labels[row, begin : begin + length] = -100
+    return inputs if prompts is None else {**inputs, "labels": labels}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[int | str, MRPForCausalLM]:
+    """By block size, and of families: one whose hidden states are those of the next position, and one with experts."""
+    found: dict[int | str, MRPForCausalLM] = {block: make_model(block_size=block) for block in (BLOCK, 32)}
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return found | {"fast_dllm_v2": make_model(family="fast_dllm_v2"), "sdar_moe": make_model(family="sdar_moe", **sizes)}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("most", [1, 24, 512])
+@pytest.mark.parametrize("kind", [BLOCK, 32, "fast_dllm_v2", "sdar_moe"])
+def test_a_forward_for_each_token_says_the_same(
+    models: dict[int | str, MRPForCausalLM], kind: int | str, most: int, side: str
+) -> None:
+    model, inputs = models[kind], batch(TEXTS, side)
+    out = model.score(**inputs, tokens_per_forward=most)
+    real = inputs["attention_mask"].bool()
+    assert out.logprobs.dtype == torch.float64
+    assert out.scored.equal(real)
+    assert out.logprobs[~real].eq(0).all()
+    for row, text in enumerate(TEXTS):
+        slow = slowly(model, text)
+        close(out.logprobs[row, real[row]], slow)
+        close(out.sums[row], slow.sum())
+        close(out.perplexity[row], (-slow.mean()).exp(), 1e-8)
+
+
+def test_how_many_forwards_it_takes(models: dict[int | str, MRPForCausalLM]) -> None:
+    """The text before the last scored block is read once, a state for each scored token: 16 of the longest row."""
+    inputs = batch(TEXTS, "right")
+    for most, forwards in ((512, (1, 1)), (5 * BLOCK * 4, (1, 4)), (5 * BLOCK, (3, 16)), (1, (3, 16))):
+        found = models[BLOCK].score(**inputs, tokens_per_forward=most).forwards
+        assert (found["prefill"], found["score"]) == forwards
+    inputs = batch(TEXTS[:1], "right", [9])
+    assert models[BLOCK].score(**inputs, tokens_per_forward=1).forwards == {"prefill": 2, "score": 2}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("decoding", ["sequential", "mrp_spec"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_what_generate_reports_of_its_text(attention: str, decoding: str, temperature: float) -> None:
+    """Of sampled texts behind prompts of three lengths, some with an end within a block."""
+    model = make_model()
+    model.set_attn_implementation(attention)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "seed": 5, "eos_token_id": [*range(1, 12)]}
+    target = {} if decoding == "sequential" else {"target": "sequential", "num_draft_states": 3}
+    made = generate(
+        model, PROMPTS, decoding=decoding, max_new_tokens=13, pad_token_id=0, output_scores=True, **target, **sampling
+    )
+    new = (made.reveal_step >= 0).sum(1).tolist()
+    assert len(set(new)) > 1
+    width = left_padded(PROMPTS)["input_ids"].shape[1]
+    real = torch.cat([left_padded(PROMPTS)["attention_mask"], (made.reveal_step >= 0).long()], 1)
+    labels = made.sequences.masked_fill(torch.arange(made.sequences.shape[1]) < width, -100)
+    out = model.score(made.sequences, real, labels, temperature=temperature)
+    close(out.logprobs[:, width:].float(), made.token_logprobs, 1e-6)
+    told = model.compute_transition_scores(made.sequences, made.scores, normalize_logits=True)
+    close(out.logprobs[:, width:], told, 1e-10 if attention == "sdpa" else 1e-6)  # eager attention has a softmax in float32
+
+
+def test_greedy_texts_are_the_likeliest_token_by_token(models: dict[int | str, MRPForCausalLM]) -> None:
+    model = models[BLOCK]
+    made = generate(model, PROMPTS, decoding="sequential", max_new_tokens=9)
+    real = torch.cat([left_padded(PROMPTS)["attention_mask"], torch.ones(3, 9, dtype=torch.long)], 1)
+    labels = made.sequences.masked_fill(torch.arange(19) < 10, -100)
+    assert model.score(made.sequences, real, labels).greedy[:, 10:].all()
+    other = made.sequences.clone()
+    other[0, 14] = 1 + other[0, 14] % 40
+    out = model.score(other, real, labels.where(labels == -100, other))
+    assert out.greedy[1:, 10:].all()
+    assert not out.greedy[0, 14]
+    assert not out.greedy[:, :10].any()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_what_is_not_scored_changes_nothing(models: dict[int | str, MRPForCausalLM], side: str) -> None:
+    """Prompts, and tokens between the scored ones: the others have what they have without labels, 0 stands there."""
+    whole = models[BLOCK].score(**batch(TEXTS, side)).logprobs
+    part = models[BLOCK].score(**batch(TEXTS, side, [6, 0, 1, 15, 3]))
+    assert part.scored.sum(1).tolist() == [5, 4, 0, 1, 6]
+    close(part.logprobs, whole * part.scored)
+    assert part.sums[2] == 0
+    assert part.perplexity[2].isnan()
+    inputs = batch(TEXTS, side)
+    inputs["labels"] = inputs["input_ids"].masked_fill(torch.arange(16) % 3 == 1, -100)
+    holes = models[BLOCK].score(**inputs)
+    close(holes.logprobs, whole * holes.scored)
+    none = models[BLOCK].score(inputs["input_ids"], labels=torch.full((5, 16), -100))
+    assert not none.scored.any()
+    assert none.logprobs.eq(0).all()
+    assert none.forwards == {"prefill": 0, "score": 0}
+
+
+def test_a_row_does_not_depend_on_its_neighbours(models: dict[int | str, MRPForCausalLM]) -> None:
+    for options in ({}, {"order": "sampled", "samples": 2, "seed": 3}):
+        together = models[BLOCK].score(**batch(TEXTS, "left"), **options)
+        for row, text in enumerate(TEXTS):
+            alone = models[BLOCK].score(torch.tensor([text]), **options)
+            close(alone.logprobs[0], together.logprobs[row, -len(text) :])
+
+
+def test_sampled_orders_by_hand(models: dict[int | str, MRPForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each order reveals a block's scored tokens one after the other; those given to the left of them are seen, and masks
+    stand for those to the right."""
+    model, text = models[BLOCK], TEXTS[0][:10]
+    drawn: list[list[int]] = []
+
+    def noted(*arguments: Any) -> Tensor:
+        ranks = monkeypatched(*arguments)
+        drawn.append(ranks.tolist())
+        return ranks
+
+    monkeypatched = module._drawn
+    monkeypatch.setattr(module, "_drawn", noted)
+    out = model.score(**batch([text], "right", [5]), order="sampled", samples=3, seed=7)
+    sums = []
+    for ranks in drawn:
+        total = 0.0
+        for at in range(5, 10):
+            block = range(at // BLOCK * BLOCK, at // BLOCK * BLOCK + BLOCK)
+            shown = [i for i in block if (i < 5) or (i < 10 and ranks[i] < ranks[at])]
+            total += said(model, text, at, shown)[text[at]].item()
+        sums.append(total)
+    assert len(set(sums)) == 3
+    close(out.sample_sums[:, 0], torch.tensor(sums, dtype=torch.float64))
+    close(out.sums, out.sample_sums.mean(0))
+    assert model.score(**batch([text], "right", [5])).sample_sums is None
+
+
+def test_the_bound_is_one(models: dict[int | str, MRPForCausalLM]) -> None:
+    """Of a block of three scored tokens: the mean of all six orders is under the log of the mean chance, and many drawn orders
+    come near to it."""
+    model, text = models[BLOCK], [7, 12, 33, 41]
+    each = []
+    for order in permutations(range(1, 4)):
+        each.append(sum(said(model, text, at, [0, *order[:turn]])[text[at]].item() for turn, at in enumerate(order)))
+    exact = math.log(sum(map(math.exp, each)) / 6)
+    bound = sum(each) / 6
+    assert bound < exact
+    drawn = model.score(**batch([text], "right", [1]), order="sampled", samples=300, seed=0)
+    found = {round(one, 9) for one in drawn.sample_sums[:, 0].tolist()}
+    assert found == {round(one, 9) for one in each}
+    error = torch.tensor(each).std().item() / math.sqrt(300)
+    assert abs(drawn.sums.item() - bound) < 4 * error
+
+
+def test_seeds(models: dict[int | str, MRPForCausalLM]) -> None:
+    sampled = {**batch(TEXTS[:1], "right"), "order": "sampled", "samples": 2}
+    first, again, other = (models[BLOCK].score(**sampled, seed=seed).sample_sums for seed in (1, 1, 2))
+    assert first.equal(again)
+    assert not first.equal(other)
+    torch.manual_seed(0)
+    drawn = models[BLOCK].score(**sampled).sample_sums
+    torch.manual_seed(0)
+    assert models[BLOCK].score(**sampled).sample_sums.equal(drawn)
+
+
+def test_in_bfloat16() -> None:
+    """Log-probabilities are float32 of the logits there."""
+    out = make_model().bfloat16().score(torch.tensor(TEXTS[:1]))
+    assert isinstance(out, MRPScoreOutput)
+    assert out.logprobs.dtype == torch.float32
+    assert out.logprobs.lt(0).all()
+
+
+PAIR = torch.tensor([[1, 2, 3], [4, 5, 6]])
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a mask": ({"input_ids": torch.tensor([[1, MASK]])}, "mask id 60", "call the model"),
+    "ids": ({"input_ids": torch.tensor([[1, 64]])}, "hold the id 64, outside the vocabulary of 64", "tokenizer"),
+    "no tensor": ({"input_ids": [[1, 2]]}, "input_ids are a list", r"\[rows, n\] tensor"),
+    "one row": ({"input_ids": torch.tensor([1, 2])}, r"shape \[2\]", r"input_ids\[None\]"),
+    "an empty row": ({"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "row 1 has no token", "drop the row"),
+    "holes": ({"attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}, "row 0 has holes", "contiguous"),
+    "a long text": ({"input_ids": torch.ones(1, 40_000, dtype=torch.long)}, "40000.*max_position_embeddings", "shorten"),
+    "shifted labels": ({"labels": PAIR.roll(-1, 1)}, "labels hold 2 at row 0, column 0, and input_ids 1", "without a shift"),
+    "labels of another shape": ({"labels": PAIR[:1]}, r"labels are \[1, 3\] for input_ids of \[2, 3\]", "same shape"),
+    "an order": ({"order": "static"}, "order is 'static'", "'sampled'"),
+    "samples without effect": ({"samples": 3}, "samples=3", "order='sampled'"),
+    "a seed without effect": ({"seed": 3}, "seed=3", "order='sampled'"),
+    "no samples": ({"order": "sampled", "samples": 0}, "samples is 0", "at least 1"),
+    "a seed": ({"order": "sampled", "seed": [1, 2]}, r"seed is \[1, 2\]", "integer"),
+    "temperature": ({"temperature": 0.0}, "temperature is 0.0", "above 0"),
+    "no room": ({"tokens_per_forward": 0}, "tokens_per_forward is 0", "at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str) -> None:
+    given, value, remedy = REFUSED[case]
+    rejected(lambda: guarded(make_model()).score(**{"input_ids": PAIR, **given}), value, remedy)
+
+
+def test_in_training_mode() -> None:
+    rejected(lambda: guarded(make_model().train()).score(PAIR), "training mode", r"model.eval\(\)")
+
+
+def test_weights_that_are_nan() -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    rejected(lambda: model.score(PAIR), "token 0 of row 0 has no log-probability", "Load or train")

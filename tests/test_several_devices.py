@@ -1,0 +1,153 @@
+"""Models that are divided among processes (tensor parallelism by gloo, on CPUs) or spread over devices, against whole ones."""
+
+import json
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import infer_auto_device_map
+from conftest import make_model
+from devices import FIRST, SECOND, spread, two_devices
+from helpers import PROMPTS, left_padded
+from packaging import version
+from training_runs import start
+
+from modeling_mrp import MRPForCausalLM
+
+MODES: dict[str, dict[str, Any]] = {
+    **{name: {"decoding": name} for name in ("static", "mrp_remask")},
+    "mrp_spec": {"decoding": "mrp_spec", "num_draft_states": 6, "draft_passes": 2},
+    "sampled": {"decoding": "sequential", "do_sample": True, "top_k": 0, "seed": 5},
+    "sampled, drafted": {"decoding": "mrp_spec", "target": "sequential", "do_sample": True, "top_k": 0, "seed": 5},
+}
+REFUSALS = ("attached", "seedless", "lm_head")
+TENSOR_PARALLEL = pytest.mark.skipif(
+    version.parse(transformers.__version__) < version.parse("5.23"), reason="transformers 5.17 has no DistributedConfig"
+)
+
+
+def everything(model: MRPForCausalLM, modes: Iterable[str] = MODES, new_tokens: int = 9) -> dict[str, Any]:
+    """Texts and counts of modes, those behind a cache, logits and scores."""
+    inputs, found = left_padded(PROMPTS), dict[str, Any]()
+    for name in modes:
+        common = {"max_new_tokens": new_tokens, "return_dict_in_generate": True, **MODES[name]}
+        out = model.generate(**inputs, **common)
+        again = model.generate(out.sequences[:1], past_key_values=None, **common)
+        on = model.generate(again.sequences, past_key_values=again.past_key_values, **common)
+        found[name] = [[one.sequences.tolist(), one.stats.forwards] for one in (out, again, on)]
+    with torch.no_grad():
+        found["logits"] = model(**inputs).logits[:, -1].tolist()
+    found["scores"] = model.score(**inputs).logprobs.tolist()
+    return found
+
+
+def refused(model: MRPForCausalLM, folder: Path) -> dict[str, str]:
+    """What a divided model says to what it cannot do."""
+    ids, said = torch.tensor(PROMPTS[:1]), {}
+    calls: dict[str, Any] = {
+        "attached": lambda: model.attach_head(str(folder)),
+        "seedless": lambda: model.generate(ids, do_sample=True, max_new_tokens=4),
+    }
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=2, tp_plan={"lm_head": "colwise_gather_output"})
+    other = MRPForCausalLM.from_pretrained(folder, distributed_config=config)
+    calls["lm_head"] = lambda: other.generate(ids, max_new_tokens=4)
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def divided(folder: Path, rank: int) -> None:
+    """One of two processes: writes down what its part of the model gives."""
+    from transformers.distributed import DistributedConfig
+
+    model = MRPForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2)).eval()
+    parts = {name: list(p.to_local().shape) for name, p in model.named_parameters() if hasattr(p, "to_local")}
+    found = {**everything(model), "parts": parts, "refused": refused(model, folder)}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[Any]]:
+    """What one process gives, and what each of two."""
+    folder, model = tmp_path_factory.mktemp("divided"), make_model()
+    model.save_pretrained(folder)
+    assert start(partial(divided, folder), 2) == [0, 0]
+    return json.loads(json.dumps(everything(model))), [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@TENSOR_PARALLEL
+def test_tensor_parallel_texts_are_those_of_one_process(both: tuple[dict[str, Any], list[Any]]) -> None:
+    """With counts of forwards, in both processes; what is computed differs by rounding, of norms in float32."""
+    one, two = both
+    for name in MODES:
+        assert two[0][name] == two[1][name] == one[name], name
+    for name in ("logits", "scores"):
+        assert torch.tensor(two[0][name]).equal(torch.tensor(two[1][name]))
+        torch.testing.assert_close(torch.tensor(two[0][name]), torch.tensor(one[name]), rtol=0, atol=1e-5)
+
+
+@TENSOR_PARALLEL
+def test_what_a_process_holds(both: tuple[dict[str, Any], list[Any]]) -> None:
+    """Half of each layer, the head's too; all of what rows are read of."""
+    parts = both[1][0]["parts"]
+    layers = {name.split(".layers.")[0] for name in parts}
+    assert layers == {"model", "mrp_head"}
+    assert {tuple(shape) for name, shape in parts.items() if name.endswith("k_proj.weight")} == {(8, 32)}
+    assert {tuple(shape) for name, shape in parts.items() if name.endswith("down_proj.weight")} == {(32, 24)}
+    assert not any("embed" in name or "lm_head" in name for name in parts)
+
+
+@TENSOR_PARALLEL
+def test_what_a_divided_model_refuses(both: tuple[dict[str, Any], list[Any]]) -> None:
+    said = both[1][0]["refused"]
+    assert said.keys() == set(REFUSALS)
+    assert "divided among 2 processes" in said["attached"]
+    assert "save_pretrained the whole model" in said["attached"]
+    assert "seed is None" in said["seedless"]
+    assert "leave it, and embed_tokens" in said["lm_head"]
+
+
+# Over two devices
+
+LAYERS = ("model.layers.0", "model.layers.1")
+FEW = ("mrp_remask", "sampled, drafted")
+PLACES: dict[str, dict[str, str]] = {
+    "the head with the first layers": {LAYERS[0]: SECOND, LAYERS[1]: FIRST, "mrp_head": SECOND, "lm_head": FIRST},
+}
+
+
+def test_the_stand_ins_refuse_each_other() -> None:
+    with two_devices():
+        one, other = (torch.ones(2).to(place) for place in (FIRST, SECOND))
+        with pytest.raises(RuntimeError, match=r"aten::add.* was given tensors on lazy:0, lazy:1"):
+            one + other
+        with pytest.raises(RuntimeError, match="tensors on cpu, lazy:0"):
+            one + torch.ones(2)
+        assert (one + other.to(FIRST)).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("name", [*PLACES, "auto"])
+def test_texts_over_two_devices(name: str) -> None:
+    """With counts of forwards, caches that go on, logits and scores. `auto` is what accelerate finds for two devices that each
+    have room for four fifths of the model."""
+    model, over_two = make_model(), make_model()
+    if name == "auto":
+        room = sum(p.numel() * p.element_size() for p in model.parameters()) * 8 // 10
+        found = infer_auto_device_map(model, {0: room, 1: room}, no_split_module_classes=model._no_split_modules)
+        places = {part: (FIRST, SECOND)[place] for part, place in found.items()}
+        assert set(places.values()) == {FIRST, SECOND}
+    else:
+        places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), FIRST) | PLACES[name]
+    with two_devices():
+        spread(over_two, places)
+        found = everything(over_two, FEW, 4)
+    assert found == everything(model, FEW, 4)

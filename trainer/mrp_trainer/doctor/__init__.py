@@ -1,0 +1,1 @@
+"""`mrp doctor`: what this machine computes, checked against what it should, and what a round takes on it."""

@@ -1,0 +1,199 @@
+"""`mrp doctor`: the machine, the checks, the times, and one page that tells all of it."""
+
+import copy
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from modeling_mrp import __version__
+from modeling_mrp.kernels.dispatch import KERNEL_DTYPES, kernels_usable, triton
+from modeling_mrp.modeling import MRPForCausalLM
+
+from ..loading import load_model, load_tokenizer
+from ..publish.card import markdown_table
+from .kernels import cases
+from .options import DoctorOptions
+from .report import Check, reason
+from .roofline import Shape
+from .rounds import Timed, ceilings, proposed, time_rounds
+from .texts import check_drafts, check_ways, inputs_of, published_config, random_model
+
+KERNELS = ("pick", "pick, sampled", "round_attention", "sum_and_norm", "rotated")
+# Rows of the texts that are compared, and the states of their rounds; parameters up to which a CPU compares in float64.
+ROWS, STATES, WIDENED = 3, 8, 500_000_000
+# Batch, states and prefix of interpreted kernels.
+INTERPRETED = (2, 2, 40)
+
+
+@dataclass
+class Report:
+    """What was found.
+
+    Attributes:
+        machine: Versions, device and model.
+        checks: All of them.
+        rounds: Times by batch and K.
+        proposed: By batch, the K that made the most tokens a second; none where the weights are random.
+    """
+
+    machine: dict[str, str] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    rounds: list[Timed] = field(default_factory=list)
+    proposed: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> list[str]:
+        """The checks that failed, by name."""
+        return [check.name for check in self.checks if check.ok is False]
+
+    def json(self) -> str:
+        """All of it for programs."""
+        return json.dumps({**asdict(self), "failed": self.failed}, indent=1)
+
+    def page(self) -> str:
+        """All of it as Markdown."""
+        parts = ["# mrp doctor", markdown_table(["", ""], self.machine.items())]
+        rows = [
+            [check.name, check.verdict, "" if check.difference is None else f"{check.difference:.2g}", check.note]
+            for check in self.checks
+        ]
+        parts += ["## Checks", markdown_table(["check", "", "largest difference", ""], rows)]
+        if self.rounds:
+            parts += ["## Rounds", self._times()]
+        said = [f"batch {batch}: `num_draft_states={states}`" for batch, states in self.proposed.items()]
+        said = said and [f"Most tokens a second on these prompts, {'; '.join(said)}. `auto`, the default, finds it by trying."]
+        counted = sum(check.ok is True for check in self.checks)
+        verdict = f"**Failed: {'; '.join(self.failed)}.**" if self.failed else f"All {counted} checks passed."
+        return "\n\n".join([*parts, *said, verdict])
+
+    def _times(self) -> str:
+        alone = {one.batch: one.seconds for one in self.rounds if one.states == 1}
+        rows = []
+        for one in self.rounds:
+            base = alone.get(one.batch)
+            speed = [f"{one.tokens_per_forward:.2f}", f"{one.tokens_per_second:.0f}"] if self.proposed else ["", ""]
+            times = [f"{1e3 * one.seconds:.2f}", f"{1e3 * one.floor:.3g}", f"{one.seconds / one.floor:.2f}"]
+            pays = "" if base is None or one.states == 1 else f"{one.seconds / base:.2f}"
+            rows.append([str(one.batch), str(one.states), *times, pays, *speed])
+        head = ["rows", "K", "round, ms", "floor, ms", "over floor", "pays from", "tokens a forward", "tokens a second"]
+        return (
+            f"{markdown_table(head, rows)}\n\n*floor*: bytes and FLOPs at the rates measured above. *pays from*: the width is "
+            "faster than K = 1 if it makes more than so many times its tokens a forward."
+        )
+
+
+def machine_of(device: torch.device) -> dict[str, str]:
+    """Collect versions and the device."""
+    cuda = device.type == "cuda"
+    return {
+        "mrp": __version__,
+        "python, torch, transformers": f"{platform.python_version()}, {torch.__version__}, {transformers.__version__}",
+        "triton": "none" if triton is None else triton.__version__ + ", interpreted" * bool(triton.knobs.runtime.interpret),
+        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()}, threads: {torch.get_num_threads()}",
+        **({"CUDA, capability": f"{torch.version.cuda}, {torch.cuda.get_device_capability(device)}"} if cuda else {}),
+    }
+
+
+def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
+    """Look for numbers that are not finite."""
+    for part in ("backbone", *["head"] * model.config.has_head):
+        named = [pair for pair in model.named_parameters() if pair[0].startswith("mrp_head.") == (part == "head")]
+        wrong = [name for name, weight in named if not weight.isfinite().all()]
+        note = f"not finite: {', '.join(wrong[:3])}" if wrong else f"{sum(weight.numel() for _, weight in named):,} numbers"
+        yield Check(f"weights of the {part}", not wrong, None, note)
+
+
+def check_kernels(shape: Shape, dtype: torch.dtype, device: torch.device, options: DoctorOptions) -> Iterator[Check]:
+    """Compare each kernel with float64 at every batch and width: the case that is furthest from what it may be."""
+    interpreted = triton is not None and device.type == "cpu" and bool(triton.knobs.runtime.interpret)
+    if not interpreted and not kernels_usable(device, dtype):
+        why = "an NVIDIA GPU, triton and 16 or 32 bits are needed, or on a CPU TRITON_INTERPRET=1"
+        yield from (Check(f"kernel {name}", None, None, why) for name in KERNELS)
+        return
+    sizes = [(batch, states, options.prefix) for batch in options.batch for states in options.states]
+    worst: dict[str, tuple[float, Check]] = {}
+    for batch, states, prefix in [INTERPRETED] if interpreted else sizes:
+        where = f"{batch} rows, K = {states}, {str(dtype)[6:]}"
+        for number, make in enumerate(cases(shape, dtype, device, batch, states, prefix)):
+            try:
+                for case in make():
+                    name = f"kernel {case.name}"
+                    try:
+                        error = case.error(case.inputs())
+                        found = Check(name, error <= case.tolerance, error, f"of {case.tolerance:g}; {where}")
+                        rank = error / case.tolerance
+                    except Exception as raised:  # those that share its inputs are checked all the same
+                        found, rank = Check(name, False, None, f"{reason(raised)}; {where}"), float("inf")
+                    if name not in worst or rank > worst[name][0]:
+                        worst[name] = rank, found
+            except Exception as raised:
+                worst[f"kernels, group {number}"] = float("inf"), Check.raised(f"inputs of kernels; {where}", raised)
+    yield from (check for _, check in worst.values())
+
+
+def examine(options: DoctorOptions, tell: Callable[[str], None] = lambda text: None) -> Report:
+    """Load the model, check it and time it.
+
+    Raises:
+        ValueError, OSError: as from loading a model.
+    """
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    report = Report(machine_of(device))
+    tokenizer: PreTrainedTokenizerBase | None = None
+    if options.random is not None:
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
+        name, dtype = (
+            f"random weights of {options.random.upper()}",
+            options.dtype if options.dtype not in (None, "auto") else dtype,
+        )
+        model = random_model(published_config(options.random), getattr(torch, dtype), device)
+    else:
+        name, model = options.model, load_model(options.model, options.dtype).to(device)
+        tokenizer = load_tokenizer(options.tokenizer or options.model)
+    shape, dtype_of = Shape.of(name, model.config), model.dtype
+    layers = f"{shape.num_hidden_layers} layers of {shape.hidden_size}, vocabulary {shape.vocab_size}"
+    report.machine["model"] = f"{name}: {layers}, blocks of {shape.block_size}, {str(dtype_of)[6:]}"
+
+    def gather(title: str, checks: Iterable[Check]) -> None:
+        tell(title)
+        for check in checks:
+            report.checks.append(check)
+            tell(f"  {check.name}: {check.verdict.strip('*')}")
+
+    gather("weights", check_weights(model))
+    gather("kernels", check_kernels(shape, dtype_of if dtype_of in KERNEL_DTYPES else torch.float32, device, options))
+    inputs = inputs_of(model, tokenizer, ROWS, options.prefix)
+    gather("graphs", check_ways(model, inputs, STATES))
+    widened = device.type == "cpu" and model.num_parameters() <= WIDENED
+    gather("drafts", check_drafts(copy.deepcopy(model).double() if widened else model, inputs, STATES))
+    try:
+        limits = ceilings(device, dtype_of)
+        report.machine["bandwidth, products"] = f"{limits.bandwidth / 1e9:.0f} GB/s, {limits.peak / 1e12:.2f} TFLOP/s"
+        for batch in options.batch:
+            tell(f"rounds of {batch} rows")
+            timed = time_rounds(
+                model, shape, limits, inputs_of(model, tokenizer, batch, options.prefix), options.states, options.turns
+            )
+            report.rounds += timed
+        report.proposed = proposed(report.rounds) if tokenizer is not None else {}
+    except Exception as error:  # what was checked is told all the same
+        report.checks.append(Check.raised("times", error))
+    return report
+
+
+def main(options: DoctorOptions) -> bool:
+    """Print the page, or JSON; return whether no check failed."""
+    report = examine(options, partial(print, file=sys.stderr, flush=True))
+    print(report.json() if options.json else report.page())
+    return not report.failed
+
+
+__all__: list[Any] = ["Report", "examine", "main"]

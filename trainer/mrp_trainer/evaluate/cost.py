@@ -1,0 +1,47 @@
+"""What decoding costs: tokens per *unit*, a unit being one backbone forward, with the head's passes charged.
+
+A head pass is charged the share that it reads of what a backbone forward reads, picks included, at a published shape: 27, 18
+and 16 % at 1.7B, 4B and 8B. A forward costs the same whatever its number of states, which holds at small batches on a GPU.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..doctor.roofline import PUBLISHED
+
+CHARGED = "4B"
+HEAD_SHARES = {name: shape.head_share() for name, shape in PUBLISHED.items()}
+
+
+def charged_as(hidden_size: int | None) -> str:
+    """Name the published shape at whose rate a model's head is charged: its own, and of any other model that of 4B."""
+    return next((name for name, shape in PUBLISHED.items() if shape.hidden_size == hidden_size), CHARGED)
+
+
+def charge(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
+    """Give the units that a line's decoding takes for each forward; None where it does not say how often the head ran."""
+    passes = line.get("head_per_token")
+    return None if passes is None else 1 + HEAD_SHARES[shape] * passes * line["tokens_per_forward"]
+
+
+def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
+    """Add `tokens_per_unit` to a measurement.
+
+    Its interval is that of the tokens a forward at the same charge: the head's passes a forward hardly vary.
+    """
+    units = charge(line, shape)
+    speed, interval = line["tokens_per_forward"], line.get("tokens_per_forward_95")
+    added: dict[str, Any] = {"tokens_per_unit": None if units is None else speed / units}
+    if units is not None and interval is not None:
+        added["tokens_per_unit_95"] = [end / units for end in interval]
+    return {**line, **added}
+
+
+def break_even(drafted: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Give the share of a forward that a head pass may cost at most for drafts to be no slower than those without a head; below
+    0 where they are slower at any cost."""
+    saved = 1 / other["tokens_per_forward"] - 1 / drafted["tokens_per_forward"]
+    return float(saved / drafted["head_per_token"])
+
+
+__all__ = ["CHARGED", "HEAD_SHARES", "break_even", "charge", "charged", "charged_as"]

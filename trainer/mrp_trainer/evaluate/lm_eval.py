@@ -1,0 +1,74 @@
+"""lm-eval with the model `mrp`: its log-likelihood tasks by `score`, and all else as with its own model `hf`.
+
+``python -m mrp_trainer.evaluate.lm_eval run --model mrp --model_args pretrained=FOLDER,trust_remote_code=True --tasks TASK`` is
+lm-eval's own command line. In Python, import this module and call `lm_eval.simple_evaluate(model="mrp", ...)`.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+
+from .decoded import pad_left
+
+logger = logging.getLogger(__name__)
+
+# Rows of a batch where lm-eval is told `auto`: `score` bounds the memory of a forward itself.
+ROWS = 16
+
+# What lm-eval makes of a request: the request or None, and ids of the context and of what follows.
+Encoded = tuple[tuple[str, str] | None, list[int], list[int]]
+
+
+@register_model("mrp")
+class MRPLM(HFLM):
+    """lm-eval's `HFLM`, whose log-likelihoods are those of decoding from left to right, one token a step."""
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a text, less one: lm-eval adds one, the last, which an autoregressive model does not read."""
+        length: int = super().max_length
+        return length - 1
+
+    def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
+        return ROWS
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Encoded], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Score what follows each context: its log-probability, and whether it is what greedy decoding gives."""
+        rows = override_bs or (self.batch_size if isinstance(self.batch_size, int) else ROWS)
+        texts = [[*context, *rest] for _, context, rest in requests]
+        most = self.max_length + 1
+        if cut := sum(len(text) > most for text in texts):
+            logger.warning(f"{cut} texts are longer than {most} tokens: their beginnings are left out")
+        order = sorted(range(len(texts)), key=lambda at: -len(texts[at]))
+        found: dict[int, tuple[float, bool]] = {}
+        for begin in tqdm(range(0, len(order), rows), disable=disable_tqdm or self.rank != 0, desc="Scoring"):
+            batch = order[begin : begin + rows]
+            inputs = {name: value.to(self.device) for name, value in pad_left([texts[at][-most:] for at in batch], 0).items()}
+            ids = inputs["input_ids"]
+            first = torch.tensor([ids.shape[1] - len(requests[at][2]) for at in batch], device=ids.device)
+            unscored = torch.arange(ids.shape[1], device=ids.device) < first[:, None]
+            out = self.model.score(**inputs, labels=ids.masked_fill(unscored, -100))
+            likeliest = (out.greedy | ~out.scored).all(-1)
+            for at, total, greedy in zip(batch, out.sums.tolist(), likeliest.tolist(), strict=True):
+                found[at] = total, greedy
+                if (request := requests[at][0]) is not None:
+                    self.cache_hook.add_partial("loglikelihood", request, found[at])
+        return [found[at] for at in range(len(requests))]
+
+
+def main() -> Any:
+    """lm-eval's command line."""
+    from lm_eval.__main__ import cli_evaluate
+
+    return cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()
