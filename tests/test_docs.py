@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from conftest import ROOT, TINY
 from mrp_trainer.publish.convert import Layout, convert
 from openai_server import MODEL, started
@@ -224,9 +223,3 @@ def test_the_page_of_the_code_says_what_every_room_holds() -> None:
     rooms = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.MULTILINE))
     packages = ROOT / "modeling_mrp", ROOT / "trainer" / "mrp_trainer"
     assert sorted(rooms) == sorted(path.parent.name for package in packages for path in package.glob("*/__init__.py"))
-
-
-def test_the_citation_is_of_this_version() -> None:
-    said = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert (said["version"], said["license"]) == (__version__, PROJECT["license"])
-    assert {"cff-version", "message", "title", "authors"} <= said.keys()
