@@ -12,7 +12,6 @@ from reference import reference_decode
 from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.option_table import TARGETS
 from tests.random_cases import dampened, random_prompts
 
 

@@ -19,7 +19,7 @@ from openai_server import MODEL, started
 from test_cli import command
 from transformers import AutoTokenizer
 
-from modeling_mrp import MRPForCausalLM, __version__
+from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.families import registry
 
 DOCUMENTS = {
