@@ -28,7 +28,7 @@ from ..networks.attention import takes_round_masks
 from ..networks.cache import BlockCache, PassingReference, WeightsSeen, adapted_layers, adapters_of_rows, devices_of_layers
 from ..networks.graphs import cache_for, release_graphs
 from ..networks.networks import Networks
-from ..networks.picker import SHORTLIST, TRUNCATIONS, Picker
+from ..networks.picker import TRUNCATIONS, Picker
 from ..rules.accept import UnscoredError
 from ..rules.bans import Bans
 from ..rules.state import Counts, Row
@@ -382,15 +382,13 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
     sample, weight = bool(config.do_sample), model.lm_head.weight
     shaped = words or ngram or before  # what is barred or processed differs from state to state, of all tokens
-    few, drafting = 0, mode.drafting
-    if drafting is not None and drafting.passes and not shaped and type(weight) in (Tensor, nn.Parameter):
-        few = drafting.shortlist if drafting.shortlist is not None else SHORTLIST * (len(weight) > 1024 * SHORTLIST)
+    few = mode.drafting.listed(len(weight)) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
     return Picker(
         *(weight, model.config.mask_token_id, temperature, sample, before or None),
         *(Bans(tuple(words), ngram) if words or ngram else None, after or None, tuple(config.eos_ids())),
         entropy=mode.rule.needs_entropy,
         likeliest=sample and mode.drafting is not None,
-        shortlist=few,
+        shortlist=0 if shaped else few,
         dispatch=dispatch if usable else PYTORCH,
     )
 
