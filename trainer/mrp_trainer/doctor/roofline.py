@@ -32,7 +32,7 @@ class Shape:
     @classmethod
     def of(cls, name: str, config: Any) -> "Shape":
         """Read the sizes of a config."""
-        sizes = {field.name: getattr(config, field.name, 0) for field in fields(cls)}
+        sizes = {field.name: getattr(config, field.name, field.default) for field in fields(cls)}
         return cls(**{**sizes, "name": name, "head_layers": config.num_nextn_predict_layers})
 
     @property
