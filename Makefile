@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CHECKED := rules bans remask cache fuzz losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: picture check mutants faults test test-space test-extras peers test-serving lint walkthrough docs clean
+.PHONY: picture check mutants test test-space test-extras peers test-serving lint walkthrough docs clean
 
 # The picture of the README and of the embedded checkpoint's card; in float64, so that it is the same everywhere.
 picture: $(VENV)/.demo
@@ -23,10 +23,6 @@ test: $(VENV)/.dev
 # tries those whose file or text it names.
 mutants: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(ONLY)
-
-# Runs and pushes that are killed or have no disk, at random places, and then run again: as if nothing had been, 20 of 20.
-faults: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py --times 20
 
 # What needs the other extras: quantized weights, the server, notebooks, TRL's trainers, a tracker; and kernels compiled for four
 # GPUs.
@@ -63,7 +59,7 @@ SERVING := .venv-serving
 test-serving: $(SERVING)/.installed
 	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -rs tests/serving
 
-# As a user does: the package from its wheel in an environment of its own, from an empty folder. PARTS="1 4" takes some.
+# As a user does: the package from its wheel in an environment of its own, from an empty folder. PARTS="1 7" takes some.
 WALK := build/walkthrough
 
 walkthrough: $(VENV)/bin/python
@@ -72,7 +68,7 @@ walkthrough: $(VENV)/bin/python
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(WALK) .
 	$(PYTHON) -m venv $(WALK)/venv
 	$(WALK)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		"$$(echo $(WALK)/*.whl)[train,serve,quantized]" trl openai tensorboard
+		"$$(echo $(WALK)/*.whl)[train,serve]" openai
 	cd $(WALK)/empty && env -u PYTHONPATH ../venv/bin/python ../../../tests/walkthrough $(PARTS)
 
 # The pages of docs/ as a site, in build/site; a broken link is an error.

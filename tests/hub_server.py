@@ -1,239 +1,382 @@
-"""A Hub on loopback for tests: real HTTP, real files, users with tokens, and failures on request.
+"""A small Hub on loopback for tests: what huggingface_hub 2.4 asks for when it pushes and loads models, with users by token.
 
-    with HubServer(folder) as hub:
-        hub.add_user("alice", token="hf_alice", organizations=["org"])
-        environment = hub.environment(tmp_path, "hf_alice")
-        run_python("from huggingface_hub import create_repo; create_repo('org/name')", tmp_path, environment)
-        hub.files("org/name")       # what is stored, by path
-        hub.requests                # what was asked for
-
-`hub.fail("POST .*/commit/", status=503)` fails the next request whose "METHOD /path?query" matches; see `Fault`.
+with HubServer(folder) as hub:
+    hub.add_user("alice", token="hf_alice", organizations=["org"])
+    environment = hub.environment(tmp_path, "hf_alice")
+    run_python("from huggingface_hub import create_repo; create_repo('org/name')", tmp_path, environment)
+    hub.files("org/name")       # what is stored, by path
+    hub.requests                # what was asked for
 """
 
+import base64
+import hashlib
+import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
-from hub_api import HubApi, Repository, Request, Response, Store, User
+from huggingface_hub import ModelCard
+
+LICENSES = {"apache-2.0", "mit", "other", "unknown"}
+Files = dict[str, bytes]
+Answer = tuple[int, Any, dict[str, str]]
+
+
+class HubError(Exception):
+    """A status, a message, the Hub's name for the error, and what else the body holds."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    oid: str
+    parent: str | None
+    title: str
+    files: Files
 
 
 @dataclass
-class Fault:
-    """What goes wrong with requests whose "METHOD /path?query" the regular expression `pattern` is found in.
+class Repository:
+    """Commits by id, the commit of each ref, and how many pull requests there are."""
 
-    Args:
-        pattern: Searched from the start of "METHOD /path?query".
-        status: Answer with this status, and do nothing.
-        headers: Headers of that answer, or added to the ordinary one.
-        change: The body to answer with instead of the ordinary one, with a fitting Content-Length.
-        silent: Read the request, and never answer; nothing is done.
-        skip: How many such requests pass first.
-        times: How many fail then. A request that an earlier fault strikes is not counted by the later ones.
-    """
+    private: bool
+    commits: dict[str, Commit] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    pull_requests: int = 0
 
-    pattern: str
-    status: int | None = None
-    headers: dict[str, str] = field(default_factory=dict)
-    change: Callable[[bytes], bytes] | None = None
-    silent: bool = False
-    skip: int = 0
-    times: int = 1
+    def ref(self, revision: str) -> str:
+        return revision if revision.startswith("refs/") else f"refs/heads/{revision}"
 
-    def strikes(self, line: str) -> bool:
-        """Whether this request fails; counts it."""
-        if not re.match(self.pattern, line) or self.times < 1:
-            return False
-        self.skip -= 1
-        if self.skip >= 0:
-            return False
-        self.times -= 1
-        return True
+    def read(self, revision: str) -> Commit:
+        oid = self.refs.get(self.ref(revision), revision)
+        if oid not in self.commits:
+            raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return self.commits[oid]
+
+    def history(self, revision: str) -> list[Commit]:
+        """A commit and its ancestors, the newest first."""
+        commits = [self.read(revision)]
+        while (parent := commits[-1].parent) is not None:
+            commits.append(self.commits[parent])
+        return commits
+
+    def commit(self, ref: str, title: str, files: Files, parent: str | None) -> Commit:
+        oid = hashlib.sha1(f"{id(self)} {len(self.commits)}".encode()).hexdigest()
+        self.commits[oid] = Commit(oid, parent, title, dict(sorted(files.items())))
+        self.refs[ref] = oid
+        return self.commits[oid]
 
 
 @dataclass(frozen=True)
 class Logged:
-    """A request that was answered (status None: its connection was cut instead). `server` is "hub" or "storage"."""
+    """A request that was answered."""
 
-    server: str
     method: str
     path: str
     query: str
-    status: int | None
-    user: str | None
-    headers: dict[str, str]
+    status: int
+
+
+@dataclass
+class Fault:
+    """The next request whose "METHOD /path" matches is answered by this status, or with its body changed."""
+
+    pattern: str
+    status: int | None = None
+    change: Callable[[bytes], bytes] = bytes
+
+
+@dataclass(frozen=True)
+class User:
+    name: str
+    organizations: Sequence[str]
+    can_write: bool
+
+    def owns(self, repo_id: str) -> bool:
+        return repo_id.split("/")[0] in (self.name, *self.organizations)
+
+
+def oid_of(path: str, content: bytes) -> str:
+    """What a file's bytes are identified by: sha256 where it goes by LFS, else the id of git's blob."""
+    large = path.endswith(".safetensors")
+    return hashlib.sha256(content).hexdigest() if large else hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def check_card(text: str) -> None:
+    """Refuse a license that the Hub does not know, as it does."""
+    if ModelCard(text).data.get("license") not in {None, *LICENSES}:
+        raise HubError(400, f'"license" must be one of {sorted(LICENSES)}')
 
 
 class HubServer:
-    """Serves a store on two ports of loopback, the Hub's and the storage's; a context manager.
-
-    Args:
-        folder: Where bytes are kept.
+    """Serves repositories; a context manager.
 
     Attributes:
-        url: The Hub's address, for `HF_ENDPOINT`.
-        users: The users by token; `add_user` adds one.
+        url: The address, for `HF_ENDPOINT`.
+        repositories: By id.
         requests: What was asked for, in order.
-        store: The repositories.
+        faults: What goes wrong next; `fail` adds one.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.store = Store(folder)
+        self.folder, self.lock = folder, threading.RLock()
         self.users: dict[str, User] = {}
+        self.repositories: dict[str, Repository] = {}
+        self.objects: Files = {}
         self.requests: list[Logged] = []
         self.faults: list[Fault] = []
-        self._lock = threading.Lock()
-        self._hub = self._listen("hub")
-        self._storage = self._listen("storage")
-        # Two names, so that every version of the client sees in the storage another host than the Hub's.
-        self.url = f"http://127.0.0.1:{self._hub.server_address[1]}"
-        self.storage_url = f"http://localhost:{self._storage.server_address[1]}"
-        self.api = HubApi(self.store, self.users, self.url, self.storage_url)
-
-    def _listen(self, name: str) -> ThreadingHTTPServer:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self, "name": name}))
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        return server
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> "HubServer":
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stops listening; what is stored stays."""
-        for server in (self._hub, self._storage):
-            server.shutdown()
-            server.server_close()
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
     def add_user(self, name: str, token: str, organizations: Sequence[str] = (), can_write: bool = True) -> None:
         self.users[token] = User(name, tuple(organizations), can_write)
 
-    def fail(self, pattern: str, **how: Any) -> Fault:
-        """Adds a `Fault`."""
+    def fail(self, pattern: str, **how: Any) -> None:
         self.faults.append(Fault(pattern, **how))
-        return self.faults[-1]
 
     def repository(self, repo_id: str) -> Repository:
-        return self.store.repositories[repo_id]
+        return self.repositories[repo_id]
 
-    def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
-        """What a revision holds."""
-        repo = self.repository(repo_id)
-        return {path: repo.content(entry.sha256) for path, entry in repo.read(revision).files.items()}
+    def files(self, repo_id: str, revision: str = "main") -> Files:
+        return self.repositories[repo_id].read(revision).files
 
-    def commit(self, repo_id: str, files: dict[str, bytes], revision: str = "main", private: bool = False) -> str:
-        """Writes a commit with these files beside the ones before it, as if somebody else had pushed them; returns its id."""
-        repo = self.store.find(repo_id) or self.store.create(repo_id, private, "test")
-        base = repo.read(revision)
-        entries = {path: repo.add(content, lfs=path.endswith(".safetensors")) for path, content in files.items()}
-        return repo.commit(repo.find_ref(revision) or revision, "by the test", "test", base.files | entries, base.oid).oid
+    def create(self, repo_id: str, private: bool) -> Repository:
+        repo = self.repositories[repo_id] = Repository(private)
+        repo.commit("refs/heads/main", "initial commit", {".gitattributes": b"*.safetensors filter=lfs\n"}, None)
+        return repo
+
+    def commit(self, repo_id: str, files: Files, private: bool = False) -> str:
+        """Write a commit with these files beside the ones before it, as if somebody else had pushed them; returns its id."""
+        repo = self.repositories.get(repo_id) or self.create(repo_id, private)
+        base = repo.read("main")
+        return repo.commit("refs/heads/main", "by the test", base.files | files, base.oid).oid
 
     def asked(self, pattern: str) -> list[Logged]:
-        """The logged requests whose "METHOD /path?query" the pattern matches from the start."""
-        return [logged for logged in self.requests if re.match(pattern, f"{logged.method} {logged.path}?{logged.query}")]
+        return [one for one in self.requests if re.match(pattern, f"{one.method} {one.path}?{one.query}")]
 
     def environment(self, home: Path, token: str | None = None, **more: str) -> dict[str, str]:
         """The environment of a process that uses this Hub: own caches under `home`, no credentials but the token."""
-        kept = {
-            k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING", "TRANSFORMERS_")) and k != "PYTHONPATH"
-        }
-        kept = {k: v for k, v in kept.items() if not k.lower().endswith("_proxy")}
-        kept |= {
-            "HF_ENDPOINT": self.url,
-            "HF_HOME": str(home / "hf"),
-            "HF_MODULES_CACHE": str(home / "modules"),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        ours = ("HF_", "HUGGING", "TRANSFORMERS_", "PYTHONPATH")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(ours) and not k.lower().endswith("_proxy")}
+        off = ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS")
+        kept |= {"HF_ENDPOINT": self.url, "HF_HOME": str(home / "hf"), "HF_MODULES_CACHE": str(home / "modules")}
+        kept |= {"TOKENIZERS_PARALLELISM": "false", **dict.fromkeys(off, "1")}
         return kept | ({} if token is None else {"HF_TOKEN": token}) | more
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Reads a request, lets faults strike, has it answered and logs it."""
+    """Answers a request and logs it."""
 
     hub: HubServer
-    name: str
     protocol_version = "HTTP/1.1"
-
-    def handle_one_request(self) -> None:
-        try:
-            super().handle_one_request()
-        except ConnectionError:  # the client went away
-            self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are logged in `HubServer.requests`."""
 
     def _serve(self) -> None:
         where = urlsplit(self.path)
-        with self.hub._lock:
-            fault = next((f for f in self.hub.faults if f.strikes(f"{self.command} {self.path}")), None)
-        length = int(self.headers.get("Content-Length") or 0)
-        body = self.rfile.read(length)
-        if len(body) < length:
-            return self._cut()
-        if fault is not None and fault.silent:
-            self._log(where.path, where.query, None, None)
-            self.rfile.read(1)  # until the client goes away
-            return self._cut()
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        request = Request(self.command, where.path, parse_qs(where.query), headers, body)
-        response = self._answer(request, fault)
-        self._log(where.path, where.query, response.status, request.user)
-        self._send(response)
+        self.query = parse_qs(where.query)
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        with self.hub.lock:
+            struck = [fault for fault in self.hub.faults if re.match(fault.pattern, f"{self.command} {where.path}")][:1]
+            for fault in struck:
+                self.hub.faults.remove(fault)
+            status, body, headers = (
+                (struck[0].status, {"error": "a failure of the test's"}, {})
+                if struck and struck[0].status
+                else self._answer(unquote(where.path))
+            )
+            self.hub.requests.append(Logged(self.command, where.path, where.query, status))
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        for fault in struck:
+            body = fault.change(body)
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve
 
-    def _answer(self, request: Request, fault: Fault | None) -> Response:
-        if fault is not None and fault.status is not None:
-            return Response({"error": "a failure of the test's"}, fault.status, dict(fault.headers))
-        answer = self.hub.api.answer if self.name == "hub" else self.hub.api.answer_storage
-        response = answer(request)
-        if fault is not None:
-            response.headers |= fault.headers
-            response.body = fault.change(response.encoded()) if fault.change is not None else response.body
-        return response
+    def _answer(self, path: str) -> Answer:
+        try:
+            given = self.headers.get("Authorization")
+            self.user = None if given is None else self.hub.users.get(given.removeprefix("Bearer "))
+            if given is not None and self.user is None:
+                raise HubError(401, "Invalid credentials in Authorization header")
+            method = "GET" if self.command == "HEAD" else self.command
+            for wanted, pattern, answer in ROUTES:
+                if method == wanted and (found := re.fullmatch(pattern, path)):
+                    return 200, *self._pair(answer(self, *found.groups()))
+            raise HubError(404, f"This server does not know {self.command} {path}")
+        except HubError as error:
+            status, message, code, more = (*error.args, None, None)[:4]
+            return status, {"error": message, **(more or {})}, {"X-Error-Message": message, "X-Error-Code": code or ""}
 
-    def _log(self, path: str, query: str, status: int | None, user: User | None) -> None:
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        name = None if user is None else user.name
-        with self.hub._lock:
-            self.hub.requests.append(Logged(self.name, self.command, path, query, status, name, headers))
+    @staticmethod
+    def _pair(answer: Any) -> tuple[Any, dict[str, str]]:
+        return answer if isinstance(answer, tuple) else (answer, {})
 
-    def _send(self, response: Response) -> None:
-        """One write for head and body, so that no packet waits for another."""
-        body = response.encoded()
-        head = [f"HTTP/1.1 {response.status} {self.responses.get(response.status, ('',))[0]}", f"Content-Length: {len(body)}"]
-        head += [f"{name}: {value}" for name, value in response.headers.items()]
-        sent = b"" if self.command == "HEAD" else body
-        self.wfile.write("\r\n".join([*head, "", ""]).encode("latin-1", "replace") + sent)
+    def readable(self, repo_id: str) -> Repository:
+        """A repository that the user may see; one that is missing and one that is private look the same."""
+        repo = self.hub.repositories.get(repo_id)
+        if repo is None or (repo.private and not (self.user and self.user.owns(repo_id))):
+            raise HubError(404 if self.user else 401, "Repository not found", "RepoNotFound")
+        return repo
 
-    def _cut(self) -> None:
-        self.close_connection = True
-        with suppress(OSError):  # the client may have cut it
-            self.connection.shutdown(socket.SHUT_RDWR)
+    def writable(self, repo_id: str) -> None:
+        if self.user is None or not self.user.owns(repo_id) or not self.user.can_write:
+            raise HubError(403 if self.user else 401, f"You don't have the rights to write to {repo_id}")
+
+    def whoami(self) -> Any:
+        if self.user is None:
+            raise HubError(401, "Invalid username or password.")
+        return {"type": "user", "name": self.user.name, "orgs": []}
+
+    def create_repo(self) -> Any:
+        wanted = json.loads(self.body)
+        repo_id = f"{wanted.get('organization') or self.whoami()['name']}/{wanted['name']}"
+        self.writable(repo_id)
+        answer = {"url": f"{self.hub.url}/{repo_id}", "name": repo_id}
+        if repo_id in self.hub.repositories:
+            raise HubError(409, "You already created this model repo", None, answer)
+        self.hub.create(repo_id, wanted.get("visibility") == "private" or bool(wanted.get("private")))
+        return answer
+
+    def model_info(self, repo_id: str, revision: str = "main") -> Any:
+        repo = self.readable(repo_id)
+        commit, siblings = repo.read(revision), []
+        for path, content in commit.files.items():
+            oid, size = oid_of(path, content), len(content)
+            lfs = {"lfs": {"sha256": oid, "size": size, "pointerSize": 0}} if path.endswith(".safetensors") else {}
+            siblings.append({"rfilename": path, "blobId": oid, "size": size, **lfs})
+        return {"id": repo_id, "sha": commit.oid, "private": repo.private, "tags": [], "siblings": siblings}
+
+    def tree(self, repo_id: str, revision: str, folder: str | None = None) -> Any:
+        files = self.readable(repo_id).read(revision).files
+        inside = {path: content for path, content in files.items() if path.startswith(folder or "")}
+        if not inside:
+            raise HubError(404, f"{folder} does not exist on {revision}", "EntryNotFound")
+        found = []
+        for path, content in inside.items():
+            oid, size = oid_of(path, content), len(content)
+            lfs = {"lfs": {"oid": oid, "size": size, "pointerSize": 0}} if path.endswith(".safetensors") else {}
+            found.append({"type": "file", "path": path, "oid": oid, "size": size, **lfs})
+        return found
+
+    def validate_yaml(self) -> Any:
+        check_card(json.loads(self.body)["content"])
+        return {"errors": [], "warnings": []}
+
+    def create_branch(self, repo_id: str, name: str) -> Any:
+        self.writable(repo_id)
+        repo = self.readable(repo_id)
+        if repo.ref(name) in repo.refs:
+            raise HubError(409, f"Reference already exists: {name}")
+        repo.refs[repo.ref(name)] = repo.read(json.loads(self.body or b"{}").get("startingPoint", "main")).oid
+        return "OK"
+
+    def delete_branch(self, repo_id: str, name: str) -> Any:
+        self.writable(repo_id)
+        del self.readable(repo_id).refs[f"refs/heads/{name}"]
+        return "OK"
+
+    def preupload(self, repo_id: str, revision: str) -> Any:
+        files, answers = self.readable(repo_id).read(revision).files, []
+        if "create_pr" not in self.query:
+            self.writable(repo_id)
+        for path in (item["path"] for item in json.loads(self.body)["files"]):
+            known = {"oid": oid_of(path, files[path])} if path in files else {}
+            mode = "lfs" if path.endswith(".safetensors") else "regular"
+            answers.append({"path": path, "uploadMode": mode, "shouldIgnore": False, **known})
+        return {"files": answers}
+
+    def lfs_batch(self, repo_id: str) -> Any:
+        upload = [
+            item
+            if item["oid"] in self.hub.objects
+            else {**item, "actions": {"upload": {"href": f"{self.hub.url}/lfs/{item['oid']}"}}}
+            for item in json.loads(self.body)["objects"]
+        ]
+        return {"transfer": "basic", "objects": upload}
+
+    def lfs_upload(self, oid: str) -> Any:
+        if hashlib.sha256(self.body).hexdigest() != oid:
+            raise HubError(400, f"the uploaded bytes are not those of {oid}")
+        self.hub.objects[oid] = self.body
+        return b""
+
+    def commit(self, repo_id: str, revision: str) -> Any:
+        """All lines of the body in one commit, or nothing."""
+        repo, proposed = self.readable(repo_id), self.query.get("create_pr", ["0"])[0].lower() in ("1", "true")
+        if not proposed:
+            self.writable(repo_id)
+        (_, header), *operations = [(item["key"], item["value"]) for item in map(json.loads, self.body.splitlines())]
+        base = repo.read(revision)
+        if header.get("parentCommit") not in (None, base.oid) and not proposed:
+            raise HubError(412, "A commit has happened since. Please refresh and try again.")
+        files = dict(base.files)
+        for kind, value in operations:
+            if kind == "deletedFile":
+                del files[value["path"]]
+            else:
+                large = kind == "lfsFile"
+                files[value["path"]] = self.hub.objects[value["oid"]] if large else base64.b64decode(value["content"])
+        check_card(files.get("README.md", b"").decode())
+        repo.pull_requests += proposed
+        ref = f"refs/pr/{repo.pull_requests}" if proposed else repo.ref(revision)
+        made = repo.commit(ref, header["summary"], files, base.oid)
+        urls = {"commitUrl": f"{self.hub.url}/{repo_id}/commit/{made.oid}"}
+        urls |= {"pullRequestUrl": f"{self.hub.url}/{repo_id}/discussions/{repo.pull_requests}"} if proposed else {}
+        return {"success": True, "commitOid": made.oid, "hookOutput": "", **urls}
+
+    def resolve(self, repo_id: str, revision: str, path: str) -> Any:
+        commit = self.readable(repo_id).read(revision)
+        if path not in commit.files:
+            raise HubError(404, "Entry not found", "EntryNotFound")
+        content = commit.files[path]
+        headers = {"X-Repo-Commit": commit.oid, "ETag": f'"{oid_of(path, content)}"', "X-Linked-Size": str(len(content))}
+        return content, headers
+
+
+REPO, NAME = "([^/]+/[^/]+)", "([^/]+)"
+ROUTES: list[tuple[str, str, Callable[..., Any]]] = [
+    ("GET", "/api/whoami-v2", _Handler.whoami),
+    ("POST", "/api/repos/create", _Handler.create_repo),
+    ("GET", f"/api/models/{REPO}", _Handler.model_info),
+    ("GET", f"/api/models/{REPO}/revision/(.+)", _Handler.model_info),
+    ("GET", f"/api/models/{REPO}/tree/{NAME}(?:/(.+))?", _Handler.tree),
+    ("POST", "/api/validate-yaml", _Handler.validate_yaml),
+    ("POST", f"/api/models/{REPO}/branch/(.+)", _Handler.create_branch),
+    ("DELETE", f"/api/models/{REPO}/branch/(.+)", _Handler.delete_branch),
+    ("POST", f"/api/models/{REPO}/preupload/(.+)", _Handler.preupload),
+    ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", _Handler.lfs_batch),
+    ("PUT", f"/lfs/{NAME}", _Handler.lfs_upload),
+    ("POST", f"/api/models/{REPO}/commit/(.+)", _Handler.commit),
+    ("GET", f"/(?:api/models/)?{REPO}/resolve/((?:refs/[^/]+/)?[^/]+)/(.+)", _Handler.resolve),
+]
 
 
 def run_python(code: str, folder: Path, environment: dict[str, str]) -> str:
-    """Runs code in a new interpreter inside `folder`; returns what it printed."""
-    script = folder / f"fresh_{threading.get_ident()}.py"
-    script.write_text(textwrap.dedent(code))
-    command = [sys.executable, str(script)]
+    """Run code in a new interpreter inside `folder`; returns what it printed."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
     return done.stdout

@@ -44,15 +44,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "full", root / "adapter"
 
 
-def test_only_the_head_is_trained(saved: tuple[Path, Path]) -> None:
-    model = adapted(MRPForCausalLM.from_pretrained(saved[0]))
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert len(trained) == 2 * (1 + 2 * 7)  # two factors of eh_proj and of seven matrices in each of two layers
-    assert all(".mrp_head." in name for name in trained)
-    assert (saved[1] / "adapter_model.safetensors").exists()
-    assert json.loads((saved[1] / "adapter_config.json").read_text())["base_model_name_or_path"] == str(saved[0])
-
-
 @pytest.mark.parametrize("way", ["PeftModel", "load_adapter", "AutoClass"])
 def test_round_trips(way: str, saved: tuple[Path, Path]) -> None:
     full, adapter = saved
@@ -109,7 +100,7 @@ def test_a_head_does_not_name_a_backbone_that_an_adapter_changed(
     assert json.loads((tmp_path / "head" / "config.json").read_text())["base_model_name_or_path"] == "org/tuned"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_rounding_is_no_change(saved: tuple[Path, Path], tmp_path: Path, dtype: torch.dtype) -> None:
     """A backbone that was loaded or turned into a 16-bit type is the same one, also where its files are gone."""
     MRPForCausalLM.from_pretrained(saved[0]).to(dtype).float().save_pretrained(tmp_path / "head", head_only=True)

@@ -12,7 +12,6 @@ import torch
 import yaml
 from commands import main
 from conftest import ROOT, TINY, make_model
-from hub_cards import validate_card
 from huggingface_hub import ModelCard
 from mrp_trainer.evaluate.cost import charged
 from mrp_trainer.publish.card import About, check_card, is_own_card, read_results, renamed, render_card, results_table
@@ -58,7 +57,6 @@ def test_the_embedded_card_is_what_the_command_prints(
 def test_the_embedded_card_is_valid_and_complete() -> None:
     text = (TINY / "README.md").read_text()
     check_card(text)
-    assert validate_card(text) == []
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert headings == ["Use", "A decode to look at", "Decoding modes", "Numbers", "Training", "Limits", "Versions", "Sources"]
     data = yaml.safe_load(text.split("---")[1])
@@ -142,9 +140,7 @@ def test_the_recipe_comes_from_the_run(tmp_path: Path, base: str) -> None:
     assert "## Training\n\nBy hand.\n" in str(render_card(tmp_path, "head", "org/mine", about=about))
 
 
-@pytest.mark.parametrize(
-    ("model", "base"), [("org/start", "org/start"), ("hub_configs/sdar-tiny-mrp", None), ("/home/me", None)]
-)
+@pytest.mark.parametrize(("model", "base"), [("org/start", "org/start"), ("hub_configs/sdar-tiny-mrp", None)])
 def test_a_trained_model_names_the_one_it_began_with(
     folder: Path, tmp_path: Path, model: str, base: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,15 +205,6 @@ def test_other_options_are_part_of_a_modes_name(folder: Path) -> None:
     ]
 
 
-def test_prompts_without_answers_have_no_accuracy(folder: Path) -> None:
-    text = str(render_card(folder, "full", "org/m", [{**LINES[0], "accuracy": None}]))
-    assert [metric["name"] for metric in yaml.safe_load(text.split("---")[1])["model-index"][0]["results"][0]["metrics"]] == [
-        "tokens per backbone forward, head passes charged as at 4B, static",
-        "tokens per backbone forward, static",
-    ]
-    assert "| static | - | 1.00 | 1.00 | 0.00 | - |" in text
-
-
 def test_a_head_is_charged_as_at_its_own_shape(tmp_path: Path) -> None:
     """One of three passes for four tokens a forward, at 27 % of a forward: 4 / (1 + 0.273 x 0.25 x 4) = 3.14."""
     make_model().float().save_pretrained(tmp_path)
@@ -257,7 +244,6 @@ def test_cards_of_heads_and_adapters_name_their_base(tmp_path: Path, kind: str) 
     assert 'AutoTokenizer.from_pretrained("org/base"' in text
     assert ("| of the backbone | `org/base` at `v1` |" in text) == (kind == "head")
     assert f"| parameters here | {16 if kind == 'adapter' else f'{HEAD:,}'} |" in text
-    assert validate_card(text) == []
 
 
 def test_a_backbones_card_asks_for_no_head(tmp_path: Path) -> None:
@@ -309,18 +295,3 @@ def test_who_wrote_a_card(folder: Path) -> None:
     assert not is_own_card(with_base)
     assert renamed(with_base, "org/other", "org/base") is not None
     assert renamed(with_base, "org/other", "org/another") is None, "it tells of another base"
-
-
-def test_the_command_writes_a_file(folder: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(folder, tmp_path / "model")
-    main(["card", str(copy), "--name", "org/m", "--output", str(copy / "README.md")])
-    assert (copy / "README.md").read_text() == str(render_card(folder, "full", "org/m"))
-
-
-def test_a_file_of_prompts_is_named_by_its_stem(tmp_path: Path) -> None:
-    """And a benchmark's first line is passed over."""
-    line = {name: value for name, value in LINES[0].items() if name != "family"} | {"file": "data/my_questions.jsonl"}
-    (tmp_path / "results.jsonl").write_text('{"benchmark": "x"}\n' + json.dumps(line))
-    (found,) = read_results([tmp_path / "results.jsonl"])
-    assert found["family"] == "my_questions"
-    assert "| my_questions % |" in results_table([found])

@@ -1,7 +1,6 @@
 """What a head's checkpoints hold: the head, and the name of a backbone that has one; and which are taken up."""
 
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +56,6 @@ def test_resumed_from_the_head_alone(
     assert "missing" not in caplog.text
 
 
-def test_the_best_checkpoint_is_taken_back(loaded: MRPForCausalLM, tmp_path: Path) -> None:
-    """Here the one with the highest loss, which is not the last."""
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-    trainer = trainer_of(loaded, tmp_path, eval_strategy="steps", eval_steps=1, **best)
-    trainer.train()
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
-    found, stored = head_of(loaded), load_file(tmp_path / "checkpoint-1" / "model.safetensors")
-    last = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
-    assert all(torch.equal(found[name], value) for name, value in stored.items())
-    assert any(not torch.equal(found[name], value) for name, value in last.items())
-
-
 def test_a_checkpoint_without_a_part_of_the_head(loaded: MRPForCausalLM, tmp_path: Path) -> None:
     trainer_of(loaded, tmp_path).train()
     weights = tmp_path / "checkpoint-2" / "model.safetensors"
@@ -77,29 +64,6 @@ def test_a_checkpoint_without_a_part_of_the_head(loaded: MRPForCausalLM, tmp_pat
     save_file(stored, weights, {"format": "pt"})
     with pytest.raises(ValueError, match=r"the checkpoint lacks mrp_head\.eh_proj\.weight and 0 more: resume from another"):
         trainer_of(loaded, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A backbone in "base", and a run on it."""
-    folder = tmp_path_factory.mktemp("trained")
-    small_model().save_pretrained(folder / "base")
-    trainer_of(MRPForCausalLM.from_pretrained(folder / "base"), folder / "run").train()
-    return folder
-
-
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(trained: Path, tmp_path: Path) -> None:
-    """To the same weights, bit for bit."""
-    folder = shutil.copytree(trained / "run", tmp_path / "run")
-    expected = load_file(folder / "checkpoint-3" / "model.safetensors")
-    shutil.rmtree(folder / "checkpoint-3")
-    state = folder / "checkpoint-2" / "trainer_state.json"
-    state.write_bytes(state.read_bytes()[:-9])
-    model = MRPForCausalLM.from_pretrained(trained / "base")
-    trainer_of(model, folder).train(resume_from_checkpoint=True)
-    assert all(torch.equal(value, expected[name]) for name, value in head_of(model).items())
-    names = ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
-    assert sorted(path.name for path in folder.glob("*checkpoint-*")) == names
 
 
 def test_a_backbone_that_trains_is_saved_and_loses_its_name(loaded: MRPForCausalLM, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 import typer
 from conftest import ROOT, TINY
 from mrp_trainer import cli
-from mrp_trainer.data.tasks import problem_from_json
 from mrp_trainer.evaluate import command as evaluate
 from mrp_trainer.evaluate.options import EvaluateOptions
 from mrp_trainer.evaluate.questions import JUDGES
@@ -117,19 +116,6 @@ def test_choices_are_those_of_the_modules() -> None:
     assert choices(cli.convert, "layout") == set(LAYOUTS)
 
 
-def test_evaluation_shows_its_defaults() -> None:
-    flags = {flag.name: flag for flag in command("evaluate").params if flag.name != "help"}
-    assert set(flags) == {one.name for one in fields(EvaluateOptions)}
-    defaults = EvaluateOptions()
-    for name, flag in flags.items():
-        value = getattr(defaults, name)
-        if isinstance(value, list) and value:
-            assert flag.show_default == ", ".join(map(str, value))
-        elif not isinstance(value, list | bool) and value is not None:
-            assert flag.show_default == str(value)
-    assert flags["family"].show_default.split(", ") == defaults.families == ["math", "code"]
-
-
 def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -> None:
     model = small_model(word_tokenizer, head_layers=0)
     model.generation_config.eos_token_id = word_tokenizer.eos_token_id
@@ -201,38 +187,6 @@ def test_a_dry_run_prints_parameters_and_memory(tmp_path: Path) -> None:
     assert not (tmp_path / "o").exists()
 
 
-def test_tasks(tmp_path: Path) -> None:
-    chats = [json.loads(line) for line in mrp("tasks", "--family", "math", "--family", "source", "--count", "2").splitlines()]
-    assert [sorted(record) for record in chats] == [["messages"]] * 2 + [["completion", "prompt"]] * 2
-    assert [message["role"] for message in chats[0]["messages"]] == ["user", "assistant"]
-    raw = mrp("tasks", "--family", "math", "--split", "heldout", "--count", "1", "--seed", "3", "--problems")
-    problem = problem_from_json(raw)
-    assert problem.answer.endswith(f"#### {problem.number}")
-
-
-def test_convert(tmp_path: Path) -> None:
-    told = mrp("convert", str(TINY), str(tmp_path / "published"), "--layout", "heavyball")
-    assert told.startswith(f"wrote {tmp_path / 'published'} in the layout heavyball: ")
-    assert json.loads((tmp_path / "published" / "config.json").read_text())["model_type"] == "sdar"
-    assert "is not empty: name a new folder" in mrp("convert", str(TINY), str(tmp_path / "published"), fails=True)
-
-
-def test_push_lists_what_it_would_send() -> None:
-    shown = mrp("push", str(TINY), "org/sdar-tiny-mrp", "--dry-run")
-    for word in ("org/sdar-tiny-mrp", "model.safetensors", "modeling_mrp.py", "README.md"):
-        assert word in shown
-    refused = mrp("push", str(TINY), "org/sdar-tiny-mrp", "--dry-run", "--head-only", fails=True)
-    assert "does not say where its backbone is on the Hub: give --base-model" in refused
-
-
-def test_card(tmp_path: Path) -> None:
-    card = mrp("card", str(TINY), "--name", "org/sdar-tiny-mrp")
-    assert card.startswith("---\n")
-    assert 'from_pretrained("org/sdar-tiny-mrp"' in card
-    mrp("card", str(TINY), "--name", "org/sdar-tiny-mrp", "--output", str(tmp_path / "card.md"))
-    assert (tmp_path / "card.md").read_text() == card
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -240,29 +194,13 @@ def test_card(tmp_path: Path) -> None:
         (["train", "head", "--model", "m", "--output-dir", "o"], "Error: no data: give --data"),
         (["train", "head", "--model", "m", "--output-dir", "o", "--data", "no.jsonl"], "no.jsonl: there is no such file"),
         (["train", "backbone", *TRAIN, "--data", str(ROOT / "LICENSE"), "--eval-data", "no.jsonl"], "no.jsonl: there is no"),
-        (["train", "head", *TRAIN, "--data", "no.jsonl", "--dry-run"], "no.jsonl: there is no such file"),
-        (["evaluate", "--model", "nosuch"], "Error: 'nosuch' is no folder here, and as a repository it could not be read"),
-        (["evaluate", "--model", str(TINY), "--decoding", "dynamic", "--tau", "2"], "confidence_threshold is 2.0"),
-        (["evaluate", "--model", str(TINY), "--set", "sed=1"], "generate has no such option (did you mean seed?)"),
-        (["train", "head", "--model", "m", "--output-dir", "o", "--set", "wieght_decay=1"], "did you mean weight_decay"),
         (["train", "backbone", "--config", "sdar-4b-mrp", "--output-dir", "o"], "nothing is called 'head_layers' here"),
-        (["train", "head", "--model", "org/none", "--output-dir", "o", "--dry-run"], "a dry run connects to nothing"),
-        (["evaluate", "--model", str(TINY), "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["tasks", "--family", "math", "--count", "1", "--output", "."], "Is a directory"),
-        (["push", "nowhere", "org/name", "--dry-run"], "a dry run downloads nothing"),
         (["push", str(TINY), "org/name", "--head-only", "--adapter"], "--head-only and --adapter: give one"),
         (["push", str(TINY), "org/name", "--branch", "b", "--pull-request"], "--branch and --pull-request: give one"),
-        (["card", "nowhere"], "nowhere"),
-        (["convert", str(TINY), "unused"], "is in the layout 'mrp' already"),
     ],
 )
 def test_errors_in_a_line(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in mrp(*arguments, fails=True)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_wrong_choice_shows_the_right_ones() -> None:
-    result = RUNNER.invoke(cli.app, ["train", "head", "--reveal-rule", "mae"])
-    assert result.exit_code == 2
-    assert "on_policy" in result.stderr

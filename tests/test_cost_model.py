@@ -13,7 +13,6 @@ from mrp_trainer.doctor.roofline import (
     decoder_layers,
     head_forward,
     masks_per_state,
-    round_seconds,
     vocabulary_step,
 )
 from mrp_trainer.evaluate import cost
@@ -85,31 +84,11 @@ def test_the_shape_with_experts_is_that_of_the_model() -> None:
     assert round((shape.backbone + 2 * shape.vocabulary) / 1e9, 1) == 30.5
 
 
-def test_weights_dominate_a_small_batch_of_the_4b_shape() -> None:
-    """3,633,511,936 parameters at 2 bytes are 1.69 ms at 4.3 TB/s, and the whole forward of one state takes little more."""
-    shape = PUBLISHED["4B"]
-    assert shape.backbone == 3_633_511_936 == 36 * (2560 * 128 * (64 + 16) + 3 * 2560 * 9728 + 2 * 2560 + 256) + 2560
-    seconds = sum(map(cost_model.DEVICES["H200"].seconds, backbone_forward(shape, 1, 1, 0)))
-    assert seconds == pytest.approx(2 * shape.backbone / 4.3e12, rel=0.01)
-
-
 def test_a_device_takes_the_longer_of_bytes_and_flops() -> None:
     assert UNIT.seconds(Work(3, 2)) == 3
     assert UNIT.seconds(Work(3, 5)) == 5
     assert UNIT.ridge == 1
     assert cost_model.DEVICES["H200"].ridge == pytest.approx(138, abs=0.1)
-
-
-def test_a_round_is_the_sum_of_its_parts() -> None:
-    """Two passes of the head cost twice one."""
-    parts = {
-        "backbone": backbone_forward(SMALL, 3, 4.0, 6),
-        "vocabulary": [vocabulary_step(SMALL, 3 * 4 * 1)],
-        "head": 2 * head_forward(SMALL, 3, 1.0, 6),
-        "drafts": 2 * [vocabulary_step(SMALL, 3 * 1)],
-    }
-    counts = Counts(2.0, 4.0, head_passes=2.0)
-    assert round_seconds(SMALL, UNIT, counts, 3, 6) == sum(UNIT.seconds(one) for part in parts.values() for one in part)
 
 
 def test_where_speculation_pays() -> None:
@@ -139,15 +118,6 @@ def test_counts_are_taken_from_results() -> None:
     assert counts_at(lines, "math", "mrp_spec", 4, 32, 16) == Counts(2.5, 3.9, 1.5, 2.0)
     assert counts_at(lines, "math", "self_spec", 4, 1, 16) == Counts(2.5, 4.0, 0.0, 1.0)
     assert counts_at(lines, "math", "static", 4, 32, 16) == Counts(0.95, 17 / 16)
-
-
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    cost_model.main(["--device", "H200", "RTX4090", "--shape", "4b", "--batch", "1", "64", "--states", "4"])
-    choices, _, limits = capsys.readouterr().out.split("\n\n")[1:]
-    assert choices.splitlines()[0] == "| device | shape | batch | math K=4 | code K=4 | source K=4 |"
-    assert choices.splitlines()[2].startswith("| H200 | 4B | 1 | mrp_spec ")
-    assert choices.splitlines()[-1] == "| RTX4090 | 4B | 64 | static 1.00x | static 1.00x | static 1.00x |"
-    assert [row.split(" | ")[2] for row in limits.splitlines()[2:]] == ["self_spec", "mrp_spec"] * 2
 
 
 def test_head_share_counts_the_rows_that_picks_read() -> None:

@@ -33,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     }
 
 
-@pytest.mark.parametrize("mode", ["static", "mrp_spec", "mrp_remask"])
+@pytest.mark.parametrize("mode", ["mrp_spec", "mrp_remask"])
 def test_a_stock_model_says_what_the_mrp_model_says(saved: Saved, mode: str) -> None:
     model, repository = saved
     options: dict[str, Any] = {"max_new_tokens": 21, "decoding": mode, "do_sample": True, "top_k": 0, "seed": [5, 9]}

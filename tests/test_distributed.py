@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from modeling_mrp import MRPForCausalLM
 
 # By processes, rows a process takes at once, and how many times a step.
-LAYOUTS = [(1, 4, 1), (1, 2, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2), (4, 1, 1)]
+LAYOUTS = [(1, 4, 1), (2, 2, 1), (2, 1, 2)]
 WHOLE = LAYOUTS[0]
 # Ten rows, so that the third step goes on with those of the next round, and the fourth is in the second epoch. The rows
 # without anything to learn are the cheapest and meet in one batch, where they are all that some processes have. Of the five
@@ -92,8 +92,6 @@ def test_a_step_does_not_depend_on_how_it_is_divided(
     ("objective", "adapted", "searches"),
     [
         ("mrp", "mrp_head", False),
-        ("mrp", ".*q_proj", True),
-        ("block_diffusion", r"model\.layers\..*q_proj", False),
         ("block_diffusion", ".*q_proj", True),
     ],
 )
@@ -199,15 +197,12 @@ def test_a_sharded_head_loads_in_one_process(folder: str, sharded: Run) -> None:
         assert all(torch.equal(value, trained[name]) for name, value in state.items())
 
 
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_a_sharded_run_resumes(kind: str, sharded: Run, tmp_path: Path) -> None:
-    """Bit for bit; and the model is saved whole at the end, whatever its checkpoints hold."""
-    run = sharded
-    if kind == "SHARDED_STATE_DICT":
-        config = {"version": 2, "state_dict_type": kind}
-        run = replace(sharded, folder=tmp_path / "shards", options={**sharded.options, "fsdp_config": config})
-        assert start(run, 2) == [0, 0]
-        assert not (run.folder / "checkpoint-2" / "model.safetensors").exists()
+def test_a_sharded_run_resumes(sharded: Run, tmp_path: Path) -> None:
+    """Bit for bit; and the model is saved whole at the end, though its checkpoints hold shards."""
+    config = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+    run = replace(sharded, folder=tmp_path / "shards", options={**sharded.options, "fsdp_config": config})
+    assert start(run, 2) == [0, 0]
+    assert not (run.folder / "checkpoint-2" / "model.safetensors").exists()
     resumed = resumed_at(run, 2, tmp_path / "resumed")
     assert start(resumed, 2) == [0, 0]
     saved = load_file(resumed.folder / "final" / "model.safetensors")
@@ -221,18 +216,6 @@ def test_a_sharded_run_resumes(kind: str, sharded: Run, tmp_path: Path) -> None:
 def test_muon_is_refused_where_matrices_are_sharded(shards: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="muon_learning_rate is set, but Muon needs whole matrices, which FSDP and DeepSpeed"):
         MRPTrainingArguments("unused", objective="mrp", muon_learning_rate=1e-3, **shards)
-
-
-def test_a_deepspeed_config_is_accepted() -> None:
-    """As far as transformers itself, which asks for the package."""
-    config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
-    try:
-        import deepspeed  # noqa: F401
-    except ImportError:
-        with pytest.raises(ImportError, match=r"(?i)deepspeed"):
-            MRPTrainingArguments("unused", objective="mrp", use_cpu=True, deepspeed=config)
-    else:
-        assert MRPTrainingArguments("unused", objective="mrp", use_cpu=True, deepspeed=config).deepspeed_plugin is not None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")

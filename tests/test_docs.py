@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from conftest import ROOT, TINY
 from mrp_trainer.publish.convert import Layout, convert
 from openai_server import MODEL, started
 from test_cli import command
 from transformers import AutoTokenizer
 
-from modeling_mrp import MRPForCausalLM, __version__
+from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.families import registry
 
 DOCUMENTS = {
@@ -224,9 +223,3 @@ def test_the_page_of_the_code_says_what_every_room_holds() -> None:
     rooms = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.MULTILINE))
     packages = ROOT / "modeling_mrp", ROOT / "trainer" / "mrp_trainer"
     assert sorted(rooms) == sorted(path.parent.name for package in packages for path in package.glob("*/__init__.py"))
-
-
-def test_the_citation_is_of_this_version() -> None:
-    said = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert (said["version"], said["license"]) == (__version__, PROJECT["license"])
-    assert {"cff-version", "message", "title", "authors"} <= said.keys()

@@ -13,7 +13,6 @@ from benchmarks.draft_graph import (
     Ranking,
     drafted,
     graph_drafts,
-    node_of,
     recorded_paths,
 )
 from modeling_mrp.rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit
@@ -61,12 +60,6 @@ def row_at(*ids: int, limit: int = 8, eos: tuple[int, ...] = ()) -> Row:
 RANKING = Ranking([0.0, 3.0, 2.0, 1.0], [[9, 8, 7], [11, 21, 31], [12, 22, 32], [13, 23, 33]], [[0.5, 0.3, 0.1]] * 4)
 
 
-def test_a_node_is_named_by_the_ranks_of_what_it_reveals() -> None:
-    first = row_at(50, M, M, M).state
-    assert node_of(first, row_at(50, 21, M, 13).state, RANKING) == picks((0, 1), (2, 0))
-    assert node_of(first, row_at(50, 99, M, M).state, RANKING) is None
-
-
 def states_of(row: Row, states: int, graph: DraftGraph) -> list[tuple[int, ...]]:
     return [node.state.ids for node in drafted(graph, row, RANKING, states)]
 
@@ -82,11 +75,6 @@ def test_states_of_a_graph_by_hand() -> None:
     """Both picks lead on from the first and from the second, whose scores rise by it: sqrt(0.5 * 0.5) against 0.3."""
     assert states_of(row_at(50, M, M, M), 4, TREE) == [(50, M, M, M), (50, 11, M, M), (50, M, 12, M), (50, 11, 12, M)]
     assert states_of(row_at(50, M, M, M), 5, TREE)[4] == (50, 21, M, M)
-
-
-def test_what_is_not_left_or_ends_its_row_is_not_drafted() -> None:
-    assert states_of(row_at(50, 51, 52, M), 4, TREE) == [(50, 51, 52, M), (50, 51, 52, 13), (M,) * 4, (50, 51, 52, 23)]
-    assert states_of(row_at(50, M, M, M, eos=(11,)), 3, TREE) == [(50, M, M, M), (50, M, 12, M), (50, 21, M, M)]
 
 
 @pytest.mark.parametrize("target", list(RULES))

@@ -119,25 +119,6 @@ def test_a_setting_that_has_a_line_is_not_measured_again(tmp_path: Path) -> None
     assert [line["texts_that_differ"] for line in lines(stub, asked, other, results, identity)] == [1]
 
 
-def test_the_command_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "tiny_frontier.jsonl"
-    command = ["--output", str(path), "--family", "math", "--count", "2", "--decoding", "psd"]
-    frontier.main(command)
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("math: psd K=4 tau=0.7: ")
-    assert len(printed) == len(frontier.PSD_TAUS) * len(frontier.PSD_STATES)
-    written = path.read_text()
-    header, first, *_ = map(json.loads, written.splitlines())
-    assert (header["benchmark"], first["asked"]["problems"]) == ("frontier", 2)
-    frontier.main(command)
-    assert (capsys.readouterr().out, path.read_text()) == ("", written)
-    assert "| psd K=8 tau=0.9 | " in tables.frontier(tmp_path)
-    with pytest.raises(SystemExit):
-        frontier.main([*command, "--count", "3"])
-    assert "'problems': 2" in capsys.readouterr().err
-    assert path.read_text() == written
-
-
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     """A folder with a file a family; drafts have their target's accuracy, and one text differs."""

@@ -61,7 +61,7 @@ def norm_of(size: int, dtype: torch.dtype, epsilon: float = 1e-5) -> Qwen3RMSNor
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("adds", [True, False])
-@pytest.mark.parametrize(("rows", "size"), [(1, 32), (3, 40), (16, 64), (17, 127), (33, 1)])
+@pytest.mark.parametrize(("rows", "size"), [(3, 40), (17, 127), (33, 1)])
 def test_a_sum_and_its_norm(rows: int, size: int, adds: bool, dtype: torch.dtype) -> None:
     norm, hidden = norm_of(size, dtype), numbers(1, 1, rows, size, dtype=dtype) * 20
     hidden[0, 0] = 0

@@ -9,30 +9,20 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import PROMPTS, left_padded, random_ids, text
-from mrp_trainer.heads import new_head
 from mrp_trainer.train.trainer import bare_model
-from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, ShadowConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, ShadowConfig, get_peft_model
 from refusals import PROMPT, rejected
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria, pipeline
+from transformers import GenerationConfig, StoppingCriteria
 
 from modeling_mrp import MRPForCausalLM
 
 # Greedy options
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False, "temperature": 0.0},
-        {"temperature": 0},
-        {"temperature": 0.0, "top_p": 0, "top_k": -1},
-        {"temperature": -1.0, "min_p": 4, "typical_p": 7, "top_h": 0, "epsilon_cutoff": 3, "eta_cutoff": 3},
-    ],
-    ids=str,
-)
 @pytest.mark.parametrize("way", ["arguments", "dict", "config"])
-def test_greedy_ignores_the_options_of_sampling(random_model: MRPForCausalLM, options: dict[str, Any], way: str) -> None:
+def test_greedy_ignores_the_options_of_sampling(random_model: MRPForCausalLM, way: str) -> None:
+    options: dict[str, Any] = {"temperature": 0, "top_p": 0, "top_k": -1, "min_p": 4, "typical_p": 7, "top_h": 0}
     given = {"arguments": options, "dict": {"generation_config": options}}.get(way)
     given = given or {"generation_config": GenerationConfig(**options)}
     assert text(random_model, PROMPTS[0], max_new_tokens=9, **given) == text(random_model, PROMPTS[0], max_new_tokens=9)
@@ -49,26 +39,15 @@ def test_the_last_word_on_sampling_counts(random_model: MRPForCausalLM) -> None:
     )
 
 
-def test_a_pipeline_at_temperature_0(tiny_model: MRPForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    pipe = pipeline("text-generation", model=tiny_model, tokenizer=tiny_tokenizer)
-    chat = [{"role": "user", "content": "What is 3 + 4?"}]
-    cold, plain = (
-        pipe(chat, max_new_tokens=8, **options) for options in ({"do_sample": False, "temperature": 0.0}, {"do_sample": False})
-    )
-    assert cold == plain
-
-
 # Adapters that put vectors before the inputs
 
 
 ADAPTERS = {
-    "PROMPT_TUNING": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     "PREFIX_TUNING": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    "P_TUNING": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=8),
 }
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", ["PREFIX_TUNING"])
 def test_adapters_of_the_prompt_are_refused(kind: str) -> None:
     plain = text(make_model(), PROMPTS[0], max_new_tokens=6)
     adapted: Any = get_peft_model(make_model().float(), ADAPTERS[kind])
@@ -119,7 +98,7 @@ def two_adapters() -> Any:
 ENDING: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": list(range(0, 64, 7)), "pad_token_id": 63}
 
 
-@pytest.mark.parametrize("decoding", ["static", "mrp_spec", "mrp_direct", "mrp_remask"])
+@pytest.mark.parametrize("decoding", ["mrp_spec", "mrp_remask"])
 def test_an_adapter_for_each_row(two_adapters: Any, decoding: str) -> None:
     """peft gives them out by place, so no row leaves its place."""
     options, names = {**ENDING, "decoding": decoding}, ["default", "other", "__base__"]
@@ -147,14 +126,13 @@ def test_adapters_of_another_number_of_rows(two_adapters: Any) -> None:
 # Attention and devices
 
 
-@pytest.mark.parametrize("call", ["forward", "4-D mask", "labels", "generate"])
+@pytest.mark.parametrize("call", ["forward", "labels", "generate"])
 def test_flex_attention_on_a_cpu_is_refused(call: str) -> None:
     """Compiled for a CPU, flex attention under a dense mask ended the process."""
     model = make_model()
     model.set_attn_implementation("flex_attention")
     calls = {
         "forward": lambda: model(PROMPT),
-        "4-D mask": lambda: model(PROMPT, attention_mask=torch.zeros(1, 1, 5, 5, dtype=model.dtype)),
         "labels": lambda: model(PROMPT, labels=PROMPT),
         "generate": lambda: model.generate(PROMPT, max_new_tokens=4),
     }
@@ -177,8 +155,8 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 OFFLOADED = pytest.mark.parametrize(
     "offloaded",
-    [PARTS, ("model.layers.0",), ("mrp_head",), ("lm_head", "model.embed_tokens")],
-    ids=["all", "layer", "head", "lm_head"],
+    [PARTS, ("mrp_head", "model.layers.0")],
+    ids=["all", "some"],
 )
 # Where weights are kept: on disk; in a CPU's memory beside a device that computes, for which a CPU stands in: `torch.device` is
 # not what accelerate calls it, so that it fetches what lies on "cpu" as it does for a GPU; or in such memory beside a GPU.
@@ -217,21 +195,6 @@ def test_offloaded_weights_decode(
         assert again[1].sequences.equal(again[0].sequences)
         assert again[1].stats.forwards == again[0].stats.forwards
     assert spilled.lm_head.weight.is_meta == ("lm_head" in offloaded)
-
-
-def test_a_head_is_put_on_an_offloaded_model(stored: tuple[MRPForCausalLM, Path], tmp_path: Path) -> None:
-    model, folder = stored
-    places = dict.fromkeys(PARTS, "disk")
-    spilled = MRPForCausalLM.from_pretrained(folder / "head", device_map=places, offload_folder=tmp_path / "spilled")
-    options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 9}
-    assert spilled.generate(PROMPT, **options).equal(model.generate(PROMPT, **options))
-    assert new_head(spilled, 1).eh_proj.weight.device.type == "cpu"
-
-
-def test_weights_that_are_nowhere() -> None:
-    with torch.device("meta"):
-        model = MRPForCausalLM(make_model().config)
-    rejected(lambda: model.block_cache(1, 8, 8, with_head=False), "weight of a Linear is on the meta device", "from_pretrained")
 
 
 # Calls and outputs
@@ -279,8 +242,8 @@ class Sure(StoppingCriteria):
 
 @pytest.mark.parametrize(
     "read",
-    [lambda s: s[-1].max() > 9, lambda s: s.max() > 9, lambda s: torch.softmax(s, -1).max() > 0.9, len, lambda s: s + 1],
-    ids=["item", "method", "softmax", "len", "sum"],
+    [lambda s: s[-1].max() > 9, lambda s: torch.softmax(s, -1).max() > 0.9],
+    ids=["item", "softmax"],
 )
 def test_a_criterion_that_reads_scores(random_model: MRPForCausalLM, read: Any) -> None:
     rejected(

@@ -35,21 +35,6 @@ class Shape:
     def width(self) -> int:
         return self.heads * HEAD_DIM
 
-    @property
-    def layer_parameters(self) -> int:
-        attention = 2 * self.hidden * self.width + 2 * self.hidden * KV_WIDTH  # q, o; k, v
-        return attention + 2 * HEAD_DIM + 3 * self.hidden * self.intermediate + 2 * self.hidden  # q/k-norm, mlp, two norms
-
-    @property
-    def backbone_parameters(self) -> int:
-        return 2 * VOCAB * self.hidden + self.layers * self.layer_parameters + self.hidden  # embedding and lm_head, last norm
-
-    @property
-    def head_parameters(self) -> int:
-        return (
-            2 * self.hidden * self.hidden + 3 * self.hidden + HEAD_LAYERS * self.layer_parameters
-        )  # eh_proj; enorm, hnorm, norm
-
     def layer_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         return {
             f"{prefix}.self_attn.q_proj.weight": (self.width, self.hidden),
@@ -103,10 +88,6 @@ def config_of(size: str) -> Any:
 def meta_model(size: str) -> torch.nn.Module:
     with torch.device("meta"):
         return MRPForCausalLM(config_of(size)).to(config_of(size).dtype)
-
-
-def count(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @each_size
@@ -173,26 +154,6 @@ def test_parameter_names_and_shapes(size: str) -> None:
     assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == expected
     assert set(model.state_dict()) == set(expected)  # no buffer is saved beside them
     assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", torch.bfloat16)}
-
-
-@each_size
-def test_parameter_counts(size: str) -> None:
-    model, shape = meta_model(size), SHAPES[size]
-    assert count(model.mrp_head) == shape.head_parameters
-    assert count(model) == shape.backbone_parameters + shape.head_parameters
-
-
-def test_head_of_the_smallest_shape_has_159_million_parameters() -> None:
-    head = count(meta_model("1.7b").mrp_head)
-    assert head == 159_402_752
-    assert head == pytest.approx(159e6, rel=0.01)
-
-
-@each_size
-def test_readme_states_the_counts(size: str) -> None:
-    shape, readme = SHAPES[size], (folder_of(size) / "README.md").read_text()
-    for number in (shape.backbone_parameters, shape.head_parameters, shape.backbone_parameters + shape.head_parameters):
-        assert f"| {number:,} |" in readme
 
 
 @each_size

@@ -56,13 +56,6 @@ def test_no_module_of_a_room_is_in_a_circle(room: str) -> None:
     assert not any(circles), "\n".join(" -> ".join(circle) for circle in circles if circle)
 
 
-def test_a_circle_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(GRAPH, "modeling_mrp.model.layouts", {"modeling_mrp.model.loading"})
-    way = circle_through("modeling_mrp.model.loading")
-    assert way is not None
-    assert (way[0], way[-1], way[-2]) == ("modeling_mrp.model.loading",) * 2 + ("modeling_mrp.model.layouts",)
-
-
 def test_the_package_imports_nothing_of_the_projects_other_parts() -> None:
     for name, others in GRAPH.items():
         tops = {other.split(".")[0] for other in others}

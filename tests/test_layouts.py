@@ -67,9 +67,7 @@ def test_heavyball_logits_and_residuals(heavyball: Path) -> None:
 
 
 @pytest.mark.usefixtures("exact_norms")
-@pytest.mark.parametrize(
-    ("decoding", "head_steps"), [("static", 0), ("mrp_spec", 0), ("self_spec", 0), ("mrp_direct", 1)], ids=str
-)
+@pytest.mark.parametrize(("decoding", "head_steps"), [("mrp_spec", 0), ("mrp_direct", 1)], ids=str)
 def test_heavyball_tokens(decoding: str, head_steps: int, heavyball: Path) -> None:
     """float64, token for token."""
     model = MRPForCausalLM.from_pretrained(heavyball, dtype=torch.float64)
@@ -84,8 +82,7 @@ def test_heavyball_tokens(decoding: str, head_steps: int, heavyball: Path) -> No
         assert expected != decode(exact, PROMPT, 18)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("dtype", "shards"), [(torch.bfloat16, 3), (torch.float32, 1)], ids=str)
 def test_sdar_layout(dtype: torch.dtype, shards: int, tmp_path: Path) -> None:
     """Every tensor arrives as it is in the file, in the file's type; the head's modes say what is missing."""
     tensors = random_tensors(backbone_shapes(), dtype=dtype)
@@ -99,13 +96,6 @@ def test_sdar_layout(dtype: torch.dtype, shards: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mrp_spec.*from_backbone.*attach_head.*self_spec"):
         model.generate(torch.tensor([PROMPT]), decoding="mrp_spec", max_new_tokens=4)
     assert model.generate(torch.tensor([PROMPT]), decoding="self_spec", max_new_tokens=4, pad_token_id=1).shape == (1, 10)
-
-
-@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}], ids=str)
-def test_device_map_and_dtype(device_map: Any, heavyball: Path) -> None:
-    model = MRPForCausalLM.from_pretrained(heavyball, device_map=device_map, dtype=torch.bfloat16)
-    for name, tensor in heavyball_tensors().items():
-        assert torch.equal(model.state_dict()[our_name(name)].cpu(), tensor.bfloat16())
 
 
 def test_old_fields_are_dropped_and_our_layout_is_saved(heavyball: Path, tmp_path: Path, caplog: Any) -> None:
@@ -125,11 +115,6 @@ def test_old_fields_are_dropped_and_our_layout_is_saved(heavyball: Path, tmp_pat
     assert stored.keys() == {name.replace(HEAD, "mrp_head") for name in heavyball_tensors()}
     again = MRPForCausalLM.from_pretrained(tmp_path / "ours")
     assert torch.equal(again(torch.tensor([PROMPT])).logits, model(torch.tensor([PROMPT])).logits)
-
-
-def test_unknown_fields_of_our_own_configs_stay() -> None:
-    assert MRPConfig.from_dict({"model_type": "sdar_mrp", "note": "kept"}).note == "kept"
-    assert not hasattr(MRPConfig.from_dict({"model_type": "sdar", "note": "dropped"}), "note")
 
 
 def test_saving_over_the_files_that_the_weights_are_mapped_from(heavyball: Path, tmp_path: Path) -> None:
@@ -190,7 +175,7 @@ def test_a_tensor_under_both_names(tmp_path: Path) -> None:
         MRPForCausalLM.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("pickled", ["pytorch_model.bin", "model.pt"])
+@pytest.mark.parametrize("pickled", ["pytorch_model.bin"])
 def test_pickled_weights_are_not_read(pickled: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published_config()))
     torch.save(heavyball_tensors(), tmp_path / pickled)
@@ -226,7 +211,7 @@ def test_another_kind_of_model(kind: str, remedy: str, tmp_path: Path) -> None:
         MRPForCausalLM.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("source", ["/no/such/folder", "./folder", "a/b/c", "", "folder", "org/misspelt", "{empty}"])
+@pytest.mark.parametrize("source", ["./folder", "", "org/misspelt", "{empty}"])
 def test_a_name_of_nothing(source: str, tmp_path: Path) -> None:
     """The tests are offline."""
     source = source.format(empty=tmp_path)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
-from helpers import left_padded
 from mrp_trainer.data.tasks import problems
 from mrp_trainer.evaluate.command import family_set
 from mrp_trainer.evaluate.decoded import decode_prompts
@@ -228,36 +227,3 @@ def test_its_command_line_with_our_model(
     monkeypatch.setattr(sys, "argv", ["lm_eval", *words.split(), "--include_path", str(tasks), "--tasks", "choices"])
     main()
     assert "|choices|" in capsys.readouterr().out
-
-
-def test_its_stop_sequences(tiny_model: MRPForCausalLM, tiny_tokenizer: Any) -> None:
-    """Its criterion for them is built for a prompt's width and a number of rows. A sequence that the prompt holds does not
-    count; one in the text is the last thing decoded, in a row alone."""
-    from lm_eval.models.utils_hf import stop_sequences_criteria
-
-    prompts = family_set("math", "heldout", 3, tiny_tokenizer).prompts
-    free = decode_prompts(tiny_model, tiny_tokenizer, prompts, None, NEW_TOKENS)
-    for stop in ("has", " =", "####"):
-        inputs = left_padded(prompts)
-        for mode in ("sequential", "mrp_spec"):
-            out = tiny_model.generate(
-                **inputs,
-                decoding=mode,
-                max_length=inputs["input_ids"].shape[1] + NEW_TOKENS,
-                stopping_criteria=stop_sequences_criteria(tiny_tokenizer, [stop], *reversed(inputs["input_ids"].shape)),
-                pad_token_id=tiny_tokenizer.pad_token_id,
-                use_cache=True,
-                do_sample=False,
-            )
-            texts = [tiny_tokenizer.decode(row[inputs["input_ids"].shape[1] :], skip_special_tokens=True) for row in out]
-            assert [text.split(stop)[0] for text in texts] == [text.split(stop)[0] for text in free.texts]
-        alone = tiny_model.generate(
-            **left_padded(prompts[:1]),
-            max_new_tokens=NEW_TOKENS,
-            stopping_criteria=stop_sequences_criteria(tiny_tokenizer, [stop], len(prompts[0]), 1),
-        )
-        text = tiny_tokenizer.decode(alone[0, len(prompts[0]) :], skip_special_tokens=True)
-        assert free.texts[0].startswith(text)
-        assert (stop in free.texts[0]) == (stop in text)
-        if stop in text:
-            assert stop not in tiny_tokenizer.decode(alone[0, len(prompts[0]) : -1])

@@ -67,7 +67,7 @@ def test_an_adapter_comes_with_its_base(saved: dict[str, Path]) -> None:
     assert load_config(str(saved["adapter"])).num_hidden_layers == 2
 
 
-@pytest.mark.parametrize("base", ["/etc", "../other", "plain"])
+@pytest.mark.parametrize("base", ["../other"])
 def test_an_adapter_from_the_hub_names_no_path(
     base: str, saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,8 +102,15 @@ def test_a_folder_without_a_tokenizer(saved: dict[str, Path]) -> None:
         load_tokenizer(str(saved["mrp"]))
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("text", ["{", "5", '{"auto_map": 5}', '{"a":' * 5000 + "1" + "}" * 5000], ids=lambda text: text[:15])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer_config.json", '{"auto_map": 5}'),
+        ("tokenizer.json", '{"a":' * 5000 + "1" + "}" * 5000),
+    ],
+    ids=lambda text: text[:15],
+)
 def test_a_damaged_tokenizer(name: str, text: str, tmp_path: Path) -> None:
     for path in TINY.glob("*.json"):
         shutil.copy(path, tmp_path)

@@ -121,7 +121,7 @@ def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float, head_predicts
     samples = [*SAMPLES, sample(7, 24, 4), sample(8, 32, 0)]
     batch = collate(samples)
     reveals = Recorded("on_policy", 0.6, BLOCK)
-    objective = HeadObjective(reveals, unroll=2, order_weight=order_weight)
+    objective = HeadObjective(reveals, unroll=2, order_weight=order_weight, reread_weight=0.6)
     whole, _ = objective(model, batch)  # with a vocabulary matrix that trains
     model.requires_grad_(False)
     model.mrp_head.requires_grad_(True)
@@ -157,7 +157,7 @@ def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float, head_predicts
                     sums["reread_kl_stale"] += naive_kl(model, h_a[start + i], teacher)
     assert min(value.item() for value in sums.values()) > 1e-4, sums
     order = order_weight * (sums["order 1"] + sums["order 2"])
-    twin = (sums["step 1"] + sums["reread"] + sums["step 2"] + order) / 2
+    twin = (sums["step 1"] + 0.6 * sums["reread"] + sums["step 2"] + order) / 2
     assert loss.item() == pytest.approx(twin.item(), rel=1e-4)
     twin.backward()
     for name, parameter in model.named_parameters():
@@ -206,22 +206,6 @@ def test_on_policy_reveals_are_chained_over_the_steps() -> None:
             with torch.no_grad():
                 acc = torch.cat([h_a[:start], (acc + run_alone(model, clean + ids.tolist(), acc))[start:]])
     assert other > 10
-
-
-def test_the_weights_of_the_parts() -> None:
-    """The loss is linear in `order_weight` and in `reread_weight`, and averages the steps."""
-    model, batch = confident_model(6), collate(SAMPLES)
-    reveals = Reveals("on_policy", 0.5, BLOCK)
-
-    def loss(order: float, reread: float, unroll: int = 1) -> float:
-        total, _ = HeadObjective(reveals, unroll=unroll, order_weight=order, reread_weight=reread)(model, batch)
-        return total.item()
-
-    plain = loss(0, 0)
-    assert loss(2.0, 0) - plain == pytest.approx(4 * (loss(0.5, 0) - plain), rel=1e-4)
-    assert loss(0, 2.0) - plain == pytest.approx(4 * (loss(0, 0.5) - plain), rel=1e-4)
-    assert min(loss(0.5, 0), loss(0, 0.5)) - plain > 1e-4
-    assert 2 * loss(0, 1, 2) > loss(0, 1, 1) + 1e-4
 
 
 def test_the_loss_of_one_step() -> None:

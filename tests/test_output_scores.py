@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LIVELY, MASK, PROMPTS, VOCAB, close, every_mode, generate
+from helpers import LIVELY, MASK, MODES, PROMPTS, VOCAB, close, generate
 
 from modeling_mrp import MRPForCausalLM
 
@@ -20,9 +20,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@every_mode
-@pytest.mark.parametrize("case", CASES)
-def test_a_score_for_each_new_token(random_model: MRPForCausalLM, mode: str, case: str) -> None:
+@pytest.mark.parametrize(("case", "mode"), [(case, MODES[-1 - place]) for place, case in enumerate(CASES)])
+def test_a_score_for_each_new_token(random_model: MRPForCausalLM, case: str, mode: str) -> None:
     """Normalized they are the log-probabilities of `token_logprobs`; what stands in padding or was given is certain."""
     options = {"decoding": mode, "max_new_tokens": 11, "seed": 3, "eos_token_id": [*range(1, 12)], **CASES[case]}
     out = generate(random_model, PROMPTS, pad_token_id=55, **options, **BOTH)

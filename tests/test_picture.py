@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT
 from mrp_trainer import cli
 from mrp_trainer.picture import Decode, draw, read_decode, show
 from mrp_trainer.picture.facts import Forward, Token, token_texts
@@ -71,11 +71,6 @@ def test_facts_by_hand() -> None:
     assert found.forwards == (Forward(1, 0, 0), Forward(1, 1, 2), Forward(1, 0, 1))
     assert (found.head_forwards, found.drafted, found.accepted, found.blocks) == (2, 4, 1, (1,))
     assert found.tokens_per_forward == pytest.approx(4 / 3)
-
-
-def test_padding_is_left_out_and_a_given_end_kept() -> None:
-    assert [one.text for one in read_decode(output("ab\0\0", [0, 1, -1, -1], **ROUNDS), Bytes()).tokens] == ["a", "b"]
-    assert [one.text for one in read_decode(output("ab)", [0, 1, -1], **ROUNDS), Bytes()).tokens] == ["a", "b", ")"]
 
 
 @pytest.mark.parametrize(
@@ -223,9 +218,3 @@ def test_a_card_shows_the_picture_of_its_folder(folder: Path, tmp_path: Path) ->
     assert f"]({PICTURE})" in with_picture
     assert renamed(bare, "org/m", picture=True) == with_picture
     assert renamed(with_picture, "org/m") == bare
-
-
-def test_the_readmes_show_it() -> None:
-    """The checkpoint's and the project's."""
-    assert f"]({PICTURE})" in (TINY / "README.md").read_text()
-    assert f"](hub_configs/sdar-tiny-mrp/{PICTURE})" in (ROOT / "README.md").read_text()

@@ -1,16 +1,17 @@
-"""Publishing through a loopback Hub: what arrives, and what is refused; faults are in test_publish_faults."""
+"""Publishing through a loopback Hub: what arrives, what is refused, and what a push that failed leaves."""
 
+import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from commands import main
-from conftest import ROOT, TINY
+from conftest import ROOT, make_model
 from helpers import hashes
 from hub_client import Done, HubClient
 from hub_server import HubServer
@@ -18,17 +19,79 @@ from huggingface_hub import ModelCard
 from mrp_trainer.publish import publish
 from mrp_trainer.publish.card import is_own_card
 from mrp_trainer.publish.folder import read_folder
-from peft import LoraConfig, get_peft_model
-from publishing import client, folders, hub, push, repo, server, titles
+from safetensors.torch import save_file
 
-from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.saving import code_files
 
 PACKAGE = {name: text.encode() for name, text in code_files().items()}
 WRITTEN = "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# Mine\n"
 USED = ("config.json", "generation_config.json", "model.safetensors")
 
-__all__ = ["client", "folders", "hub", "push", "repo", "server"]  # fixtures
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A full model, the same in shards, its head, and an adapter of the head."""
+    model, at = make_model().float(), tmp_path_factory.mktemp("folders")
+    model.save_pretrained(at / "full")
+    model.save_pretrained(at / "shards", max_shard_size="40KB")
+    model.save_pretrained(at / "head", head_only=True, base_model_name_or_path="org/backbone", base_model_revision="a" * 40)
+    (at / "adapter").mkdir()
+    (at / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "org/head", "peft_type": "LORA"})
+    )
+    save_file(
+        {"base_model.model.mrp_head.eh_proj.lora_A.weight": torch.ones(2, 4)}, at / "adapter" / "adapter_model.safetensors"
+    )
+    (at / "adapter" / "README.md").write_text(
+        "---\nlibrary_name: peft\n---\n# Model Card for Model ID\n[More Information Needed]\n"
+    )
+    return {kind: at / kind for kind in ("full", "shards", "head", "adapter")}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    with HubServer(tmp_path_factory.mktemp("hub")) as hub:
+        hub.add_user("alice", token="hf_alice", organizations=["org"])
+        hub.add_user("reader", token="hf_reader", organizations=["org"], can_write=False)
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def client(server: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubClient]:
+    home = tmp_path_factory.mktemp("client")
+    with HubClient(home, server.environment(home, "hf_alice"), ROOT, ROOT / "trainer") as process:
+        yield process
+
+
+@pytest.fixture
+def hub(server: HubServer) -> Iterator[HubServer]:
+    """The server, with an empty log and, afterwards, without failures."""
+    server.requests.clear()
+    yield server
+    server.faults.clear()
+
+
+@pytest.fixture
+def repo(request: pytest.FixtureRequest) -> str:
+    """A repository's id of the test's own."""
+    return "org/" + hashlib.sha1(request.node.nodeid.encode()).hexdigest()[:12]
+
+
+@pytest.fixture
+def push(client: HubClient) -> Callable[..., Done]:
+    def run(folder: Path, repo_id: str, **options: Any) -> Done:
+        return client.run(
+            f"""
+            from mrp_trainer.publish import publish
+            print(publish({str(folder)!r}, {repo_id!r}, **{options!r}))
+            """
+        )
+
+    return run
+
+
+def titles(hub: HubServer, repo_id: str, revision: str = "main") -> list[str]:
+    return [commit.title for commit in hub.repository(repo_id).history(revision)]
 
 
 # What arrives
@@ -42,7 +105,7 @@ def test_a_full_model_arrives_whole_in_one_commit_and_private(
     assert done.error is None
     assert f"a full model to {repo} (branch main; private if it is new)" in done.printed
     assert done.printed.strip().endswith(hub.repository(repo).read("main").oid)
-    assert hub.repository(repo).state["private"] is True
+    assert hub.repository(repo).private is True
     assert titles(hub, repo) == ["Upload a full model", "initial commit"]
     files = hub.files(repo)
     assert {name: files[name] for name in USED} == {name: (folders["full"] / name).read_bytes() for name in USED}
@@ -50,50 +113,6 @@ def test_a_full_model_arrives_whole_in_one_commit_and_private(
     assert set(files) == {*USED, *PACKAGE, "README.md", ".gitattributes"}
     assert f'AutoModel.from_pretrained("{repo}", trust_remote_code=True)' in files["README.md"].decode()
     assert hashes(folders["full"]) == before
-    assert {logged.server for logged in hub.requests} == {"hub", "storage"}
-
-
-def test_what_was_pushed_loads_and_serves_stock_models(
-    hub: HubServer, client: HubClient, push: Callable[..., Done], folders: dict[str, Path], repo: str
-) -> None:
-    """From the Hub's own bytes, by remote code; a stock model by `custom_generate`, its weights of the commit of its code."""
-    assert push(folders["shards"], repo).error is None
-    done = client.run(
-        f"""
-        import sys, torch
-        sys.path.insert(0, {str(ROOT / "tests")!r})
-        from transformers import AutoModelForCausalLM
-        model = AutoModelForCausalLM.from_pretrained({repo!r}, trust_remote_code=True)
-        assert type(model).__module__.startswith("transformers_modules.org.")
-        ids = torch.arange(1, 8)[None]
-        print(model.generate(ids, decoding="mrp_spec", max_new_tokens=12).tolist())
-        from stock import stock_of
-        stock = stock_of(model)
-        options = dict(custom_generate={repo!r}, trust_remote_code=True, decoding="mrp_spec", max_new_tokens=12)
-        print(stock.generate(ids, **options).tolist())
-        """
-    )
-    assert done.error is None
-    model = MRPForCausalLM.from_pretrained(folders["full"])
-    expected = model.generate(torch.arange(1, 8)[None], decoding="mrp_spec", max_new_tokens=12).tolist()
-    assert done.printed == f"{expected}\n" * 2
-
-
-@pytest.mark.parametrize("kind", ["head", "adapter"])
-def test_a_head_and_an_adapter_arrive(
-    hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], repo: str, kind: str
-) -> None:
-    assert push(folders[kind], repo, private=False).error is None
-    files = hub.files(repo)
-    weights = {"head": "model.safetensors", "adapter": "adapter_model.safetensors"}[kind]
-    own = {"head": {*USED, *PACKAGE}, "adapter": {weights, "adapter_config.json"}}[kind]
-    assert set(files) == {*own, "README.md", ".gitattributes"}
-    assert files[weights] == (folders[kind] / weights).read_bytes()
-    assert hub.repository(repo).state["private"] is False
-    base = {"head": "org/backbone", "adapter": "org/head"}[kind]
-    assert f"base_model: {base}\n" in files["README.md"].decode()
-    assert "base_model_relation: adapter\n" in files["README.md"].decode()
-    assert ("\n- speculators\n- draft-model\n" in files["README.md"].decode()) == (kind == "head")
 
 
 def test_a_loaded_model_pushes_itself_as_transformers_does(
@@ -129,7 +148,7 @@ def test_a_loaded_model_pushes_itself_as_transformers_does(
     assert "more" in ModelCard(hub.files(repo, "second")["README.md"].decode()).data.tags
     assert json.loads(hub.files("alice/mine")["config.json"])["base_model_name_or_path"] == "org/b"
     assert hub.files("alice/mine")["model.safetensors"] == (folders["head"] / "model.safetensors").read_bytes()
-    assert [hub.repository(name).state["private"] for name in (repo, "alice/mine")] == [True, False]
+    assert [hub.repository(name).private for name in (repo, "alice/mine")] == [True, False]
     assert {"adapter_config.json", "adapter_model.safetensors"} < set(hub.files(f"{repo}-adapter"))
     assert "model.safetensors" not in hub.files(f"{repo}-adapter")
 
@@ -161,21 +180,6 @@ def test_the_code_is_what_the_package_generates(
     assert {name: content for name, content in hub.files(repo).items() if name.endswith(".py")} == PACKAGE
 
 
-def test_a_branch_or_a_pull_request_leaves_main_alone(
-    hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], repo: str
-) -> None:
-    push(folders["full"], repo)
-    main_files = hub.files(repo)
-    assert push(folders["shards"], repo, revision="try/2").error is None
-    done = push(folders["shards"], repo, create_pr=True)
-    assert done.printed.strip().endswith(f"/{repo}/discussions/1")
-    assert hub.files(repo) == main_files
-    for revision in ("try/2", "refs/pr/1"):
-        files = hub.files(repo, revision)
-        assert "model.safetensors.index.json" in files
-        assert "model.safetensors" not in files, "what the earlier push left is removed in the same commit"
-
-
 def test_files_of_an_earlier_push_go_in_the_same_commit(
     hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], repo: str
 ) -> None:
@@ -200,7 +204,7 @@ def test_a_second_push_of_the_same_makes_no_commit(
     push(folders["full"], repo)
     assert push(folders["full"], repo).error is None
     assert len(titles(hub, repo)) == 2
-    assert len(hub.asked("PUT /")) == 1
+    assert len(hub.asked("POST .*/commit/")) == 1
 
 
 # Cards
@@ -219,16 +223,6 @@ def test_a_persons_card_is_kept(hub: HubServer, push: Callable[..., Done], folde
     assert (folder / "README.md").read_text() == WRITTEN
     assert push(folders["full"], "org/cards", tags=["new"]).error is None
     assert "\n- new\n" in hub.files("org/cards")["README.md"].decode(), "one that was rendered is rendered again"
-
-
-def test_what_a_kept_card_would_not_say_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(folders["full"], tmp_path / "model")
-    (folder / "README.md").write_text(WRITTEN)
-    with pytest.raises(ValueError, match="was written by a person and is kept, so that results, about and tags would say"):
-        publish(folder, "org/name", tags=["new"])
-    assert publish(folder, "org/name", tags=["new"], new_card=True, dry_run=True).sizes["README.md"] > len(WRITTEN)
-    given = publish(folders["full"], "org/name", card=ModelCard(WRITTEN), dry_run=True)
-    assert given.sizes["README.md"] == len(WRITTEN)
 
 
 def test_a_card_that_the_hub_would_refuse_stays_here(
@@ -363,8 +357,8 @@ def test_the_command_pushes_and_copies(hub: HubServer, client: HubClient, folder
     assert json.loads(hub.files("alice/other", "refs/pr/1")["config.json"])["base_model_name_or_path"] == "org/b"
     assert set(hub.files("alice/other")) == {".gitattributes"}
     assert titles(hub, repo) == ["From the shell", "initial commit"]
-    assert hub.repository(repo).state["private"] is False
-    assert hub.repository("alice/copy").state["private"] is True
+    assert hub.repository(repo).private is False
+    assert hub.repository("alice/copy").private is True
     copy = hub.files("alice/copy", "b")
     assert copy["model.safetensors"] == hub.files(repo)["model.safetensors"]
     assert '"alice/copy"' in copy["README.md"].decode()
@@ -391,14 +385,65 @@ def test_the_command_says_what_is_wrong(folders: dict[str, Path], capsys: pytest
     assert capsys.readouterr().out.endswith("Dry run: nothing was sent.\n")
 
 
-def test_an_adapter_card_names_a_mode_that_its_base_has(hub: HubServer, push: Callable[..., Done], tmp_path: Path) -> None:
-    """An adapter of a backbone alone tells of no head."""
-    model = MRPForCausalLM.from_pretrained(TINY)
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=r"model\.layers\.0\.self_attn\.q_proj"))
-    adapted.save_pretrained(tmp_path)
-    config = tmp_path / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "org/headless"}))
-    assert push(tmp_path, "org/my-backbones").error is None
-    card = hub.files("org/my-backbones")["README.md"].decode()
-    assert '--tokenizer "org/headless" --animated' in card
-    assert 'decoding="self_spec"' in card
+# What fails
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ({"status": 503}, "was given up (HfHubHTTPError: Server error '503"),
+        ({"change": lambda body: b"<html>"}, "or only the answer was lost: push again, what was uploaded is not sent again"),
+    ],
+    ids=["503", "unreadable"],
+)
+def test_a_commit_that_fails_changes_nothing(
+    hub: HubServer,
+    push: Callable[..., Done],
+    folders: dict[str, Path],
+    repo: str,
+    fault: dict[str, Any],
+    seen: str,
+) -> None:
+    """But one of which only the answer was lost: the next push finds nothing to do."""
+    revision = "new-branch"
+    commit = hub.commit(repo, {"notes.txt": b"", "config.json": (folders["full"] / "config.json").read_bytes()})
+    refs, before = {**hub.repository(repo).refs}, hashes(folders["full"])
+    hub.fail("POST .*/commit/", **fault)
+    done = push(folders["full"], repo, revision=revision)
+    assert seen in str(done.error)
+    assert hashes(folders["full"]) == before
+    if "status" in fault:
+        assert hub.repository(repo).read("main").oid == commit
+        assert hub.repository(repo).refs == refs, "no empty branch is left"
+    assert push(folders["full"], repo, revision=revision).error is None
+    assert titles(hub, repo, revision).count("Upload a full model") == 1
+
+
+def test_somebody_elses_commit_is_not_overwritten(
+    hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], repo: str
+) -> None:
+    push(folders["full"], repo)
+
+    def meanwhile(body: bytes) -> bytes:
+        hub.commit(repo, {"README.md": b"theirs"})
+        return body
+
+    hub.fail("POST .*/preupload/", change=meanwhile)
+    done = push(folders["shards"], repo)
+    assert "ConnectionError: the push was given up" in str(done.error)
+    assert hub.files(repo)["README.md"] == b"theirs"
+    assert "model.safetensors.index.json" not in hub.files(repo)
+
+
+@pytest.mark.parametrize(
+    ("token", "owner"),
+    [("hf_wrong", "org"), ("hf_reader", "org")],
+    ids=["wrong", "read-only"],
+)
+def test_a_token_that_may_not_write_is_named(
+    hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], token: str, owner: str
+) -> None:
+    done = push(folders["full"], f"{owner}/not-mine", token=token)
+    assert "was given up" in str(done.error)
+    assert "comes from `hf auth login`" in str(done.error)
+    assert f"{owner}/not-mine" not in hub.repositories

@@ -40,13 +40,8 @@ def test_what_is_read(tmp_path: Path) -> None:
     ("line", "told"),
     [
         (b'{"prompt": "x"', "line 2: not JSON in UTF-8: Expecting"),
-        ([GOOD], "line 2: found a list: a record is an object"),
-        ({"answer": "5"}, "line 2: found the fields ['answer']: needed is 'messages', or 'prompt'"),
-        ({"prompt": "x", "messages": [USER]}, "line 2, field prompt: found 'messages' and 'prompt'"),
-        ({"prompt": 3}, "line 2, field prompt: found 3: a string"),
         ({"messages": [USER, {"role": "robot", "content": "x"}]}, "line 2, field messages[1].role: found 'robot'"),
         ({"prompt": "x", "answer": ["5"]}, "line 2, field answer: found ['5']"),
-        ({"prompt": "x", "answer": True}, "line 2, field answer: found True"),
         ({"prompt": "x", "answer": ""}, "line 2, field answer: found ''"),
     ],
     ids=str,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, make_model
+from conftest import TINY
 from fresh import Fresh
 from test_heads import in_hub_cache
 
@@ -82,52 +82,6 @@ def test_pipeline(fresh: Fresh) -> None:
     assert "TEXT:def " in printed
 
 
-# Process i + 1 makes its whole load while process i waits behind the copy of its n-th file: every order that can come about
-# where a copy itself is one step.
-FIRST_LOADS = """
-import multiprocessing, pathlib, shutil
-import transformers.generation, transformers.models.qwen3.modeling_qwen3
-from transformers import AutoModel, dynamic_module_utils
-copy_whole, fork = shutil.copyfile, multiprocessing.get_context("fork")
-def load(modules, nth, begin, finished, next_begin, next_finished):
-    copied = []
-    def copyfile(source, target):
-        copy_whole(source, target)
-        copied.append(target)
-        if len(copied) == nth:
-            next_begin.set()
-            next_finished.wait()
-    begin.wait()
-    dynamic_module_utils.HF_MODULES_CACHE, shutil.copyfile = modules, copyfile
-    try:
-        model = AutoModel.from_pretrained("someone/small", trust_remote_code=True)
-        assert type(model).__module__.startswith("transformers_modules.someone.small.")
-    finally:
-        next_begin.set()
-        finished.set()
-for nth in range(1, 6):
-    modules = str(pathlib.Path(f"modules-{nth}").resolve())
-    begin, finished = [fork.Event() for _ in range(5)], [fork.Event() for _ in range(5)]
-    begin[0].set()
-    finished[4].set()
-    events = zip(begin, finished, begin[1:], finished[1:])
-    processes = [fork.Process(target=load, args=(modules, nth, *of)) for of in events]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    print("EXIT:", *(process.exitcode for process in processes))
-"""
-
-
-def test_first_loads_by_four_processes_at_once(fresh: Fresh, tmp_path: Path) -> None:
-    """As `torchrun` starts them, with an empty module cache: in twenty loads none meets code that another one has half copied.
-    The processes are forks of one that has imported transformers, and none of its remote code."""
-    make_model().save_pretrained(tmp_path / "small")
-    in_hub_cache(tmp_path / "small", fresh.hub_cache, "someone/small")
-    assert fresh(FIRST_LOADS) == "EXIT: 0 0 0 0\n" * 5
-
-
 def test_save_and_load_again(
     tiny_model: MRPForCausalLM, tiny_tokenizer: Any, fresh: Fresh, as_it_lies: str, tmp_path: Path
 ) -> None:
@@ -144,12 +98,3 @@ def test_save_and_load_again(
         options = {"decoding": decoding, "max_new_tokens": 20}
         assert torch.equal(again.generate(ids, **options), tiny_model.generate(ids, **options))
     assert fresh(USE.format(where=str(saved))) == as_it_lies
-
-
-def test_saving_a_backbone_without_a_head(tmp_path: Path) -> None:
-    model = make_model(num_nextn_predict_layers=0)
-    model.save_pretrained(tmp_path / "backbone")
-    loaded = MRPForCausalLM.from_pretrained(tmp_path / "backbone")
-    assert loaded.mrp_head is None
-    with pytest.raises(ValueError, match="self_spec"):
-        loaded.generate(torch.tensor([[1, 2]]), decoding="mrp_spec", max_new_tokens=2)

@@ -32,7 +32,6 @@ DRAFTED = {**ALONE, "mode": "mrp_spec", "tokens_per_forward": 3.0, "head_per_tok
     ("part", "lines"),
     [
         ("backbone", [ALONE]),
-        ("backbone", [DRAFTED]),
         ("head", [ALONE, DRAFTED]),
         ("head", [{name: value for name, value in ALONE.items() if name != "head_per_token"}]),
     ],

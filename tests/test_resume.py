@@ -53,7 +53,7 @@ def assert_equal(resumed: Run, expected: Result) -> None:
 
 def take_up(run: Run, **options: Any) -> Run:
     """Goes on in another process, on other weights and with another seed, and with other seeds again before each step."""
-    resumed = replace(run, resume=True, seed=5, scramble=True, kill=None, file_limit=None, options={**run.options, **options})
+    resumed = replace(run, resume=True, seed=5, scramble=True, kill=None, options={**run.options, **options})
     assert start(resumed) == [0]
     return resumed
 
@@ -77,22 +77,20 @@ def test_killed_and_resumed(objective: str, kill: tuple[int, str], uninterrupted
         assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-7"]
 
 
-@pytest.mark.parametrize("plan", [{}, {"max_steps": -1, "num_train_epochs": 1.5, "save_steps": 3}])
-def test_killed_behind_the_last_step(plan: dict[str, Any], uninterrupted: dict[str, Run], tmp_path: Path) -> None:
-    """What its checkpoint holds is the result, and a further step is not made: of seven, or of three in an epoch and a half."""
+def test_killed_behind_the_last_step(tmp_path: Path) -> None:
+    """What its checkpoint holds is the result, and a further step is not made: of three in an epoch and a half."""
     run = run_of("mrp", tmp_path)
-    run = replace(run, kill=(3 if plan else 7, "on_save"), options={**run.options, **plan})
+    plan = {"max_steps": -1, "num_train_epochs": 1.5, "save_steps": 3}
+    run = replace(run, kill=(3, "on_save"), options={**run.options, **plan})
     assert start(run) == [-signal.SIGKILL]
-    last = load_file(tmp_path / f"checkpoint-{3 if plan else 7}" / "model.safetensors")
+    last = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
     before = {path.name for path in tmp_path.glob("checkpoint-*")}
     left = result(take_up(run))
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == before
-    assert left.lines[-1]["step"] == (3 if plan else 7)
+    assert left.lines[-1]["step"] == 3
     assert all(torch.equal(left.weights[name], value) for name, value in last.items())
     saved = load_file(tmp_path / "final" / "model.safetensors")
     assert all(torch.equal(saved[name], value) for name, value in last.items())
-    if not plan:
-        assert_equal(run, result(uninterrupted["mrp"]))
 
 
 def test_a_checkpoint_cut_off_anywhere_leaves_the_one_before(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
@@ -132,15 +130,3 @@ def test_a_full_disk(uninterrupted: dict[str, Run], small_disk: Path) -> None:
     assert last_whole_checkpoint(small_disk) == small_disk / "checkpoint-2"
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
     assert_equal(take_up(run), result(uninterrupted["block_diffusion"]))
-
-
-def test_an_optimizer_that_cannot_be_written_to_its_end(tmp_path: Path) -> None:
-    """As on a full disk. Of the second checkpoint the model is whole, and so is the code, smaller than that."""
-    limit = 2**21
-    run = run_of("block_diffusion", tmp_path, vocab_size=6000, file_limit=limit)  # 2 x 6000 x 32 x 4 bytes: 1.5 million
-    assert start(run) == [1]
-    first = tmp_path / "checkpoint-2"
-    assert (first / "model.safetensors").stat().st_size < limit < (first / "optimizer.pt").stat().st_size
-    MRPForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
-    assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-    MRPForCausalLM.from_pretrained(tmp_path / "checkpoint-2")

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.records import RecordError
-from mrp_trainer.data.rows import ChatDataset, PackedDataset, open_rows, pack
+from mrp_trainer.data.rows import ChatDataset, PackedDataset, pack
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.data.sources import JsonLines, Rows
-from torch.utils.data import DataLoader
 
 MASK = 2  # of the word tokenizer
 COUNT = 60
@@ -105,15 +104,6 @@ def test_without_shuffling_the_order_is_the_files(path: str, records: Any, encod
     assert dataset.lengths.tolist() == [len(encoder.sample(record, 0).ids) for record in records]
 
 
-def test_workers_see_what_one_process_sees(path: str, encoder: RecordEncoder) -> None:
-    dataset = PackedDataset(ChatDataset(JsonLines([path]), encoder))
-    visits = range(len(dataset), 2 * len(dataset))
-    loader = DataLoader(dataset, sampler=visits, batch_size=2, collate_fn=list, num_workers=2)
-    seen = list(flat(flat(loader)))
-    assert len(seen) == COUNT
-    assert all(map(same, seen, flat(dataset[visit] for visit in visits)))
-
-
 def test_malformed_records_are_found_before_training(tmp_path: Path, encoder: RecordEncoder) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"text": "a"}\n' * 9 + '{"text": 1}\n')
@@ -203,19 +193,3 @@ def test_packed_rows_hold_every_sample_once_and_as_it_is_alone(path: str, record
     assert all(
         map(same, flat(again[visit] for visit in (40, 3, 40)), flat(epochs[v // len(rows)][v % len(rows)] for v in (40, 3, 40)))
     )
-
-
-def test_packed_without_shuffling_is_the_same_in_every_epoch(path: str, encoder: RecordEncoder) -> None:
-    rows = PackedDataset(ChatDataset(JsonLines([path]), encoder, shuffle=False), max_length=48)
-    first = [numbers(row, encoder) for row in rows]
-    assert [numbers(rows[len(rows) + i], encoder) for i in range(len(rows))] == first
-    assert [row[0] for row in first] == sorted(row[0] for row in first)
-    assert max(sum(len(sample.ids) for sample in row) for row in rows) == 48
-
-
-def test_what_users_open(path: str, encoder: RecordEncoder) -> None:
-    packed, alone = open_rows([path], encoder, seed=7), open_rows([path], encoder, packed=False, seed=7, show_progress=False)
-    assert isinstance(packed, PackedDataset)
-    assert isinstance(alone, ChatDataset)
-    expected = sorted(sample.ids.tolist() for sample in alone)
-    assert sorted(sample.ids.tolist() for sample in flat(packed)) == expected

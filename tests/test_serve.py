@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import TINY
 from mrp_trainer.serve.options import ServeOptions
 from openai_server import ASKED, ENDLESS, ENVIRONMENT, FEW, MODEL, PROMPT, Server
 from test_cli import mrp
@@ -168,31 +168,12 @@ def test_it_listens_on_loopback_alone(server: Server) -> None:
         assert other.connect_ex(("127.0.0.2", port)) != 0
 
 
-def test_it_listens_where_it_is_told() -> None:
-    command = [sys.executable, "-m", "mrp_trainer.cli", "serve", MODEL, "--host", "127.0.0.2", "--port", "0"]
-    running = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert running.stdout is not None
-        url = running.stdout.readline().split()[-1]
-        port = int(url.split(":")[-1].split("/")[0])
-        assert url == f"http://127.0.0.2:{port}/v1"
-        for address, reached in (("127.0.0.2", True), ("127.0.0.1", False)):
-            with socket.socket() as other:
-                assert (other.connect_ex((address, port)) == 0) is reached
-    finally:
-        running.kill()
-        running.wait()
-
-
 def options(**given: Any) -> dict[str, Any]:
     return {"extra_body": {"generation_config": json.dumps(given)}}
 
 
 BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "gpt-4"}, 404, "model is 'gpt-4': this server has 'sdar-tiny-mrp' alone"),
-    ({"messages": []}, 400, r"messages is \[\]: it must be a list of one message or more"),
-    ({"messages": "hi"}, 400, "messages is 'hi': it must be a list"),
-    ({"messages": [{"content": "hi"}]}, 400, "messages.0. is .*: it must be an object with role and content"),
     ({"messages": [{"role": "user", "content": 5}]}, 400, "messages.0. has the content 5: it must be a text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "a list of parts of text"),
     (
@@ -204,27 +185,15 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages.0. has tool_calls, which this server does not"),
     ({"max_tokens": -1}, 400, "max_tokens is -1: it must be an int of 1 or more"),
     ({"max_tokens": 5000}, 400, "5000 new ones make .* exceeds max_position_embeddings=1024"),
-    ({"max_completion_tokens": "x"}, 400, "max_completion_tokens is 'x', of type str"),
     ({"temperature": 5}, 400, r"temperature is 5: it must be a number from 0 \(greedy\) to 2"),
-    ({"temperature": "x"}, 400, "temperature is 'x', of type str"),
-    ({"top_p": 2}, 400, "top_p is 2: it must be a probability"),
-    ({"seed": "x"}, 400, "seed is 'x', of type str"),
-    ({"stop": [""]}, 400, "none of them empty"),
-    ({"stop": 5}, 400, "stop_strings is 5, of type int: it must be a text or a list of 4 texts at most"),
     ({"stop": ["a", "b", "c", "d", "e"]}, 400, "a list of 4 texts at most"),
-    ({"stop": "x" * 101}, 400, "longer than 100 characters"),
-    ({"stream": "x"}, 400, "stream is 'x', of type str: it must be true or false"),
     ({"n": 17}, 400, "n is 17: it must be an int from 1 to 16"),
     ({"logprobs": 1.5}, 400, "logprobs is 1.5: it must be true or false"),
     ({"top_logprobs": 3}, 400, "top_logprobs is 3.*: generate gives the log-probability of the tokens that it chose alone"),
-    ({"frequency_penalty": -1}, 400, "frequency_penalty is -1"),
     ({"logit_bias": {"1280": 1}}, 400, "logit_bias has '1280': 1: give ids of tokens"),
-    ({"logit_bias": {"5": "x"}}, 400, "logit_bias has '5': 'x'"),
     ({"tools": [{"type": "function"}]}, 400, "tools is .*: the model is shown no tools"),
     ({"reasoning_effort": "high"}, 400, "reasoning_effort is 'high', which this server does not follow: the model has no such"),
     ({"extra_body": {"min_tokens": 40, "max_tokens": 30}}, 400, "min_tokens is 40, and at most 30 tokens are made"),
-    ({"extra_body": {"top_k": -1}}, 400, "top_k is -1: it must be an int of 0 or more"),
-    ({"extra_body": {"repetition_penalty": 0}}, 400, "repetition_penalty is 0: it must be a positive number"),
     (
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
         400,
@@ -232,25 +201,19 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ),
     (options(num_draft_states=256), 400, "num_draft_states is 256: a request may ask for 16 at most"),
     ({"extra_body": {"max_token": 1}}, 400, r"max_token is no field that this server follows \(did you mean max_tokens\?\)"),
-    ({"extra_body": {"chat_template_kwargs": 0}}, 400, "chat_template_kwargs is 0, of type int"),
     ({"extra_body": {"chat_template_kwargs": {"tokenize": False}}}, 400, "tokenize, which the model's template does not read"),
-    ({"extra_body": {"generation_config": "{"}}, 400, "generation_config is '{': it must be JSON"),
     ({"extra_body": {"generation_config": "[]"}}, 400, "it must be the JSON of an object"),
     (options(decodin="static"), 400, r"decodin, which no request can set \(did you mean decoding\?\)"),
-    (options(decoding="fast"), 400, "decoding is 'fast': choose one of static"),
     (options(num_return_sequences=2), 400, "num_return_sequences, which no request can set: leave it out"),
-    (options(seed=[1, 2]), 400, "seed lists 2 values for 1 rows"),
-    (options(eos_token_id=5000), 400, "eos_token_id holds 5000, outside the vocabulary"),
 ]
 
 
-@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("given", "status", "reason"), BAD)
-def test_a_bad_chat_is_refused_with_a_reason(
-    server: Server, given: dict[str, Any], status: int, reason: str, streams: bool
-) -> None:
-    with pytest.raises(openai.APIStatusError, match=reason) as error:
-        server.chat(**{"stream": streams, **given})
+def test_a_bad_chat_is_refused_with_a_reason(server: Server, given: dict[str, Any], status: int, reason: str) -> None:
+    """Streamed too."""
+    for streams in (False, True):
+        with pytest.raises(openai.APIStatusError, match=reason) as error:
+            server.chat(**{"stream": streams, **given})
     assert error.value.status_code == status
 
 
@@ -259,13 +222,9 @@ def test_a_bad_chat_is_refused_with_a_reason(
     [
         ({"prompt": ""}, "prompt is '', of type str: it must be a text, and not empty"),
         ({"prompt": ["a", 5]}, r"prompt is \['a', 5\], of type list: it must be a text, and not empty, a list of ids, or"),
-        ({"prompt": ["a"] * 9, "n": 2}, "the request asks for 18 texts: ask for 16 at most, prompts times n"),
         ({"prompt": [3]}, "the prompt holds the mask token"),
-        ({"prompt": [5000]}, "the prompt holds the id 5000, outside the vocabulary"),
         ({"logprobs": 5}, "logprobs is 5: generate gives the log-probability of the tokens that it chose alone: give 0"),
-        ({"prompt": None}, "prompt is None"),
         ({"suffix": "x"}, "suffix is 'x', which this server does not follow"),
-        ({"max_tokens": 0}, "max_tokens is 0: it must be an int of 1 or more"),
     ],
 )
 def test_a_bad_completion_is_refused_with_a_reason(server: Server, given: dict[str, Any], reason: str) -> None:
@@ -330,9 +289,3 @@ def test_options_that_cannot_be_served(arguments: list[str], reason: str) -> Non
 def test_options_are_those_of_generate() -> None:
     given = ServeOptions(model="m", target="dynamic", set=["confidence_threshold=1e-1", "num_draft_states=auto"])
     assert given.setting() == {"target": "dynamic", "set": {"confidence_threshold": 0.1, "num_draft_states": "auto"}}
-
-
-def test_the_libraries_are_named_where_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "starlette.applications", None)
-    monkeypatch.delitem(sys.modules, "mrp_trainer.serve.server", raising=False)
-    assert "pip install '.[serve]'" in mrp("serve", str(TINY), fails=True)

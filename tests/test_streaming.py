@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from helpers import LIVELY, MASK, PROMPTS, StopAfter, every_mode, inside_a_block, left_padded, text, texts
+from helpers import LIVELY, MASK, PROMPTS, StopAfter, inside_a_block, left_padded, text, texts
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteriaList, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
@@ -32,7 +32,7 @@ class Drafts(Blocks):
         self.events.append(("draft", value[0].tolist()))
 
 
-@every_mode
+@pytest.mark.parametrize("mode", ["static", "mrp_spec", "mrp_direct"])
 def test_a_streamer_receives_blocks_in_order(random_model: MRPForCausalLM, mode: str) -> None:
     """A prompt of 6 and 9 tokens: the rest of block 4..7, block 8..11, and three of block 12..15."""
     options = {"decoding": mode, "max_new_tokens": 9, "seed": 0, **LIVELY}
@@ -43,7 +43,7 @@ def test_a_streamer_receives_blocks_in_order(random_model: MRPForCausalLM, mode:
     assert streamer.events == [("put", [prompt]), ("put", tokens[:2]), ("put", tokens[2:6]), ("put", tokens[6:]), ("end", [])]
 
 
-@pytest.mark.parametrize("mode", ["static", "mrp_spec", "mrp_remask"])
+@pytest.mark.parametrize("mode", ["mrp_spec", "mrp_remask"])
 def test_a_stream_ends_with_the_text(random_model: MRPForCausalLM, mode: str) -> None:
     """An eos or a criterion cuts the last block; nothing behind the cut was ever streamed."""
     options = {"decoding": mode, "max_new_tokens": 18, "seed": 4, **LIVELY}
@@ -57,7 +57,7 @@ def test_a_stream_ends_with_the_text(random_model: MRPForCausalLM, mode: str) ->
         assert [token for _, block in streamer.events[1:] for token in block] == tokens
 
 
-@pytest.mark.parametrize("mode", ["static", "sequential", "mrp_direct", "mrp_spec", "mrp_remask"])
+@pytest.mark.parametrize("mode", ["mrp_direct", "mrp_spec", "mrp_remask"])
 def test_a_streamer_of_drafts_sees_the_states_between(random_model: MRPForCausalLM, mode: str) -> None:
     """Each state reveals more of the block that is put next, and hides the rest behind the mask id."""
     model = make_model(block_size=8)
@@ -95,7 +95,7 @@ def test_states_of_static_by_hand(random_model: MRPForCausalLM) -> None:
 # Several rows
 
 
-@every_mode
+@pytest.mark.parametrize("mode", ["dynamic", "mrp_spec", "mrp_remask"])
 def test_each_row_has_a_stream_of_its_own(random_model: MRPForCausalLM, mode: str) -> None:
     """What a row's streamer is put is what it is put where the row is decoded alone, prompt and drafts included."""
     options = {"decoding": mode, "max_new_tokens": 11, "eos_token_id": [*range(1, 8)], **LIVELY}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LIVELY, every_mode
+from helpers import LIVELY, MODES
 from tape import waits
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,8 +44,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@every_mode
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(("mode", "sampling"), [(mode, [*SAMPLINGS][place % 2]) for place, mode in enumerate(MODES)])
 def test_the_host_waits_for_what_was_picked_alone(sampling: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind each network once; no operation of a round needs a result on the host, nor has a size that depends on one. Keys
     and values stay where they are, from the first round to the last."""

@@ -5,12 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY
-from mrp_trainer.cli import app
-from mrp_trainer.publish.folder import read_folder
 from test_training_from_python import CHATS, new_trainer
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 pytest.importorskip("tensorboard", reason="the tracker is tensorboard: pip install tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -55,19 +51,3 @@ def test_the_trainer_tells_tensorboard(tiny_tokenizer: PreTrainedTokenizerFast, 
     options = text(tmp_path, "args")
     assert (options["objective"], options["max_steps"], options["report_to"]) == ("mrp", 3, ["tensorboard"])
     assert text(tmp_path, "model_config")["num_nextn_predict_layers"] == trainer.model.config.num_nextn_predict_layers
-
-
-def test_the_command_tells_tensorboard(tmp_path: Path) -> None:
-    """The numbers of the run's own record, which stay out of what is published."""
-    data, output = tmp_path / "chats.jsonl", tmp_path / "head"
-    data.write_text("\n".join(map(json.dumps, CHATS)))
-    arguments = ["train", "head", "--model", str(TINY), "--data", str(data), "--output-dir", str(output)]
-    arguments += ["--max-length", "64", "--steps", "3", "--report-to", "tensorboard", "--set", "logging_steps=1"]
-    done = CliRunner().invoke(app, [*arguments, "--set", "use_cpu=true"])
-    assert done.exit_code == 0, done.output
-    told = scalars(output)
-    state = json.loads((output / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
-    assert [told["train/loss", step] for step in (1, 2, 3)] == pytest.approx([line["loss"] for line in state if "loss" in line])
-    assert {(name, step) for name in MEASURED for step in (1, 2, 3)} < told.keys()
-    (left_out,) = (name for name in read_folder(output).left_out if name.startswith("runs/"))
-    assert "tfevents" in left_out

@@ -12,7 +12,6 @@ from mrp_trainer.data.problems import encode
 from mrp_trainer.data.sampler import LengthBucketSampler
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.data.tasks import Problem
-from mrp_trainer.train.collator import DiffusionCollator
 from mrp_trainer.train.losses import BLANK
 from transformers import PreTrainedTokenizerFast
 
@@ -26,10 +25,6 @@ def test_encode_is_a_chat_turn_or_plain_text(word_tokenizer: PreTrainedTokenizer
     text = Problem("source", "Bo has", "3 pens .")
     words = [word_tokenizer.convert_ids_to_tokens(ids) for ids in encode(text, word_tokenizer)]
     assert words == [["Bo", "has"], ["3", "pens", "."]]
-
-
-class NoTokenizer:
-    pad_token_id = 9
 
 
 class Lengths:
@@ -257,9 +252,3 @@ def test_noise_is_a_function_of_seed_and_index() -> None:
     assert not torch.equal(collate(samples, seed=8).supervised, batch.supervised)
     copies = [replace(samples[0], index=i) for i in range(6)]  # one text under six indices
     assert len(collate(copies, seed=7).supervised.unique(dim=0)) == 6
-
-
-@pytest.mark.parametrize("copies", [0, 3])
-def test_copies_are_one_or_two(copies: int) -> None:
-    with pytest.raises(ValueError, match=f"copies is {copies}: 1, or 2"):
-        DiffusionCollator(BLOCK, MASK, PAD, copies=copies)

@@ -70,8 +70,10 @@ def contents(rows: Any) -> list[tuple[int, list[int], list[bool]]]:
     return [(sample.index, sample.ids.tolist(), sample.response.tolist()) for row in rows for sample in samples_of(row)]
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("given", [lambda _: RECORDS, lambda _: ByNumber(), in_a_file, Path, in_a_table])
+@pytest.mark.parametrize(
+    ("given", "packed"),
+    [(lambda _: RECORDS, True), (lambda _: ByNumber(), False), (in_a_file, True), (Path, False), (in_a_table, True)],
+)
 def test_records_become_the_rows_that_the_command_reads(
     given: Callable[[Path], Any], packed: bool, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -108,16 +110,13 @@ def test_the_defaults_are_those_of_the_command(objective: str, tmp_path: Path) -
             [*CHATS, {"messages": [{"role": "user", "content": "Hi."}]}],
             r"train_dataset, line 7, field messages: .* no assistant",
         ),
-        ([{"input_ids": [1, 2]}], r"train_dataset, line 1: found the fields \['input_ids'\]: needed is 'messages'"),
-        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], r"line 1, field completion: it is missing beside 'prompt'"),
         (
             {"train": CHATS, "test": CHATS},
             r"train_dataset has the splits train, test: give one of them, train_dataset\['train'\]",
         ),
         (iter(CHATS), "train_dataset is a list_iterator, which comes in order only: write its records to a .jsonl file"),
-        ("nowhere.jsonl", r"nowhere\.jsonl: there is no such file"),
     ],
-    ids=["empty", "nothing to learn", "tokens", "preferences", "splits", "stream", "no file"],
+    ids=["empty", "nothing to learn", "splits", "stream"],
 )
 def test_refused_datasets(dataset: Any, message: str, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
@@ -177,7 +176,7 @@ class Events(TrainerCallback):
         self.seen.append(f"save@{state.global_step}")
 
 
-@pytest.mark.parametrize("objective", ["mrp", "block_diffusion"])
+@pytest.mark.parametrize("objective", ["mrp"])
 def test_the_best_model_is_loaded_and_a_run_taken_up(
     objective: str, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -231,7 +230,7 @@ def test_pushed_models_load_elsewhere(hub: HubServer, tmp_path: Path) -> None:
         done = client.run(PUSHED)
     assert done.error is None, done.error
     whole, head = hub.repository("org/whole"), hub.repository("org/head")
-    assert (whole.state["private"], head.state["private"]) == (True, False)
+    assert (whole.private, head.private) == (True, False)
     assert whole.history("main")[0].title == "Training in progress, step 1", "nothing is new at the end"
     assert head.history("main")[0].title == "End of training"
     for repo_id in ("org/whole", "org/head"):

@@ -115,18 +115,6 @@ def test_labels_are_what_is_learned_and_seen(random_model: MRPForCausalLM) -> No
     assert random_model(**changed).loss != loss
 
 
-@torch.no_grad()
-def test_only_learned_tokens_are_masked(random_model: MRPForCausalLM) -> None:
-    example = training_example()
-    example["noise_mask"] = torch.ones_like(example["noise_mask"])
-    seen: list[Tensor] = []
-    hook = random_model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    random_model(**example)
-    hook.remove()
-    ids, learned = example["input_ids"], example["labels"] != -100
-    assert torch.equal(seen[0], torch.cat([ids.masked_fill(learned, MASK), ids], 1))
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_the_noise_is_drawn_per_sequence_and_weighted_by_its_level(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In eval mode from the text. 4000 sequences of 4 learned tokens. t ~ U(0, 1]: Kolmogorov-Smirnov by the DKW bound; given
@@ -180,14 +168,6 @@ def test_in_eval_mode_a_text_has_one_loss(random_model: MRPForCausalLM) -> None:
     drawn = {random_model(**example).loss.item() for _ in range(3)}
     random_model.eval()
     assert len(drawn) == 3
-
-
-def test_evaluations_of_transformers_trainer_agree(tmp_path: Any) -> None:
-    rows = [{"input_ids": row, "labels": row} for row in random_ids(13, 4, 8)]
-    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, per_device_eval_batch_size=2)
-    trainer = Trainer(model=make_model(num_nextn_predict_layers=0), args=arguments, eval_dataset=rows)
-    losses = {trainer.evaluate()["eval_loss"] for _ in range(3)}
-    assert len(losses) == 1
 
 
 @pytest.mark.usefixtures("exact_norms")
@@ -271,24 +251,6 @@ def packed_pass(model: MRPForCausalLM, batch: PackedBatch, ids: Tensor) -> tuple
     mask = batch.attention_mask(BLOCK)
     hidden = model.backbone(ids, batch.position_ids, mask)
     return hidden, model.residual(ids, hidden, batch.position_ids, mask)
-
-
-@pytest.mark.usefixtures("exact_norms")
-@torch.no_grad()
-def test_nothing_crosses_samples_or_copies(random_model: MRPForCausalLM) -> None:
-    batch = two_samples_in_a_row()
-    hidden, residual = packed_pass(random_model, batch, batch.input_ids)
-    for item in (0, 1):
-        for view in (0, 1, 2):
-            changed = (batch.sample == item) & (batch.view == view)
-            ids = batch.input_ids.where(~changed, 55)
-            after, residual_after = packed_pass(random_model, batch, ids)
-            # Noisy copies are seen by nobody else; the clean one by the later blocks of its own sample's copies.
-            reached = changed | ((batch.sample == item) & (batch.position_ids >= BLOCK) & (view == 0))
-            assert torch.equal(after[~reached], hidden[~reached])
-            assert torch.equal(residual_after[~reached], residual[~reached])
-            assert (after - hidden)[reached].abs().amax(-1).min() > 1e-6
-            assert (residual_after - residual)[reached].abs().amax(-1).min() > 1e-6
 
 
 @pytest.mark.usefixtures("exact_norms")

@@ -58,27 +58,6 @@ def test_drafts_over_their_target(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [row.split("|")[1:3] for row in rows] == [[" 2 ", " 3 "], [" 2 ", " auto "]]
 
 
-def test_two_folders(capsys: pytest.CaptureFixture[str]) -> None:
-    """The second is compared with the first, and each way with the first one of its own folder."""
-    folder = str(TINY)
-    turns.main(
-        [
-            folder,
-            folder,
-            *["--batches", "2", "--targets", "sequential", "--states", "alone", "4", "--count", "4", "--clock", "wall"],
-        ]
-    )
-    _, *found = lines(capsys)
-    assert [(line["folder"], line["states"]) for line in found] == [(0, "alone"), (0, "4"), (1, "alone"), (1, "4")]
-    assert [{"over_first", "over_first_folder"} & line.keys() for line in found] == [
-        set(),
-        {"over_first"},
-        {"over_first_folder"},
-        {"over_first", "over_first_folder"},
-    ]
-    assert all(line["texts_equal"] for line in found)
-
-
 def test_the_bare_loop_gives_the_texts_of_generate(capsys: pytest.CaptureFixture[str]) -> None:
     bare_loop.main(["--count", "2"])
     assert lines(capsys)[1].items() >= {"texts_equal": 2, "texts": 2}.items()

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import socket
 import sys
@@ -22,8 +21,7 @@ import torch
 from helpers import naive_norm
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.train.arguments import MRPTrainingArguments
-from mrp_trainer.train.runs import LORA_TARGETS, open_run
-from mrp_trainer.train.settings import Settings
+from mrp_trainer.train.runs import LORA_TARGETS
 from mrp_trainer.train.trainer import MRPTrainer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -110,7 +108,6 @@ class Run:
         scramble: Whether every step is preceded by another seed of every global generator.
         sharded: Whether FSDP2 shards the model.
         adapter: Whether only a LoRA adapter of the head trains.
-        file_limit: Bytes that a file may have behind the first checkpoint: writing more fails.
         eval_rows: How many rows are held out.
         vocab_size: The model's.
     """
@@ -126,7 +123,6 @@ class Run:
     scramble: bool = False
     sharded: bool = False
     adapter: bool = False
-    file_limit: int | None = None
     eval_rows: int = 0
     vocab_size: int = 64
 
@@ -154,8 +150,6 @@ class _Watch(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._kill("on_save", state.global_step)
-        if self.run.file_limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.run.file_limit, resource.RLIM_INFINITY))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._kill("on_step_end", state.global_step)
@@ -225,20 +219,6 @@ def _join(rank: int, processes: int, port: int) -> None:
         os.environ.update({name: str(value) for name, value in address.items()})
 
 
-def _train_as_commands_do(settings: Settings, rank: int, processes: int, port: int) -> None:
-    _join(rank, processes, port)
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    made = MRPTrainingArguments.__post_init__
-
-    def make(arguments: MRPTrainingArguments) -> None:
-        made(arguments)
-        if arguments.fsdp:
-            _let_accelerate_shard_on_cpus()
-
-    MRPTrainingArguments.__post_init__ = make  # type: ignore[method-assign]
-    open_run(settings).train()
-
-
 def _train(run: Run, rank: int, processes: int, port: int) -> None:
     _join(rank, processes, port)
     if processes > 1:
@@ -301,9 +281,9 @@ def _call(work: Callable[[int], None], rank: int, processes: int, port: int) -> 
     work(rank)
 
 
-def start(run: Run | Settings | Callable[[int], None], processes: int = 1) -> list[int | None]:
-    """Trains, as the commands do if settings are given, or calls a function with its rank, and waits for all processes; their
-    exit codes, None for one that was not done in two minutes (it is ended)."""
+def start(run: Run | Callable[[int], None], processes: int = 1) -> list[int | None]:
+    """Trains, or calls a function with its rank, and waits for all processes; their exit codes, None for one that was not done
+    in two minutes (it is ended)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Python 3.11 does not pass it on
@@ -311,7 +291,7 @@ def start(run: Run | Settings | Callable[[int], None], processes: int = 1) -> li
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    work: Any = {Run: _train, Settings: _train_as_commands_do}.get(type(run), _call)
+    work: Any = _train if isinstance(run, Run) else _call
     ranks = [context.Process(target=work, args=(run, rank, processes, port)) for rank in range(processes)]
     for process in ranks:
         process.start()

@@ -32,13 +32,6 @@ def without_head_tensors(folder: Path) -> Path:
     return folder
 
 
-def without_head(folder: Path) -> Path:
-    model = MRPForCausalLM.from_pretrained(TINY)
-    model.detach_head()
-    model.save_pretrained(folder)
-    return folder
-
-
 def head_of_another(folder: Path) -> Path:
     """A head that names a backbone whose blocks are shorter."""
     other = copy_of(folder / "backbone", block_size=8)
@@ -60,8 +53,6 @@ def embedded(folder: Path) -> Path:
     ("make", "options", "reason"),
     [
         (embedded, {"num_draft_state": 4}, "num_draft_state is no option of MRP (did you mean num_draft_states?)"),
-        (embedded, {"confidence_threshold": 9}, "confidence_threshold is 9: it must be a probability"),
-        (without_head, {"decoding": "mrp_spec"}, "needs an MRP head, and this model has none"),
         (without_head_tensors, {}, "missing: mrp_head."),
         (head_of_another, {}, "does not belong to this backbone: its block_size is 16, the backbone's 8"),
         (backbone, {}, "--dllm-algorithm MRP serves checkpoints with an MRP head"),

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import re
 import subprocess
 import sys
 import time
@@ -13,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
@@ -21,7 +19,6 @@ from modeling_mrp import MRPForCausalLM
 
 CHECKPOINT = "sdar-tiny-mrp"
 QUESTION = "Sum the numbers of a list that are even, each plus 5."
-QUESTIONS = (QUESTION, "Bo has 8 pens. Ana gives Bo 2 more. How many pens does Bo have?")
 CHATS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": f"What is {n} + 4?"}, {"role": "assistant", "content": f"{n} + 4 = {n + 4}"}]}
     for n in range(8)
@@ -71,24 +68,6 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def tried(call: Callable[[], Any], *remedies: str, kinds: Any = ValueError) -> tuple[Any, str | None]:
-    """Return what a call gives, or the message that refuses it, which has each of some patterns in it."""
-    try:
-        return call(), None
-    except kinds as error:
-        message = " ".join(str(error).split())
-    lacking = [remedy for remedy in remedies if not re.search(remedy, message)]
-    assert not lacking, f"the message does not name {lacking}: {message}"
-    return None, message
-
-
-def refused(call: Callable[[], Any], *remedies: str, kinds: Any = ValueError) -> str:
-    """Return the message of a call that must be refused, as `tried` does."""
-    _, message = tried(call, *remedies, kinds=kinds)
-    assert message is not None, "it was neither refused nor seen to work"
-    return message
-
-
 def in_a_process(code: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run code that may end its process."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout)
@@ -123,10 +102,3 @@ def asked(*questions: str) -> Any:
     return tokenizer().apply_chat_template(
         chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
     )
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell if two batches hold the same texts, of which one may be padded further."""
-    width = min(one.shape[1], other.shape[1])
-    rest = torch.cat([one[:, width:].flatten(), other[:, width:].flatten()])
-    return torch.equal(one[:, :width], other[:, :width]) and bool((rest == tokenizer().pad_token_id).all())

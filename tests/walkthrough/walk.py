@@ -4,12 +4,11 @@ import sys
 
 import commands
 import decoding
-import quantized
 import serving
 import training
 from habits import go
 
-HABITS = (commands, decoding, quantized, serving, training)  # registered when they are imported
+HABITS = (commands, decoding, serving, training)  # registered when they are imported
 
 if __name__ == "__main__":
     sys.exit(go({int(part) for part in sys.argv[1:]}))
