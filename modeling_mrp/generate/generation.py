@@ -113,6 +113,11 @@ class MRPGenerationMixin(GenerationMixin):
         if config.pad_token_id is None and not config.eos_ids():  # transformers would take the first eos, and find none
             config.pad_token_id = config.pad_id()
             others.setdefault("attention_mask", torch.ones_like(prompt))
+        if self.training and self.is_gradient_checkpointing:
+            raise ValueError(
+                "gradient checkpointing is on, under which layers in training mode keep no keys and values: call model.eval() "
+                "before generate"
+            )
         copies = config.num_return_sequences or 1
         check_adapters(self, len(prompt) * copies)
         streams = None if streamer is None else Streams(streamer, len(prompt) * copies)
