@@ -5,7 +5,8 @@
 prints the mode to use at each shape, batch size and K, and the batch size at which each mode stops paying. Tokens per forward,
 states per forward and head passes per round are of `results/tiny_sweep.jsonl`, which commit 27b9ad0 measured with the embedded
 checkpoint, a toy; the bandwidth is ideal. So predictions hold for a model whose drafts are right as often, on a device that
-never waits.
+never waits. `--shape 30b-a3b` is SDAR-30B-A3B, of whose experts a round reads those that some token chooses
+(`Shape.experts_read`).
 """
 
 import json
@@ -25,7 +26,11 @@ DEVICES = {
     "A100-80G": Device("A100-80G", 2.04e12, 312e12),
     "RTX4090": Device("RTX4090", 1.01e12, 165e12),
 }
-SHAPES = tuple(map(str.lower, PUBLISHED))
+SHAPES = (*map(str.lower, PUBLISHED), "30b-a3b")
+# SDAR-30B-A3B in blocks of 16, those of the counts, under a head of three dense layers.
+EXPERTS = Shape(
+    "30B-A3B", 2048, 6144, 48, 32, 4, 128, 151936, 16, 3, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
+)
 SPECULATING = ("self_spec", "mrp_spec")
 LARGEST_BATCH = 1024
 COUNTS = RESULTS / "tiny_sweep.jsonl"
@@ -75,7 +80,7 @@ def tables(device: Sequence[str], shape: Sequence[str], batch: Sequence[int], st
     lines, columns = read_counts(), list(product(FAMILIES, states))
     choices, limits = list[list[str]](), list[list[str]]()
     for of, size in product(map(DEVICES.__getitem__, device), shape):
-        sizes = PUBLISHED[size.upper()]
+        sizes = EXPERTS if size == "30b-a3b" else PUBLISHED[size.upper()]
         for rows in batch:
             cells = []
             for family, k in columns:

@@ -195,7 +195,7 @@ def lines(
         others = {name: decoded(other) for name, other in compared(setting).items()}
         line |= measured.over(**others)
         if others:
-            line["texts_that_differ"] = measured.differ(others["target"])
+            line |= {"texts_that_differ": measured.differ(others["target"]), "tokens_compared": sum(measured.tokens)}
         yield {**line, "asked": identity}
 
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from modeling_mrp.generate.option_table import TARGETS
+from tests.random_cases import MODES, Case, Row, assert_same_text, of_slow
 
 from .common import emit, header, parser_of
-from .random_cases import MODES, Case, Row, assert_same_text, of_slow
 
 SIZES = (1, 3, 12, 48, 64)
 REPORT_EVERY = 60.0  # seconds

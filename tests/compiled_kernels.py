@@ -29,7 +29,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from modeling_mrp.kernels.dispatch import Dispatch
-from modeling_mrp.kernels.pick import Unembedding, _pick_kernel
+from modeling_mrp.kernels.pick import Unembedding, _pick_kernel, _some_kernel
+from modeling_mrp.networks.picker import SHORTLIST
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -125,6 +126,9 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], 
             unembedding = Unembedding(weight, shape.vocab_size - 1, 0.7 if sampled else 1.0)
             given = unembedding, logits, least if truncated else None, keys if sampled else None
             yield {"launch": "pick", "rows": rows, "sampled": sampled, "truncated": truncated}, partial(_pick_kernel, *given)
+        ids = torch.empty(rows, SHORTLIST, dtype=torch.int64, device=on)
+        hidden = torch.empty(rows, shape.hidden_size, dtype=dtype, device=on)
+        yield {"launch": "shortlist", "states": states}, partial(_some_kernel, weight, hidden, ids)
         for case in (*attention_cases(shape, 1, states, 512, dtype, on), *layer_cases(shape, 1, states, dtype, on)):
             yield {"launch": case.name, "states": states}, partial(case.kernel, *case.inputs())
 

@@ -25,11 +25,11 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from benchmarks.random_cases import make_model
-from benchmarks.random_cases import word_tokenizer as word_ids
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.kernels import fused_layers
 from modeling_mrp.networks import picker
+from tests.random_cases import make_model
+from tests.random_cases import word_tokenizer as word_ids
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"

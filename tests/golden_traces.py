@@ -12,8 +12,8 @@ import torch
 from conftest import TINY
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from benchmarks.random_cases import MASK, batch_of, dampened, make_model, word_tokenizer
 from modeling_mrp import MRPForCausalLM
+from tests.random_cases import MASK, batch_of, dampened, make_model, word_tokenizer
 
 MODES: dict[str, dict[str, Any]] = {
     "static": {"decoding": "static"},

@@ -14,9 +14,9 @@ from mrp_trainer.train.packed import PackedBatch
 from torch import Tensor
 from transformers import StoppingCriteria
 
-from benchmarks.random_cases import batch_of
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS, PUBLISHED
+from tests.random_cases import batch_of
 
 BLOCK, MASK, PAD, VOCAB = 4, 60, 0, 64  # of make_model
 ALPHA = 1e-4  # false-alarm rate of each chi-square test; seeds are fixed

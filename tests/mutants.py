@@ -23,8 +23,8 @@ FIRST = [f"tests/test_fuzz.py::test_random_decodes[{seed}]" for seed in range(8)
 SELECTION = {
     "rules": ("rules", "bans"),
     "generate": ("remask", "infilling", "active_rows"),
-    "networks": ("cache", "sampling", "continuation", "graphs", "round_attention"),
-    "kernels": ("pick", "kernels", "round_attention", "sampling", "fused_layers", "kernel_decoding"),
+    "networks": ("cache", "sampling", "continuation", "graphs", "round_attention", "first_use"),
+    "kernels": ("pick", "kernels", "round_attention", "sampling", "fused_layers", "kernel_decoding", "first_use"),
 }
 # What is imported before, so that no child has to.
 WARM = ("pytest", "tokenizers", "transformers.trainer", "transformers.models.qwen3.modeling_qwen3")

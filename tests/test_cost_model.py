@@ -61,6 +61,29 @@ def test_forwards_by_hand() -> None:
     assert vocabulary_step(SMALL, 5) == Work(2 * (40 + 20), 2 * 5 * 40)
 
 
+def test_experts_by_hand() -> None:
+    """Four, two a token, of 3 x 4 x 5 numbers in place of an MLP of 72: one token reads two of them, two tokens
+    4 (1 - 1/4) = 3, and each computes with two. The head's layers are dense."""
+    sparse = Shape("sparse", 4, 6, 1, 2, 1, 4, 10, 2, 1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=5)
+    assert [sparse.experts_read(tokens) for tokens in (0, 1, 2)] == [0, 2, 3]
+    assert sparse.backbone == 184 - 72 + 16 + 4 * 60 + 4
+    matrices = backbone_forward(sparse, 1, 1, 0)[1]
+    assert matrices == Work(2 * (184 - 72 + 16 + 3 * 60), 2 * 2 * (168 - 72 + 16 + 2 * 60))
+    assert head_forward(sparse, 1, 1, 0) == head_forward(SMALL, 1, 1, 0)
+    assert SMALL.experts_read(7) == SMALL.with_experts(3) == 0
+
+
+def test_the_shape_with_experts_is_that_of_the_model() -> None:
+    shape = cost_model.EXPERTS
+    named = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    named += ("vocab_size", "block_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    config = MRPConfig(family="sdar_moe", num_nextn_predict_layers=3, **{name: getattr(shape, name) for name in named})
+    with torch.device("meta"):
+        model = MRPForCausalLM(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert round((shape.backbone + 2 * shape.vocabulary) / 1e9, 1) == 30.5
+
+
 def test_a_device_takes_the_longer_of_bytes_and_flops() -> None:
     assert UNIT.seconds(Work(3, 2)) == 3
     assert UNIT.seconds(Work(3, 5)) == 5

@@ -11,8 +11,8 @@ from helpers import MODES, text, texts
 from reference import reference_decode
 from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from benchmarks.random_cases import dampened, random_prompts
 from modeling_mrp import MRPForCausalLM
+from tests.random_cases import dampened, random_prompts
 
 
 @pytest.mark.parametrize("mode", ["mrp_spec", "self_spec"])

@@ -20,6 +20,7 @@ from test_cli import command
 from transformers import AutoTokenizer
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.model.families import registry
 
 DOCUMENTS = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
@@ -50,7 +51,8 @@ def run_page(name: str, **replaced: str) -> dict[str, Any]:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as the root of a clone, but for what is written there."""
+    """A folder as the root of a clone, but for what is written there; families that a page registers are its own."""
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry.families()))
     (tmp_path / "hub_configs").symlink_to(ROOT / "hub_configs")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -24,10 +24,17 @@ pytestmark = [
     pytest.mark.usefixtures("few_candidates", "wide_programs"),
 ]
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])
-OPTIONS: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 3, "eos_token_id": None, "max_new_tokens": 4}
+OPTIONS: dict[str, Any] = {
+    "decoding": "mrp_spec",
+    "num_draft_states": 3,
+    "draft_shortlist": 4,
+    "eos_token_id": None,
+    "max_new_tokens": 4,
+}
 # By kernel: the module and name of what launches it.
 LAUNCHES = {
     "pick": (pick, "_pick_kernel"),
+    "shortlist": (pick, "_some_kernel"),
     "round_attention": (round_attention, "round_attention"),
     "sum_and_norm": (fused_layers, "_sum_and_norm_kernel"),
     "rotated": (fused_layers, "_rotated_kernel"),

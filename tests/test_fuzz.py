@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from helpers import close
 
-from benchmarks.random_cases import Case, SlowRow, assert_same_text, of_slow
 from modeling_mrp.generate import generation
 from modeling_mrp.generate.budget import Amount, budget_of
 from modeling_mrp.networks import networks
+from tests.random_cases import Case, SlowRow, assert_same_text, of_slow
 
 SEEDS, CASES = 48, 6
 SIZES = (1, 1, 2, 3, 5)

@@ -17,12 +17,12 @@ from helpers import LIVELY, generate
 from tape import TapeRecorder, graphs_of_nothing, strangers, tapes
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.random_cases import dampened, make_model
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks import graphs as graphs_file
 from modeling_mrp.networks.attention import under_round_masks
 from modeling_mrp.networks.cache import BlockCache
 from modeling_mrp.networks.graphs import CudaRecorder, fingerprint, obstacle, recording_report, release_graphs
+from tests.random_cases import dampened, make_model
 
 __all__ = ["tapes"]  # a fixture
 

@@ -9,8 +9,8 @@ from helpers import MASK, PROMPTS, generate
 from test_streaming import Blocks
 from transformers import GenerationConfig
 
-from benchmarks.random_cases import StopsBehind
 from modeling_mrp import MRPForCausalLM
+from tests.random_cases import StopsBehind
 
 RUN = [MASK, MASK, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, MASK, MASK, MASK, MASK]  # blocks of 2, 0, 0 and 4 masks
 

@@ -11,12 +11,12 @@ from tape import GridExecutor, Tape, TapeRecorder, strangers, tapes
 from test_graphs import generate, same
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.random_cases import dampened
 from modeling_mrp.kernels import pick
 from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.networks import graphs
 from modeling_mrp.networks.graphs import recording_report
 from modeling_mrp.networks.networks import Networks
+from tests.random_cases import dampened
 
 __all__ = ["tapes"]  # a fixture
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import random_cases, soak
+from benchmarks import soak
+from tests import random_cases
 
 
 @pytest.fixture(autouse=True)

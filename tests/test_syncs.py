@@ -9,8 +9,8 @@ from helpers import LIVELY, MODES
 from tape import waits
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.random_cases import dampened, make_model
 from modeling_mrp.networks.networks import Networks
+from tests.random_cases import dampened, make_model
 
 PROMPTS = torch.tensor([[0, 0, 1, 2, 3], [4, 5, 6, 7, 8], [0, 9, 10, 11, 12]])
 SAMPLINGS: dict[str, dict[str, Any]] = {

@@ -2,16 +2,109 @@
 
 import math
 import os
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from huggingface_hub.errors import StrictDataclassError
+from importlib import import_module
+from pathlib import Path
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-from typing import Any
+from typing import Any, ClassVar
+
+
+# ---------------------------------------------------------------------------------------------------- model.families.registry
+
+"""Families of backbones by name; and models that declare themselves one of them, or look like one, and are none."""
+
+
+DENSE = "sdar"  # the family of a config that names none
+
+_FAMILIES: dict[str, Any] = {}
+
+_CAUSAL = (
+    "each token of it sees the tokens before it alone, and its logits at a position are those of the next token, where SDAR "
+    "sees its whole block and predicts the position itself"
+)
+
+
+def family(name: str) -> Callable[[Any], Any]:
+    """Register a backbone class as the family of that name, the value of `MRPConfig.family`."""
+
+    def register(backbone: Any) -> Any:
+        _FAMILIES[name] = backbone
+        backbone.family = name
+        return backbone
+
+    return register
+
+
+def families() -> dict[str, Any]:
+    """Find the backbone class of every family: those of this folder and those registered elsewhere.
+
+    The code of a repository is one file, and has the families that its checkpoint needs.
+    """
+    own = Path(__file__)
+    if own.stem == "registry":
+        for file in sorted(own.parent.glob("[a-z]*.py")):
+            import_module(f"{__package__}.{file.stem}")
+    return _FAMILIES
+
+
+def backbone_of(name: str) -> Any:
+    """Find the backbone class of a family.
+
+    Raises:
+        ValueError: if there is none of that name.
+    """
+    if name not in _FAMILIES and name not in families():
+        raise ValueError(
+            f"family is {name!r}: the families here are {', '.join(sorted(_FAMILIES))}. The code of a repository has that of "
+            "its own checkpoint only: for others install this package"
+        )
+    return _FAMILIES[name]
+
+
+def family_reading(fields: Mapping[str, Any]) -> Any:
+    """Find the backbone class whose published config this is; None if there is none."""
+    return next((backbone for backbone in families().values() if backbone.reads(fields)), None)
+
+
+def refuse_look_alikes(fields: Mapping[str, Any], source: str = "") -> None:
+    """Refuse the published config of a model that looks like one of ours and decodes otherwise.
+
+    Args:
+        fields: Of its `config.json`.
+        source: The folder or repository, as some say in their name alone what they are.
+
+    Raises:
+        ValueError: names the model, and what differs.
+    """
+    kind, name = str(fields.get("model_type", "")), Path(source).name.lower()
+    found = None
+    if kind in ("sdar", "sdar_moe"):
+        if fields.get("use_regular_causal"):
+            found = "I-DLM or UNO (use_regular_causal)", _CAUSAL
+        elif re.match(r"(i-dlm|uno)\b", name):
+            found = "I-DLM" if name.startswith("i") else "UNO", _CAUSAL
+    if kind.startswith("mineru") or any(one in fields for one in ("vision_config", "vision_model_config")):
+        found = "MinerU-Diffusion or another with a vision tower", "its prompts hold images, which nothing here reads"
+    if kind.startswith("diffusion_gemma"):
+        why = "it has no mask token: its canvas of random tokens is renoised, and no token is final before the last step"
+        found = "DiffusionGemma", why
+    elif kind.startswith("lfm2"):
+        why = "its short convolutions carry a state from token to token, which no cache of keys and values by position holds"
+        found = "LFM2 diffusion", why
+    if found is not None:
+        raise ValueError(
+            f"the config's model_type is {kind!r}, and it is that of {found[0]}: {found[1]}. It does not load; models that do "
+            "are in docs/models.md"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- model.configuration
 
-"""Configuration of an SDAR block-diffusion backbone with an optional MRP head."""
+"""Configuration of a block-diffusion backbone with an optional MRP head."""
+
 
 
 
@@ -23,7 +116,7 @@ _MOST_LAYERS = 1024  # a list of them, and their modules, are made before any we
 _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
-def our_fields(fields: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+def our_fields(fields: dict[str, Any], known: Collection[str], source: str = "") -> dict[str, Any]:
     """Translate a config's fields for `MRPConfig`: ours stay, of a published one those that are known, under our model type.
 
     Raises:
@@ -32,21 +125,29 @@ def our_fields(fields: dict[str, Any], known: Collection[str]) -> dict[str, Any]
     kind = fields.get("model_type", "sdar_mrp")
     if kind == "sdar_mrp":
         return fields
-    if kind != "sdar":
-        raise ValueError(
-            f"the config's model_type is {kind!r}: what loads are checkpoints of this package ('sdar_mrp') and published ones "
-            "('sdar'), and by MRPForCausalLM.from_backbone autoregressive ones ('qwen3'), to be converted by training"
-        )
+    refuse_look_alikes(fields, source)
+    extra: dict[str, Any] = {}
+    if kind != DENSE:
+        if (backbone := family_reading(fields)) is None:
+            raise ValueError(
+                f"the config's model_type is {kind!r}: what loads are checkpoints of this package ('sdar_mrp'), published ones "
+                "('sdar' and those in docs/models.md) and, by MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'), to "
+                "be converted by training. The code of a repository reads its own family alone: for others install this package"
+            )
+        fields, extra = backbone.translated(fields), {"family": backbone.family}
+        known = {*known, *backbone.fields}
     kept = {name: value for name, value in fields.items() if name in known or name in _OLD_SPELLINGS}
-    return {**kept, "model_type": "sdar_mrp"}
+    return {**kept, **extra, "model_type": "sdar_mrp"}
 
 
 class MRPConfig(Qwen3Config):
     """A `Qwen3Config` plus what block diffusion and the MRP head need (SDAR, arXiv 2510.06303; MRP, arXiv 2605.18817).
 
-    The published configs (`model_type: "sdar"`) load too; fields of theirs that mean nothing here are dropped.
+    The published configs (`model_type: "sdar"` and those of other families) load too; fields of theirs that mean nothing here
+    are dropped. A family may have fields of its own, such as a number of experts.
 
     Args:
+        family: Which layers the backbone has (`modeling_mrp/model/families`); `sdar`: Qwen3's.
         block_size: Tokens per diffusion block, counted from absolute position 0.
         mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
         num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
@@ -65,6 +166,8 @@ class MRPConfig(Qwen3Config):
     """
 
     model_type = "sdar_mrp"
+    # As transformers' classes of layers spell it; no config of a family without experts has either.
+    attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
 
     vocab_size: int = 151936
     hidden_size: int = 2048
@@ -79,6 +182,7 @@ class MRPConfig(Qwen3Config):
     head_predicts: str = "residual"
     base_model_name_or_path: str | None = None
     base_model_revision: str | None = None
+    family: str = DENSE
 
     def __post_init__(self, **kwargs: Any) -> None:
         for dtype in (self.dtype, kwargs.get("torch_dtype")):
@@ -90,7 +194,8 @@ class MRPConfig(Qwen3Config):
             unset = value is None and name in ("num_key_value_heads", "num_labels", "pad_token_id")
             if not unset and not (isinstance(value, int) and least <= value <= most):
                 raise ValueError(f"{name} is {value!r}: it must be an int of at least {least} and at most {most}{why}")
-        super().__post_init__(**kwargs)
+        other = None if self.family == DENSE else backbone_of(self.family)
+        super().__post_init__(**(kwargs if other is None else other.completed(kwargs)))
         if self.layer_types != ["full_attention"] * self.num_hidden_layers:
             raise ValueError(
                 f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in each of the "
@@ -107,6 +212,8 @@ class MRPConfig(Qwen3Config):
                 raise ValueError(f"{name} is {number!r}: it must be a number above 0")
         if self.head_predicts not in ("residual", "hidden"):
             raise ValueError(f"head_predicts is {self.head_predicts!r}: choose 'residual' or 'hidden'")
+        if other is not None:
+            other.check(self)
 
     def _bounds(self) -> Iterator[tuple[str, int, int, str]]:
         """Iterate over fields with their least and greatest value, and why."""
@@ -127,7 +234,7 @@ class MRPConfig(Qwen3Config):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read the fields of a `config.json` as transformers does, in our spelling."""
         found, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return our_fields(found, {field.name for field in fields(cls)}), kwargs
+        return our_fields(found, {field.name for field in fields(cls)}, str(pretrained_model_name_or_path)), kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -140,8 +247,10 @@ class MRPConfig(Qwen3Config):
             raise ValueError(f"the config holds a value of the wrong type: correct config.json ({reason})") from error
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Select the fields to save; a backbone is named where there is a name."""
+        """Select the fields to save; a backbone is named where there is a name, and a family where it is another."""
         saved = super().to_diff_dict()
+        if self.family == DENSE:
+            saved.pop("family", None)
         return {name: value for name, value in saved.items() if value is not None or not name.startswith("base_model_")}
 
     @property

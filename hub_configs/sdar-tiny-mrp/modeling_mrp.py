@@ -19,7 +19,7 @@ import warnings
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -42,8 +42,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3Model, Qwen3RMSNorm, apply_rotary_pos_emb
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, ModelOutput, PushToHubMixin, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, can_return_tuple, extract_commit_hash, find_adapter_config_file, logging as transformers_logging
-from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol, TypeVar, get_args, get_type_hints
-from .configuration_mrp import MRPConfig
+from types import SimpleNamespace
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Protocol, TypeVar, get_args, get_type_hints
+from .configuration_mrp import DENSE, MRPConfig, backbone_of, family
 
 
 # ---------------------------------------------------------------------------------------------------- kernels.dispatch
@@ -67,8 +68,13 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Of every launch; products and sums in one instruction, which Triton 3.10 will not do by itself, as 3.9 warns.
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 _OLDEST = (8, 0)  # compute capability with bfloat16 in the matrix units and asynchronous copies
-# (kernel, device) that failed to compile or to launch in this process.
+# (kernel, device) that failed to compile or to launch in this process, or gave wrong results on its samples.
 _failed: set[tuple[str, torch.device]] = set()
+# Kinds of devices on which kernels and recordings are compared with what they stand for before they are relied on.
+CHECKED_ON = {"cuda"}
+# By kernel: computes, for tensors like those of its call, small results of the kernel and of its twin, pair by pair.
+SAMPLES: dict[str, Callable[..., Iterable[tuple[Tensor, Tensor]]]] = {}
+_checked: set[tuple[str, torch.device, torch.dtype]] = set()
 # Whose hooks only note what a model was asked to hand out: hidden states of its own forward.
 _NOTES_ONLY = "transformers.utils.output_capturing"
 # Where the classes are defined that kernels stand for.
@@ -96,8 +102,9 @@ class Dispatch:
     ) -> T:
         """Run one of both.
 
-        A kernel that does not compile or launch is reported in one warning per device and not tried again. Where gradients
-        are wanted (kernels have none), under autocast and inside `torch.compile`, the twin runs.
+        A kernel that does not compile or launch, or that gives other results than its twin on a small sample (compared once in
+        a process, on a GPU), is reported in one warning per device and not tried again. Where gradients are wanted (kernels
+        have none), under autocast and inside `torch.compile`, the twin runs.
 
         Args:
             name: Of the kernel, for messages.
@@ -121,6 +128,7 @@ class Dispatch:
             return twin()
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                _check_samples(name, tensors)
                 return kernel()
         except torch.OutOfMemoryError:
             raise  # says nothing about the kernel, and its twin needs more
@@ -142,12 +150,55 @@ class Dispatch:
         return twin()
 
 
+def sample_of(name: str) -> Callable[[T], T]:
+    """Register a function as the one that computes a kernel's samples."""
+
+    def register(function: Any) -> Any:
+        SAMPLES[name] = function
+        return function
+
+    return register
+
+
+def waves(*shape: int, like: Tensor) -> Tensor:
+    """Make numbers from -1 to 1 of a shape, with the device and dtype of a tensor; no generator moves on."""
+    numbers = torch.arange(math.prod(shape), device=like.device, dtype=torch.float32)
+    return torch.sin(numbers * 1.7 + 0.3).view(shape).to(like.dtype)
+
+
+def relative_error(ours: Tensor, right: Tensor) -> float:
+    """Divide the norm of the difference by that of what is right; infinite where only one of both is a number."""
+    ours, right = ours.double(), right.double()
+    same = (ours == right) | (ours.isnan() & right.isnan())
+    difference, size = (ours - right).masked_fill(same, 0).norm(), right.nan_to_num(0, 0, 0).norm()
+    return float((difference / size.clamp(min=1e-30)).nan_to_num(nan=math.inf))
+
+
+def check_close(what: str, ours: Tensor, right: Tensor) -> None:
+    """Raise `ArithmeticError` where two results differ by more than rounding, which is 2 % with 16 bits and 0.5 % with more."""
+    error, allowed = relative_error(ours, right), 2e-2 if right.dtype in (torch.float16, torch.bfloat16) else 5e-3
+    if error > allowed:
+        raise ArithmeticError(f"{what} by {error:.3g} of their size, where rounding makes {allowed:g} at most")
+
+
+@torch.no_grad()
+def _check_samples(name: str, tensors: tuple[Tensor, ...]) -> None:
+    """Compare a kernel with its twin before its first use on a device and in a dtype; `ArithmeticError` if they differ."""
+    device, dtype = tensors[0].device, next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
+    known = name not in SAMPLES or (name, device, dtype) in _checked
+    if known or device.type not in CHECKED_ON or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return  # a capture runs nothing that could be compared
+    for ours, right in SAMPLES[name](*tensors):
+        check_close("its results on a small sample differ from PyTorch's", ours, right)
+    _checked.add((name, device, dtype))
+
+
 AUTOMATIC = Dispatch()
 PYTORCH = Dispatch(False)
 
 
 def failed_kernels() -> list[str]:
-    """Name the kernels, with their devices, that failed in this process and whose PyTorch twins are used from then on."""
+    """Name the kernels, with their devices, that failed in this process: their PyTorch twins are used in their place."""
     return sorted(f"{name} on {device}" for name, device in _failed)
 
 
@@ -369,6 +420,8 @@ class BlockCache(Cache):
         hidden_size: Of the hidden states that are kept for a head to read later; 0: none are.
         fixed: Whether shapes are to stay the same from round to round, as for recordings and compiled code: attention then
             reads a power of two of slots before what is scored.
+        ends: Tokens of a block and size of hidden states, where the last one of each block is kept, as a model needs whose
+            hidden states are those of the next position; zeros: none are.
 
     Attributes:
         ids: By row, the text whose tokens the slots hold.
@@ -392,6 +445,7 @@ class BlockCache(Cache):
         head_layers: int = 0,
         hidden_size: int = 0,
         fixed: bool = False,
+        ends: tuple[int, int] = (0, 0),
     ) -> None:
         super().__init__(layers=[])
         self.rows, self.num_key_value_heads, self.head_dim = rows, num_key_value_heads, head_dim
@@ -414,12 +468,15 @@ class BlockCache(Cache):
             for device in dict.fromkeys(self.layer_devices)
         }
         self.hidden = torch.empty((rows, capacity, hidden_size), dtype=dtype, device=self.layer_devices[-1])
+        self.every, end_size = ends
+        blocks = capacity // self.every if self.every else 0
+        self.ends = torch.empty((rows, blocks, end_size), dtype=dtype, device=self.layer_devices[-1])
         self.active, self.begin, self.end = rows, 0, 0
 
     @property
     def nbytes(self) -> int:
         """Bytes held, fixed at construction."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in (*self._buffers.values(), self.hidden))
+        return sum(buffer.numel() * buffer.element_size() for buffer in (*self._buffers.values(), self.hidden, self.ends))
 
     @property
     def writable(self) -> bool:
@@ -493,8 +550,7 @@ class BlockCache(Cache):
         """Exchange what pairs of rows have in the first `used` slots, kept hidden states too."""
         ours, theirs = torch.tensor(pairs).unbind(1)
         to, of = torch.cat([ours, theirs]), torch.cat([theirs, ours])
-        for part in (*self._buffers.values(), self.hidden):
-            part = part[:, :used]
+        for part in (*(one[:, :used] for one in (*self._buffers.values(), self.hidden)), self.ends[:, : self._blocks(used)]):
             part[to.to(part.device)] = part[of.to(part.device)]
 
     def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
@@ -536,7 +592,7 @@ class BlockCache(Cache):
         capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
         bigger = BlockCache(
             *(rows, self.num_key_value_heads, self.head_dim, self.layer_devices, capacity, scratch, self.dtype),
-            *(self.head_layers, self.hidden_size, self.fixed),
+            *(self.head_layers, self.hidden_size, self.fixed, (self.every, self.ends.shape[-1])),
         )
         bigger.owner = self.owner
         bigger.fill_from(self)
@@ -552,6 +608,8 @@ class BlockCache(Cache):
         for device, buffer in other._buffers.items():
             self._buffers[device][:, :used] = buffer[:, :used].repeat_interleave(copies, 0)
         self.hidden[:, :used] = other.hidden[:, :used].repeat_interleave(copies, 0)
+        blocks = self._blocks(used)
+        self.ends[:, :blocks] = other.ends[:, :blocks].repeat_interleave(copies, 0)
 
     def alias(self) -> "BlockCache":
         """Make another cache on the same memory."""
@@ -564,7 +622,11 @@ class BlockCache(Cache):
     def detach(self) -> None:
         """Go on with a copy of the memory that is shared."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
-        self.hidden = self.hidden.clone()
+        self.hidden, self.ends = self.hidden.clone(), self.ends.clone()
+
+    def _blocks(self, used: int) -> int:
+        """Count the blocks of so many tokens whose last hidden states are kept."""
+        return used // self.every if self.every else 0
 
     def _of(self, layers: range) -> Iterator[tuple[torch.device, Tensor]]:
         """Select the memory of some layers, of each device: [rows, slots, layers, 2, heads, head_dim]."""
@@ -724,6 +786,19 @@ def round_attention(
         **LAUNCH,
     )
     return out
+
+
+@sample_of("round_attention")
+def _attention_samples(query: Tensor, key: Tensor, *_: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two rows of two states, a child and one alone, behind prefixes of 5 and 300 slots, in shares that are merged."""
+    heads, kv_heads, dim, block, used = query.shape[1], key.shape[1], query.shape[3], 4, 512
+    committed = torch.arange(5, 301, 295, device=query.device)
+    parent = torch.arange(-1, 1, device=query.device).repeat(2, 1)
+    mask = RoundMask(committed, parent, 2, block)
+    queries = waves(2, 2 * block, heads, dim, like=query).transpose(1, 2)
+    keys, values = waves(2, used + 2 * block, 2, kv_heads, dim, like=key).permute(2, 0, 3, 1, 4)
+    given = queries, keys, values, mask, dim**-0.5
+    yield round_attention(*given, splits=3), round_attention_twin(*given)
 
 
 if triton is not None:
@@ -1087,6 +1162,36 @@ def _rotated_kernel(attention: Any, projected: Tensor, rotary: tuple[Tensor, Ten
     return queries.transpose(1, 2)
 
 
+def _sample_norm(width: int, like: Tensor) -> Qwen3RMSNorm:
+    norm = Qwen3RMSNorm(width).to(like.device, like.dtype)
+    norm.weight.copy_(1 + waves(width, like=like) / 4)
+    return norm
+
+
+@sample_of("sum_and_norm")
+def _sum_samples(hidden: Tensor, *_: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Three tokens as wide as the model's."""
+    given, added = waves(2, 3, hidden.shape[-1], like=hidden) * 3
+    norm = _sample_norm(hidden.shape[-1], hidden)
+    yield from zip(_sum_and_norm_kernel(given, added, norm), sum_and_norm_ref(given, added, norm), strict=True)
+
+
+@sample_of("rotated")
+def _rotated_samples(*given: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two rows of three tokens with all heads: queries, and keys and values where the cache has them."""
+    *parts, cos, _, _, _, keys, _ = given
+    width, dim, kv_heads = sum(part.shape[-1] for part in parts), cos.shape[-1], keys.shape[1]
+    attention = SimpleNamespace(head_dim=dim, layer_idx=0, q_norm=_sample_norm(dim, cos), k_norm=_sample_norm(dim, cos))
+    angles = 3 * waves(2, 3, dim // 2, like=cos).repeat(1, 1, 2)
+    projected, rotary = waves(2, 3, width, like=cos), (angles.cos(), angles.sin())
+    cache = BlockCache(2, kv_heads, dim, [keys.device], 0, 3, keys.dtype)
+    cache.target(0, 3)
+    into = [torch.full_like(each, torch.nan) for each in cache.written(0)]
+    query = _rotated_kernel(attention, projected, rotary, *into)
+    yield query, rotated_ref(attention, projected, rotary, cache)
+    yield from zip(into, cache.written(0), strict=True)
+
+
 if triton is not None:
 
     @triton.jit
@@ -1302,7 +1407,8 @@ dear, so they outlive the call of `generate` that made them, together with the c
 its weights lie elsewhere, `release_graphs` is called, or a call needs another size.
 
 The first run of a kind is an ordinary one, on the side stream that will record: it does the work, and warms up what a recording
-must not meet for the first time (libraries, compilers). The second run is recorded; what is met once costs no recording.
+must not meet for the first time (libraries, compilers). The second run is recorded; what is met once costs no recording. On a
+GPU the first replays of each recording are compared with ordinary runs, and nothing is recorded any more where they differ.
 """
 
 
@@ -1310,6 +1416,8 @@ must not meet for the first time (libraries, compilers). The second run is recor
 
 # PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while another one goes on.
 _RECORDING = threading.Lock()
+# Replays of a recording that are compared: the first with the inputs it was made from, the next with others.
+_COMPARED = 2
 # Tokens of the smallest cache that is kept. Others have twice as many, four times, ..., so that growing prompts find the same.
 LEAST_CAPACITY = 1024
 
@@ -1371,7 +1479,7 @@ class Graphs:
     Attributes:
         recorded: What replays a forward, by key.
         replays: Forwards that were replayed.
-        failed: Whether one could not be recorded; none is tried any more.
+        failed: Whether one could not be recorded or gave wrong results; none is tried any more.
         busy: A call is using them.
     """
 
@@ -1380,6 +1488,7 @@ class Graphs:
         self.recorder = RECORDERS[self.device.type](self.device)
         self.inputs: dict[Hashable, list[Tensor]] = {}  # of what was met before
         self.recorded: dict[Hashable, Callable[[], Tensor]] = {}
+        self.compared: dict[Hashable, int] = {}
         self.replays, self.failed, self.busy = 0, False, False
         self._thread = threading.local()  # libraries keep a handle for each: one that ran nothing yet must not record
         self._lent: weakref.ref[BlockCache] | None = None
@@ -1413,20 +1522,26 @@ class Graphs:
             return self.recorder.first(lambda: function(*given))
         for register, tensor in zip(fixed, inputs, strict=True):
             register.copy_(tensor, non_blocking=True)
-        if replay is None:
-            try:
+        try:
+            if replay is None:
                 replay = self.recorded[key] = self.recorder.record(lambda: function(*fixed))
-            except Exception as error:
-                self.failed = True
-                self.recorded.clear()
-                warnings.warn(
-                    f"a round of decoding could not be recorded as a CUDA graph ({error}): decoding goes on without graphs. "
-                    "That may disturb other work of this process: restart it, and pass graphs=False to generate",
-                    stacklevel=2,
-                )
-                return function(*fixed)
+            made = replay()
+            if self.device.type in CHECKED_ON and self.compared.get(key, 0) < _COMPARED:
+                right = self.recorder.first(lambda: function(*fixed))  # it writes what the replay has written
+                check_close("a replay and the forward that it stands for differ", made, right)
+                self.compared[key] = self.compared.get(key, 0) + 1
+        except Exception as error:
+            self.failed = True
+            self.recorded.clear()
+            how = "is wrong when it is replayed" if isinstance(error, ArithmeticError) else "could not be recorded"
+            warnings.warn(
+                f"a round of decoding {how} as a CUDA graph ({error}): decoding goes on without graphs. "
+                "That may disturb other work of this process: restart it, and pass graphs=False to generate",
+                stacklevel=2,
+            )
+            return function(*fixed)
         self.replays += 1
-        return replay().clone()
+        return made.clone()
 
 
 _KEPT: "weakref.WeakKeyDictionary[nn.Module, Graphs]" = weakref.WeakKeyDictionary()
@@ -1587,6 +1702,15 @@ def noisy_and_clean_mask(positions: Tensor, valid: Tensor, block_size: int) -> T
     real = valid.repeat(1, 2)
     mask = torch.cat([noisy, clean], 1) & real[:, :, None] & real[:, None, :]
     return (mask | torch.eye(real.shape[1], dtype=torch.bool, device=mask.device))[:, None]
+
+
+def taken_from(hidden: Tensor, previous: Tensor) -> Tensor:
+    """Take hidden states [batch, length, size] from other columns, by index [batch, n]; zeros where that is -1.
+
+    In a model whose hidden states are those of the next position, they are taken from the column before.
+    """
+    taken = hidden.gather(1, previous.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
+    return taken.masked_fill(previous[..., None] < 0, 0)
 
 
 def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
@@ -1978,6 +2102,60 @@ def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[flo
     return {column: exp(ORDER_SHARPNESS * (odds[column] - most)) / total for column in few}
 
 
+def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count: int) -> Guesses:
+    """Guess what exceeds a threshold in log-odds, at least the surest: a column goes over it or not the likelier, the further
+    the estimate is from it.
+
+    Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every second set is
+    another one alone.
+    """
+    best, threshold = surest(columns, odds), bounded(threshold, 2 * MOST_ODDS)
+    over, doubts, chance = [best], [], 1.0
+    for column in columns:
+        if column != best:
+            doubt = THRESHOLD_SHARPNESS * (odds[column] - threshold)
+            if doubt > 0:
+                over.append(column)
+            else:
+                doubt = -doubt
+            doubts.append((doubt, column))
+            chance /= 1.0 + math.exp(-doubt)
+    doubts.sort()
+    if len(over) > 1:
+        guesses = [(tuple(sorted(over)), chance)]
+        for doubt, column in doubts[: count - 1]:
+            other = [one for one in over if one != column] if column in over else [*over, column]
+            guesses.append((tuple(sorted(other)), chance * math.exp(-doubt)))
+        return guesses
+    del doubts[count // 2 :]
+    alone = alone_chances([best, *(column for _, column in doubts)], columns, odds)
+    guesses = [((best,), chance * alone[best])]
+    for doubt, column in doubts:
+        guesses.append(((best, column) if best < column else (column, best), chance * math.exp(-doubt)))
+        guesses.append(((column,), chance * alone[column]))
+    return guesses[:count]
+
+
+def likely_first(ordered: Sequence[int], odds: Sequence[float], room: int, count: int) -> Guesses:
+    """Guess how many of the columns, the surest first, go: about as many as there is `room` for; odds are finite.
+
+    Where there is room for one, there are no fewer: in place of these stands another one alone, and all is as uncertain as
+    which one is the surest.
+    """
+    alone = alone_chances(ordered[:count], ordered, odds) if room <= 1 else {}
+    guesses: Guesses = []
+    for turn in range(count):
+        several, more = (turn + 1) // 2, turn % 2 == 1
+        size = max(room, 1) + (several if more else -several)
+        if alone and not more:
+            if several < len(ordered):
+                guesses.append(((ordered[several],), alone[ordered[several]]))
+        elif 1 <= size <= len(ordered):
+            chance = EACH_MORE**several * (alone[ordered[0]] if alone else 1.0)
+            guesses.append((tuple(sorted(ordered[:size])), chance))
+    return guesses
+
+
 def bounded(odds: float, most: float) -> float:
     """Log-odds of which sums stay finite."""
     return odds if -most <= odds <= most else math.copysign(most, odds)
@@ -1986,6 +2164,11 @@ def bounded(odds: float, most: float) -> float:
 def log_sigmoid(odds: float) -> float:
     """log of the probability whose log-odds these are."""
     return -math.log1p(math.exp(-odds)) if odds > 0 else odds - math.log1p(math.exp(odds))
+
+
+def sigmoid(odds: float) -> float:
+    """The probability whose log-odds these are."""
+    return math.exp(log_sigmoid(odds))
 
 
 def logit(probability: float) -> float:
@@ -2080,36 +2263,8 @@ class Dynamic:
         return tuple([column for column in state.free if odds[column] > threshold or column == best]), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: a column goes over tau or not the likelier, the further the estimate is from it.
-
-        Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every second set
-        is another one alone.
-        """
-        best, threshold = surest(state.free, odds), bounded(self.threshold, 2 * MOST_ODDS)
-        over, doubts, chance = [best], [], 1.0
-        for column in state.free:
-            if column != best:
-                doubt = THRESHOLD_SHARPNESS * (odds[column] - threshold)
-                if doubt > 0:
-                    over.append(column)
-                else:
-                    doubt = -doubt
-                doubts.append((doubt, column))
-                chance /= 1.0 + math.exp(-doubt)
-        doubts.sort()
-        if len(over) > 1:
-            guesses = [(tuple(sorted(over)), chance)]
-            for doubt, column in doubts[: count - 1]:
-                other = [one for one in over if one != column] if column in over else [*over, column]
-                guesses.append((tuple(sorted(other)), chance * math.exp(-doubt)))
-            return guesses
-        del doubts[count // 2 :]
-        alone = alone_chances([best, *(column for _, column in doubts)], state.free, odds)
-        guesses = [((best,), chance * alone[best])]
-        for doubt, column in doubts:
-            guesses.append(((best, column) if best < column else (column, best), chance * math.exp(-doubt)))
-            guesses.append(((column,), chance * alone[column]))
-        return guesses[:count]
+        """See `RevealRule`."""
+        return likely_over(state.free, odds, self.threshold, count)
 
 
 @dataclass(frozen=True)
@@ -2138,11 +2293,7 @@ class EntropyBound:
         return tuple(sorted(ordered[: max(shown, 1)])), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: the surest ones, about as many as estimated confidences leave room for.
-
-        Where there is room for one, there are no fewer: in place of these stands another one alone, and all is as uncertain as
-        which one is the surest.
-        """
+        """See `RevealRule`: about as many of the surest as estimated confidences leave room for."""
         odds = [bounded(one, MOST_ODDS) for one in odds]
         ordered = by_odds(state.free, odds)
         total, room = 0.0, 0
@@ -2151,18 +2302,7 @@ class EntropyBound:
             if not total < self.bound:
                 break
             room += 1
-        alone = alone_chances(ordered[:count], ordered, odds) if room <= 1 else {}
-        guesses: Guesses = []
-        for turn in range(count):
-            several, more = (turn + 1) // 2, turn % 2 == 1
-            size = max(room, 1) + (several if more else -several)
-            if alone and not more:
-                if several < len(ordered):
-                    guesses.append(((ordered[several],), alone[ordered[several]]))
-            elif 1 <= size <= len(ordered):
-                chance = EACH_MORE**several * (alone[ordered[0]] if alone else 1.0)
-                guesses.append((tuple(sorted(ordered[:size])), chance))
-        return guesses
+        return likely_first(ordered, odds, room, count)
 
 
 def likely_entropy(odds: float) -> float:
@@ -2539,6 +2679,22 @@ def pick_rows_ref(
     return token, log_odds(scores, token, True)
 
 
+@sample_of("pick")
+def _pick_samples(like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two rows of a whole vocabulary: greedy, with a token that wins clearly, and sampled among half of them."""
+    logits = 4 * waves(2, like.shape[1], like=like)
+    logits[:, 0] = -torch.inf
+    clear = logits.clone()
+    clear[0, like.shape[1] // 3], clear[1, -1] = 12.0, 14.0
+    keys = noise_keys(*torch.arange(6, device=like.device).view(3, 2))
+    for scores, temperature, least, noise in ((clear, 1.0, None, None), (logits, 0.7, logits.new_zeros(2), keys)):
+        unembedding = Unembedding(logits, 0, temperature)
+        token, odds = _pick_kernel(unembedding, scores, least, noise)
+        right, right_odds = pick_rows_ref(unembedding, scores, scores, least, noise)
+        yield (token == right).float(), torch.ones_like(odds)
+        yield odds, right_odds
+
+
 def _pick_kernel(unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
     """Two launches: of slices of the vocabulary, and of what they found."""
     (rows, vocab), device = logits.shape, logits.device
@@ -2579,6 +2735,14 @@ def some_logits(weight: Tensor, hidden: Tensor, ids: Tensor, dispatch: Dispatch)
 def some_logits_ref(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
     """`some_logits` in PyTorch."""
     return (widened(weight[ids]) @ widened(hidden)[:, :, None])[:, :, 0]
+
+
+@sample_of("shortlist")
+def _some_samples(weight: Tensor, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two positions, each with three tokens of the weights."""
+    few = waves(2, hidden.shape[1], like=hidden)
+    ids = torch.tensor([[0, 1, len(weight) - 1], [1, 1, len(weight) // 2]], device=hidden.device)
+    yield _some_kernel(weight, few, ids), some_logits_ref(weight, few, ids)
 
 
 def _some_kernel(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -3167,7 +3331,9 @@ class Networks:
         self.head_layers = range(len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers)
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._swaps: list[tuple[int, int]] = []
+        self.shifted = cache.every > 0  # hidden states of the backbone are those of the next position
         self._scored: Tensor | None = None  # hidden states of the last `score`
+        self._ends: Tensor | None = None  # where they are shifted, the last one of each state, which predicts what comes next
         self._begin = 0  # first slot of the last forward of a round, which is `score` when `commit` is called
         self._plans: dict[Any, Any] = {}
         cache.active = cache.rows
@@ -3205,6 +3371,8 @@ class Networks:
         def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:
             hidden = self.model.backbone(ids, positions, mask, self.cache, compiled=False).to(self.device)
             self.forwards["prefill"] += 1
+            if self.shifted:
+                hidden = self._shifted_text(hidden, begin)
             if self.with_head:
                 self.cache.hidden[: len(rows), begin:end] = hidden
             blocks = hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
@@ -3267,6 +3435,8 @@ class Networks:
         packed = [[(node.state, node.parent) for node in nodes] for nodes in drafts]
         hidden, width = self._network(packed, [row.held for row in rows]), max(map(len, drafts))
         self.forwards["denoise"] += 1
+        if self.shifted:
+            self._ends, hidden = hidden[:, -1], hidden[:, :-1]
         self._scored = hidden
         states, places, parents = [], [], []
         for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
@@ -3316,7 +3486,7 @@ class Networks:
             self.cache.move(self.head_layers, [(at, self._begin, rows[at].head_held) for at in leads], self.block)
         for at in leads:
             rows[at].head_held += self.block
-        made = made if residual else wide + made
+        made = made if residual else wide.to(made.device) + made
         return [
             [(made, at * width + slot) for slot in range(len(states) - len(asked[at]), len(states))]
             for at, states in enumerate(packed)
@@ -3337,13 +3507,17 @@ class Networks:
         if not moves:
             return
         self.cache.move(self.backbone_layers, moves, self.block)
+        if not self.with_head and not self.shifted:
+            return
+        assert self._scored is not None
+        width, where = len(self._scored) // len(rows), self.cache.hidden.device
+        place, source, target = torch.tensor(moves, device=self.device).unbind(1)
+        states, place, target = place * width + (source - self._begin) // self.block, place.to(where), target.to(where)
         if self.with_head:
-            assert self._scored is not None
-            width = len(self._scored) // len(rows)
-            place, source, target = torch.tensor(moves, device=self.device).unbind(1)
-            blocks = self._scored[place * width + (source - self._begin) // self.block]
-            where = self.cache.hidden.device
-            self.cache.hidden[place[:, None].to(where), (target[:, None] + self._offsets).to(where)] = blocks.to(where)
+            columns = target[:, None] + self._offsets.to(where)
+            self.cache.hidden[place[:, None], columns] = self._scored[states].to(where)
+        if self._ends is not None:
+            self.cache.ends[place, target // self.block] = self._ends[states].to(where)
 
     def picked(
         self,
@@ -3450,7 +3624,8 @@ class Networks:
         What is scored goes behind the longest of all rows' texts, so that it touches no text of a row that takes no part.
 
         Returns:
-            Hidden states or h_C, [rows * width, block, hidden_size], `width` being the most states of a row.
+            Hidden states or h_C, [rows * width, block, hidden_size], `width` being the most states of a row; shifted hidden
+            states have one more column, that of the next block's first token.
         """
         rows, width, used = len(packed), max(map(len, packed)), max(held)
         self._begin = self.cache.target(used, width * self.block)
@@ -3473,12 +3648,13 @@ class Networks:
         has_parents = width > 1 if self.cache.fixed else max(parents) >= 0  # a recording for each width is enough
         plain = width == 1 and min(held) == self._begin and self.recorded is None
         forward = partial(self._packed, rows, width, self._begin, has_parents, plain)
+        columns = self.block + (self.shifted and hidden is None)
         inputs = [table] if hidden is None else [table, hidden.view(rows, width * self.block, -1)]
         if self.recorded is not None:
             key = (rows, width, self._begin, has_parents, self.dispatch, self.round_masks)
-            return self.recorded(key, forward, *inputs).view(rows * width, self.block, -1)
+            return self.recorded(key, forward, *inputs).view(rows * width, columns, -1)
         inputs[0] = table.to(self.device, non_blocking=True)
-        return forward(*inputs).view(rows * width, self.block, -1)
+        return forward(*inputs).view(rows * width, columns, -1)
 
     def _packed(
         self, rows: int, width: int, begin: int, has_parents: bool, plain: bool, table: Tensor, hidden: Tensor | None = None
@@ -3490,10 +3666,33 @@ class Networks:
         positions = (starts[:, None] + self._offsets).view(rows, -1)
         mask = RoundMask(held, parent, width, self.block, self.dispatch, plain, self._plans)
         network = self.model.backbone if hidden is None else partial(self._residual, hidden)
-        if not self.round_masks:
-            return network(ids, positions, mask.dense(begin), self.cache).to(self.device)
-        with under_round_masks(self.model, self.cache):
-            return network(ids, positions, mask, self.cache).to(self.device)
+        if self.round_masks:
+            with under_round_masks(self.model, self.cache):
+                made = network(ids, positions, mask, self.cache).to(self.device)
+        else:
+            made = network(ids, positions, mask.dense(begin), self.cache).to(self.device)
+        return self._shifted_states(made, held, parent, width) if self.shifted and hidden is None else made
+
+    def _shifted_text(self, hidden: Tensor, begin: int) -> Tensor:
+        """Shift hidden states [rows, length, hidden_size] of texts from `begin` on by one position, and keep the last one of
+        each block."""
+        ends, first = self.cache.ends[: len(hidden)], begin // self.block
+        before = ends[:, first - 1].to(self.device) if first else torch.zeros_like(hidden[:, 0])
+        lasts = hidden[:, self.block - 1 :: self.block]
+        ends[:, first : first + lasts.shape[1]] = lasts.to(ends.device)
+        return torch.cat([before[:, None], hidden[:, :-1]], 1)
+
+    def _shifted_states(self, hidden: Tensor, held: Tensor, parent: Tensor | None, width: int) -> Tensor:
+        """Put before the hidden states of each state, [rows, width * block, hidden_size], the one that predicts its first
+        column: the last one of its parent or else of its row's text."""
+        states, ends = hidden.unflatten(1, (width, self.block)), self.cache.ends
+        rows = torch.arange(len(hidden), device=ends.device)
+        before = ends[rows, (held.to(ends.device) // self.block - 1).clamp(min=0)].to(self.device)
+        before = torch.where(held[:, None] > 0, before, 0)[:, None].expand(-1, width, -1)
+        if parent is not None:
+            lasts = states[:, :, -1].gather(1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
+            before = torch.where(parent[..., None] >= 0, lasts, before)
+        return torch.cat([before[:, :, None], states], 2)
 
     def _residual(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Any, cache: BlockCache) -> Tensor:
         return self.model.residual(ids, hidden, positions, mask, cache)
@@ -4313,6 +4512,494 @@ class Decoder:
                 row.settle()
 
 
+# ---------------------------------------------------------------------------------------------------- rules.published
+
+"""Reveal rules from papers that read one scored state. Numbers are the papers' defaults; docs/rules.md has the table.
+
+Many papers decode a whole text at once. Here a block is the unit, and what they say of the length of the text is said of the
+block. Each rule reveals the surest column where it would reveal none.
+"""
+
+
+
+
+def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Columns:
+    """The columns whose odds are a threshold's or more; at least the surest."""
+    best = surest(columns, odds)
+    return tuple([column for column in columns if odds[column] >= threshold or column == best])
+
+
+def raised(odds: Sequence[float], columns: Set[int], low: float, high: float) -> list[float]:
+    """Estimates of the odds, with those of some columns raised so that what reaches `low` reaches `high`."""
+    by = max(bounded(high, MOST_ODDS) - bounded(low, MOST_ODDS), 0.0)
+    return [one + by if column in columns else one for column, one in enumerate(odds)]
+
+
+def factor_thresholds(block_size: int, factor: float) -> tuple[float, ...]:
+    """The log-odds of 1 - factor / (i + 1), for i from 1 to the size of the block."""
+    return tuple([logit(1 - factor / (i + 1)) for i in range(1, block_size + 1)])
+
+
+@dataclass(frozen=True)
+class FastDLLM:
+    """Reveal the most confident columns, as many as each still have c_i >= 1 - f / (i + 1), i from 1; at least one.
+
+    The factor rule of Fast-dLLM (arXiv 2505.22618): (n + 1)(1 - c_n) is at most f; for f = 1 the n tokens that are picked apart
+    are then the likeliest ones together. Its code also reveals the last column where that alone fails; this does not.
+
+    Attributes:
+        thresholds: By i - 1, in log-odds (`factor_thresholds`).
+    """
+
+    thresholds: tuple[float, ...]
+    needs_entropy = False
+    left_to_right = False
+
+    def _leading(self, ordered: Sequence[int], odds: Sequence[float]) -> int:
+        """Count the columns, the surest first, that are confident enough together."""
+        passed = 1
+        while passed < len(ordered) and odds[ordered[passed]] >= self.thresholds[passed]:
+            passed += 1
+        return passed
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        ordered = by_odds(state.free, scores.odds)
+        return tuple(sorted(ordered[: self._leading(ordered, scores.odds)])), memo
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: about as many as estimates say."""
+        odds = [bounded(one, MOST_ODDS) for one in odds]
+        ordered = by_odds(state.free, odds)
+        return likely_first(ordered, odds, self._leading(ordered, odds), count)
+
+
+@dataclass(frozen=True)
+class EBSampler:
+    """Reveal in order of entropy, as many as have a sum of entropies less their maximum of at most gamma; so one always.
+
+    The EB-sampler as published (arXiv 2505.24857): what n tokens that are picked apart can miss of their joint distribution is
+    bounded by that difference. `EntropyBound` is the running sum, the largest entropy included.
+
+    Attributes:
+        gamma: In nats.
+    """
+
+    gamma: float
+    needs_entropy = True
+    left_to_right = False
+
+    def _leading(self, entropies: Sequence[float]) -> int:
+        """Count the columns that go, of entropies in rising order: the largest of each set is its last."""
+        total = 0.0
+        for place, before in enumerate(entropies[:-1], 1):
+            total += before
+            if not total <= self.gamma:
+                return place
+        return len(entropies)
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        entropy = scores.entropy
+        assert entropy is not None
+        ordered = sorted(state.free, key=entropy.__getitem__)
+        return tuple(sorted(ordered[: self._leading([entropy[column] for column in ordered])])), memo
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: about as many of the surest as estimated confidences leave room for."""
+        odds = [bounded(one, MOST_ODDS) for one in odds]
+        ordered = by_odds(state.free, odds)
+        return likely_first(ordered, odds, self._leading([likely_entropy(odds[column]) for column in ordered]), count)
+
+
+def runs(columns: Columns) -> Iterator[Columns]:
+    """Iterate over the longest runs of neighbouring columns."""
+    begin = 0
+    for place in range(1, len(columns) + 1):
+        if place == len(columns) or columns[place] > columns[place - 1] + 1:
+            yield columns[begin:place]
+            begin = place
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """Reveal what is above the high threshold, and of each run of masks the most confident one if above the low one.
+
+    Hierarchical decoding of dInfer (arXiv 2510.08666), with 0.9 and 0.4: a reveal in its midst splits a run, so that tokens
+    revealed together are rarely neighbours.
+
+    Attributes:
+        threshold, low: In log-odds.
+    """
+
+    threshold: float
+    low: float
+    needs_entropy = False
+    left_to_right = False
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        odds, threshold, low = scores.odds, self.threshold, self.low
+        bests = {surest(run, odds) for run in runs(state.free)}
+        where = [one for one in state.free if odds[one] > threshold or (one in bests and odds[one] > low)]
+        return tuple(where) or (surest(state.free, odds),), memo
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: as `Dynamic`, with the best of each run nearer to the threshold."""
+        bests = {surest(run, odds) for run in runs(state.free)}
+        return likely_over(state.free, raised(odds, bests, self.low, self.threshold), self.threshold, count)
+
+
+@dataclass(frozen=True)
+class LocalLeap:
+    """Reveal the columns of at least the threshold, *anchors*, and within `radius` of one those of at least the low one.
+
+    LocalLeap (arXiv 2510.07081), with 0.9, 0.75 and 4: near a token that is sure the others are likelier to be right.
+
+    Attributes:
+        threshold, low: In log-odds.
+        radius: In columns.
+    """
+
+    threshold: float
+    low: float
+    radius: int = 4
+    needs_entropy = False
+    left_to_right = False
+
+    def _near(self, free: Columns, odds: Sequence[float]) -> set[int]:
+        """The columns within the radius of an anchor."""
+        anchors = [column for column in free if odds[column] >= self.threshold]
+        return {column for column in free if any(abs(column - anchor) <= self.radius for anchor in anchors)}
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        free, odds = state.free, scores.odds
+        near = self._near(free, odds)
+        where = [one for one in free if odds[one] >= self.threshold or (one in near and odds[one] >= self.low)]
+        return tuple(where) or (surest(free, odds),), memo
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: as `Dynamic`, with what is near an anchor nearer to the threshold."""
+        near = self._near(state.free, odds)
+        return likely_over(state.free, raised(odds, near, self.low, self.threshold), self.threshold, count)
+
+
+@dataclass(frozen=True)
+class ConfidenceAdaptive:
+    """Reveal, of the few most confident columns, those of at least the threshold; no eos in the first half.
+
+    CAD of CD4LM (arXiv 2601.02236), with 4 columns and 0.8. The published half is that of the text's length; here it is the
+    block's: until half of a block is revealed, an eos is revealed only where nothing else is left to reveal.
+
+    Attributes:
+        threshold: In log-odds.
+        eos: Ids that end the text.
+        most: Columns of a step, at most.
+    """
+
+    threshold: float
+    eos: frozenset[int] = frozenset()
+    most: int = 4
+    needs_entropy = False
+    left_to_right = False
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        free, block = state.free, len(state.ids)
+        if 2 * (block - state.masks) < block:
+            free = tuple([column for column in free if scores.token[column] not in self.eos]) or free
+        few = tuple(sorted(by_odds(free, scores.odds)[: self.most]))
+        return at_least(few, scores.odds, self.threshold), memo
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: as `Dynamic` of the few surest."""
+        return likely_over(tuple(sorted(by_odds(state.free, odds)[: self.most])), odds, self.threshold, count)
+
+
+def ascending(block_size: int) -> Columns:
+    """How many columns each step of a block reveals: 1, 2, 4 and so on in log2(`block_size`) steps, the last all the rest."""
+    steps = max(block_size.bit_length() - 1, 1)
+    return (*[2**step for step in range(steps - 1)], block_size + 1 - 2 ** (steps - 1))
+
+
+@dataclass(frozen=True)
+class EosRejection:
+    """Reveal the most confident columns, twice as many each step, where the confidence of an eos counts little at first.
+
+    EOS early rejection with ascending step sizes (arXiv 2509.23924), the steps of a block in place of the text's. An eos counts
+    with gamma times its confidence, which rises in line with the share of the block that the step completes.
+
+    Attributes:
+        schedule: Columns by step (`ascending`).
+        eos: Ids that end the text.
+        gamma: The factor at first, of the paper's code.
+    """
+
+    schedule: Columns
+    eos: frozenset[int] = frozenset()
+    gamma: float = 0.01
+    needs_entropy = False
+    left_to_right = False
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        steps = len(self.schedule)
+        share = (2 ** min(state.step + 1, steps) - 1) / 2**steps
+        factor = self.gamma + (1 - self.gamma) * share
+        odds = list(scores.odds)
+        for column in state.free:
+            if scores.token[column] in self.eos:
+                odds[column] = logit(factor * sigmoid(odds[column]))
+        return tuple(sorted(by_odds(state.free, odds)[: quota_at(self.schedule, state)])), memo
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: as `Static`."""
+        return Static(self.schedule).likely(state, odds, count)
+
+
+@dataclass(frozen=True)
+class Prophet:
+    """Reveal the n most confident columns, and all that are left once the mean gap of their tokens is wide enough.
+
+    The early commit of Prophet (arXiv 2508.19982), within a block. The published gap is that of the logits of the two likeliest
+    tokens, over the answer's positions; here it is the log-odds of the token, its gap to all others together, which is never
+    more, over the block's. The gap has to be 7.5 in the first third of the block's steps, 5 in the second, and 2.5 then.
+
+    Attributes:
+        schedule: n, by denoising step of the block.
+    """
+
+    schedule: Columns
+    needs_entropy = False
+    left_to_right = False
+
+    def _margin(self, state: State, odds: Sequence[float]) -> float:
+        """By how much the mean gap exceeds what is asked for at the state's step."""
+        done, gaps = state.step / len(self.schedule), [odds[column] for column in state.free]
+        return sum(gaps) / len(gaps) - (7.5 if done < 0.33 else 5.0 if done < 0.67 else 2.5)
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        if self._margin(state, scores.odds) >= 0:
+            return state.free, memo
+        return tuple(sorted(by_odds(state.free, scores.odds)[: quota_at(self.schedule, state)])), memo
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: all of it as likely as estimates say so, else as `Static`."""
+        odds = [bounded(one, MOST_ODDS) for one in odds]
+        chance = sigmoid(2 * self._margin(state, odds))
+        guesses = Static(self.schedule).likely(state, odds, count)
+        if guesses[0][0] == state.free:
+            return guesses
+        guesses = [(where, one * (1 - chance)) for where, one in guesses]
+        guesses.insert(0 if chance >= 0.5 else max(count - 1, 1), (state.free, chance))
+        return guesses[:count]
+
+
+# ---------------------------------------------------------------------------------------------------- rules.memory
+
+"""Reveal rules from papers that remember a block's earlier steps: their memo is a tuple that begins with `State.start`.
+
+In another block they begin anew. A memo holds numbers of the picked tokens alone: where a paper keeps whole distributions, the
+rule says what is cut.
+"""
+
+
+
+
+def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a memo holds of the state's block; the default in another block."""
+    return memo[1:] if memo is not None and memo[0] == state.start else default
+
+
+@dataclass(frozen=True)
+class BoundedAdaptive:
+    """Reveal what is as confident as the mean of the block's reveals so far, within bounds.
+
+    BACD of TDAR (arXiv 2602.09555): the threshold is that mean, clamped to 0.6 to 0.9; at first it is the clamped confidence of
+    the surest column. Nothing is cut.
+
+    Attributes:
+        upper, lower: Probabilities.
+    """
+
+    upper: float
+    lower: float
+    needs_entropy = False
+    left_to_right = False
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`: the memo has how many columns were revealed, and the sum of their confidences."""
+        count, total = recalled(memo, state, (0, 0.0))
+        mean = total / count if count else sigmoid(scores.odds[surest(state.free, scores.odds)])
+        where = at_least(state.free, scores.odds, logit(min(max(mean, self.lower), self.upper)))
+        return where, (state.start, count + len(where), total + sum([sigmoid(scores.odds[column]) for column in where]))
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: as `Dynamic` with the upper bound."""
+        return likely_over(state.free, odds, logit(self.upper), count)
+
+
+@dataclass(frozen=True)
+class SlowFast:
+    """Explore from the left until the span of what is fairly sure is stable, then finish that span, and so on.
+
+    SlowFast sampling (arXiv 2506.10848). While exploring, each step estimates where a span ends, at the last column of at least
+    `low` (0.3); two estimates in a row that differ by less than two, or six steps, settle it, at the last estimate or the mean
+    of the last two. Steps reveal what is of at least `threshold` (0.9), one at least: of all from the span's begin while
+    exploring, then of the span alone until it is clean. The reading is the paper's; its code explores for all six steps. Cut:
+    logits behind the span, which the paper keeps from the first fast step, are computed anew.
+
+    Attributes:
+        threshold, low: In log-odds.
+        explores: Steps of exploration, at most.
+    """
+
+    threshold: float
+    low: float
+    explores: int = 6
+    needs_entropy = False
+    left_to_right = False
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`: the memo has where the span begins and ends (0 while exploring), steps, and the last estimate."""
+        begin, end, steps, last = recalled(memo, state, (0, 0, 0, 0))
+        free, odds = state.free, scores.odds
+        if end and not any(begin <= column < end for column in free):  # it is clean
+            begin, end, steps, last = end, 0, 0, 0
+        scope = tuple([column for column in free if begin <= column and (not end or column < end)]) or free
+        if not end:
+            estimate = 1 + max([column for column in scope if odds[column] >= self.low], default=begin)
+            steps += 1
+            if steps > 1 and abs(estimate - last) < 2:
+                end = estimate
+            elif steps == self.explores:
+                end = max((estimate + last) // 2, begin + 1)
+            last = estimate
+        return at_least(scope, odds, self.threshold), (state.start, begin, end, steps, last)
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: as `Dynamic`."""
+        return likely_over(state.free, odds, self.threshold, count)
+
+
+@dataclass(frozen=True)
+class Coherent:
+    """Reveal, of the few most confident columns, those that already were so a step before, with the same token.
+
+    CCD with adaptive budgets (arXiv 2512.02044), by its code: a buffer holds the `few` (4) most confident columns behind those
+    that a step reveals; where none of them stays, the surest goes. Cut: confidences are those of this step, not those of
+    distributions averaged over steps, and of the picked token, not entropies; and the buffer does not grow in the first steps.
+
+    Attributes:
+        few: Columns of the buffer.
+    """
+
+    few: int = 4
+    needs_entropy = False
+    left_to_right = False
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`: the memo has the buffer's columns and tokens."""
+        (buffer,) = recalled(memo, state, ((),))
+        ordered, before, token = by_odds(state.free, scores.odds), dict(buffer), scores.token
+        same = [column for column in ordered[: self.few] if before.get(column) == token[column]]
+        where = tuple(sorted(same)) or (ordered[0],)
+        rest = [column for column in ordered if column not in where][: self.few]
+        return where, (state.start, tuple([(column, token[column]) for column in rest]))
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: one in a block's first step, then about as many as the buffer has."""
+        odds = [bounded(one, MOST_ODDS) for one in odds]
+        ordered = by_odds(state.free, odds)
+        return likely_first(ordered, odds, min(self.few, len(ordered)) if state.step else 1, count)
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Reveal what is confident enough with the credit that its token has earned in earlier steps.
+
+    CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code: each step the credit of the likeliest token decays by
+    beta and grows by its confidence to the power gamma, and alpha log(1 + credit) is added to its logit, which adds as much to
+    its log-odds. Cut: a column keeps the credit of the token picked last; one that another token replaces loses it, while the
+    paper goes on fusing both. The text's log-probabilities are without credit.
+
+    Attributes:
+        threshold: In log-odds.
+    """
+
+    threshold: float
+    alpha: float = 0.7
+    gamma: float = 0.2
+    beta: float = 0.8
+    needs_entropy = False
+    left_to_right = False
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`: the memo has columns, tokens and credits."""
+        (earned,) = recalled(memo, state, ((),))
+        before, now, fused = {(column, token): credit for column, token, credit in earned}, [], list(scores.odds)
+        for column in state.free:
+            token = scores.token[column]
+            credit = self.beta * before.get((column, token), 0.0) + sigmoid(fused[column]) ** self.gamma
+            fused[column] += self.alpha * math.log1p(credit)
+            now.append((column, token, credit))
+        return at_least(state.free, fused, self.threshold), (state.start, tuple(now))
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: as `Dynamic`, with the credit of a sure token that never changed."""
+        credit = (1 - self.beta ** (state.step + 1)) / (1 - self.beta)
+        return likely_over(state.free, odds, self.threshold - self.alpha * math.log1p(credit), count)
+
+
+@dataclass(frozen=True)
+class Klass:
+    """Reveal what is confident and stable: its distribution hardly changed in the last steps; else the surest.
+
+    KLASS (arXiv 2511.05664), with a divergence below 0.01 in each of the last two steps and a confidence above 0.9. Cut: the
+    divergence of a step from the one before is that of the two events *this token* and *another one*, of which the whole one
+    is never less; a token that was not picked before counts as unstable.
+
+    Attributes:
+        threshold: In log-odds.
+        divergence: In nats.
+        steps: Steps in which it has to be less.
+    """
+
+    threshold: float
+    divergence: float = 0.01
+    steps: int = 2
+    needs_entropy = False
+    left_to_right = False
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`: the memo has columns, tokens, odds, and for how many steps these have been stable."""
+        (seen,) = recalled(memo, state, ((),))
+        before = {(column, token): (odds, stable) for column, token, odds, stable in seen}
+        now, where = [], []
+        for column in state.free:
+            token, odds = scores.token[column], scores.odds[column]
+            was, stable = before.get((column, token), (None, 0))
+            stable = 0 if was is None or not divergence(odds, was) < self.divergence else min(stable + 1, self.steps)
+            now.append((column, token, odds, stable))
+            if stable == self.steps and odds > self.threshold:
+                where.append(column)
+        return tuple(where) or (surest(state.free, scores.odds),), (state.start, tuple(now))
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: the surest in a block's first steps, then as `Dynamic`."""
+        return likely_over(state.free, odds, self.threshold if state.step >= self.steps else math.inf, count)
+
+
+def divergence(odds: float, before: float) -> float:
+    """The divergence in nats of an event of these log-odds from what it was before; 0 of one that stays certain."""
+    odds, before = bounded(odds, MOST_ODDS), bounded(before, MOST_ODDS)
+    return sigmoid(odds) * (log_sigmoid(odds) - log_sigmoid(before)) + sigmoid(-odds) * (
+        log_sigmoid(-odds) - log_sigmoid(-before)
+    )
+
+
 # ---------------------------------------------------------------------------------------------------- generate.option_table
 
 """The options of `generate`, each declared once: its own, as fields of `DecodingOptions`, and transformers' that it checks.
@@ -4322,13 +5009,30 @@ table of docs/decoding.md. Nothing here imports torch, so that the help of a com
 """
 
 
-Target = Literal["static", "dynamic", "sequential", "entropy_bound"]
+# Rules from papers (docs/rules.md).
+Published = Literal[
+    "fast_dllm",
+    "eb_sampler",
+    "hierarchy",
+    "local_leap",
+    "cad",
+    "eoser",
+    "prophet",
+    "bacd",
+    "slow_fast",
+    "ccd",
+    "credit",
+    "klass",
+]
+Target = Literal["static", "dynamic", "sequential", "entropy_bound", Published]
 Decoding = Literal[Target, "self_spec", "mrp_direct", "mrp_spec", "mrp_remask"]
 RemaskRule = Literal["reread", "threshold", "residual"]
+PUBLISHED: tuple[str, ...] = get_args(Published)
 TARGETS: tuple[str, ...] = get_args(Target)
 DECODINGS: tuple[str, ...] = get_args(Decoding)
 REMASK_RULES: tuple[str, ...] = get_args(RemaskRule)
 DRAFTING = ("self_spec", "mrp_spec")
+_OF_THRESHOLD = ("dynamic", "hierarchy", "local_leap", "cad", "bacd", "slow_fast", "credit", "klass", "mrp_remask")
 
 
 @dataclass(frozen=True)
@@ -4388,6 +5092,7 @@ _STATES: _Values = (
 _STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to {block_size}")
 _NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
 _LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
+_FACTOR: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number, 1 as published, more for more at once")
 _PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
 _KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
 _GRAPHS: _Values = (bool, lambda *_: True, "use True, False, or None for CUDA graphs where they are possible")
@@ -4413,7 +5118,9 @@ class DecodingOptions:
         target: whose text it is that drafts reach in fewer forwards: that of `decoding=target`
         denoising_steps: steps per block; None: `block_size`, one token a step
         confidence_threshold: tau, a probability
-        entropy_threshold: bound in nats on the summed entropy of a step's reveals
+        low_threshold: the lower of two thresholds, a probability; None: the rule's own
+        entropy_threshold: bound in nats on the summed entropy of a step's reveals (`eb_sampler`: less the largest)
+        factor: f: n tokens go together whose least confidence is 1 - f / (n + 1) or more
         mrp_steps: reveals of the head after each backbone step, unverified
         num_draft_states: K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured
             time says pay, none where none do
@@ -4430,9 +5137,11 @@ class DecodingOptions:
 
     decoding: Annotated[Decoding | None, "static", _one_of(DECODINGS)] = None
     target: Annotated[Target | None, "static", _one_of(TARGETS), DRAFTING] = None
-    denoising_steps: Annotated[int | None, None, _STEPS, ("static", "sequential", "mrp_direct")] = None
-    confidence_threshold: Annotated[float | None, 0.9, _PROBABILITY, ("dynamic", "mrp_remask")] = None
-    entropy_threshold: Annotated[float | None, 0.35, _NATS, ("entropy_bound",)] = None
+    denoising_steps: Annotated[int | None, None, _STEPS, ("static", "sequential", "prophet", "mrp_direct")] = None
+    confidence_threshold: Annotated[float | None, 0.9, _PROBABILITY, _OF_THRESHOLD] = None
+    low_threshold: Annotated[float | None, None, _PROBABILITY, ("hierarchy", "local_leap", "bacd", "slow_fast")] = None
+    entropy_threshold: Annotated[float | None, 0.35, _NATS, ("entropy_bound", "eb_sampler")] = None
+    factor: Annotated[float | None, 1.0, _FACTOR, ("fast_dllm",)] = None
     mrp_steps: Annotated[int | None, 1, _STEPS, ("mrp_direct",)] = None
     num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
     draft_branches: Annotated[int | None, 3, COUNT, DRAFTING] = None
@@ -4570,12 +5279,30 @@ def closest_name(name: str, names: Iterable[str]) -> str:
 
 logger = transformers_logging.get_logger(__name__)
 
-# Of options that were checked, none of them None.
+
+def _low(options: Any, published: float) -> float:
+    """Choose the lower threshold of a rule, a probability: its own where none is set."""
+    return published if options.low_threshold is None else options.low_threshold
+
+
+# Of options that were checked.
 _RULES: dict[str, Callable[[Any, int], RevealRule]] = {
     "static": lambda options, block: Static(schedule_of(block, options.denoising_steps)),
     "dynamic": lambda options, block: Dynamic(logit(options.confidence_threshold)),
     "sequential": lambda options, block: Sequential(schedule_of(block, options.denoising_steps)),
     "entropy_bound": lambda options, block: EntropyBound(options.entropy_threshold),
+    "fast_dllm": lambda options, block: FastDLLM(factor_thresholds(block, options.factor)),
+    "eb_sampler": lambda options, block: EBSampler(options.entropy_threshold),
+    "hierarchy": lambda options, block: Hierarchy(logit(options.confidence_threshold), logit(_low(options, 0.4))),
+    "local_leap": lambda options, block: LocalLeap(logit(options.confidence_threshold), logit(_low(options, 0.75))),
+    "cad": lambda options, block: ConfidenceAdaptive(logit(options.confidence_threshold), frozenset(options.eos_ids())),
+    "eoser": lambda options, block: EosRejection(ascending(block), frozenset(options.eos_ids())),
+    "prophet": lambda options, block: Prophet(schedule_of(block, options.denoising_steps)),
+    "bacd": lambda options, block: BoundedAdaptive(options.confidence_threshold, _low(options, 0.6)),
+    "slow_fast": lambda options, block: SlowFast(logit(options.confidence_threshold), logit(_low(options, 0.3))),
+    "ccd": lambda options, block: Coherent(),
+    "credit": lambda options, block: Credit(logit(options.confidence_threshold)),
+    "klass": lambda options, block: Klass(logit(options.confidence_threshold)),
 }
 # Modes that refine: the rule whose reveals they change, and how.
 _REFINED: dict[str, tuple[str, Callable[[Any], Refinement]]] = {
@@ -4752,25 +5479,32 @@ def check_special_ids(eos: list[int], pad: int, mask_token_id: int, vocab_size: 
 
 
 def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> None:
-    """Raise `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
-    _check_shape("input_ids", prompt)
-    real = torch.ones_like(prompt, dtype=torch.bool)
-    if attention_mask is not None:
-        if not isinstance(attention_mask, Tensor) or attention_mask.shape != prompt.shape:
-            given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(
-                f"attention_mask is {given} for input_ids of {list(prompt.shape)}: generate takes a 2-D tensor of 0 and 1 of "
-                "the same shape (a 4-D mask works with forward only)"
-            )
-        if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
-            raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
-        real = attention_mask.bool()
+    """Raise `ValueError` unless `prompt` is [rows, length] ids without a mask, and `attention_mask` None or as large."""
+    real = check_ids(prompt, attention_mask, vocab_size, "the prompt holds")
     if bool(((prompt == mask_token_id) & real).any()):
         raise ValueError(
             f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
             "masks and given tokens, as infill_ids"
         )
-    _check_range("the prompt holds", prompt[real], vocab_size)
+
+
+def check_ids(input_ids: Any, attention_mask: Any, vocab_size: int, what: str = "input_ids hold") -> Tensor:
+    """Tell which of `input_ids` [rows, length] are real, a bool tensor; raise `ValueError` unless these are ids, and
+    `attention_mask` None or as large."""
+    _check_shape("input_ids", input_ids)
+    real = torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+            given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise ValueError(
+                f"attention_mask is {given} for input_ids of {list(input_ids.shape)}: pass a 2-D tensor of 0 and 1 of the same "
+                "shape (a 4-D mask works with forward only)"
+            )
+        if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
+            raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
+        real = attention_mask.bool()
+    _check_range(what, input_ids[real], vocab_size)
+    return real
 
 
 def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:
@@ -5210,10 +5944,15 @@ class MRPGenerationMixin(GenerationMixin):
         if with_head and self.mrp_head is None:
             raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
         heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, devices_of_layers(self, with_head)
+        key = self.model.layers[0].self_attn.k_proj.weight
+        if (getattr(self, "_tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
+            heads = len(key.to_local()) // width
         head_layers = len(devices) - self.config.num_hidden_layers
         hidden_size = self.config.hidden_size if with_head else 0
         fixed = compiled(self) if fixed is None else fixed
-        cache = BlockCache(*(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers, hidden_size, fixed))
+        ends = (self.config.block_size, self.config.hidden_size) if self.model.shifted else (0, 0)
+        sizes = (batch_size, heads, width, devices, capacity, scratch)
+        cache = BlockCache(*sizes, self.dtype, head_layers, hidden_size, fixed, ends)
         cache.owner = PassingReference(self)
         return cache
 
@@ -5257,6 +5996,8 @@ def _decode(
     )
     input_ids, mode, new = input_ids.to(device), config.mode(block), config.max_length - input_ids.shape[1]
     picker, real = _picker(model, logits_processor, config, mode), torch.ones_like(input_ids, dtype=torch.bool)
+    if config.do_sample and config.seed is None and (getattr(model, "_tp_size", None) or 1) > 1:
+        raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")
     if (attention_mask := others.get("attention_mask")) is not None:
         real = attention_mask.to(device).bool()
     check_rows(real, new, model.config.max_position_embeddings)
@@ -5494,7 +6235,12 @@ def check_past(past: Any, model: Any, rows: int) -> None:
 
 
 def check_unembedding(lm_head: Any) -> None:
-    """Raise `ValueError` for an `lm_head` that bitsandbytes has packed: rows of its weight are read."""
+    """Raise `ValueError` for an `lm_head` that is divided, or that bitsandbytes has packed: rows of its weight are read."""
+    if hasattr(lm_head.weight, "to_local"):
+        raise ValueError(
+            "lm_head is divided among processes, and rows of it are read: leave it, and embed_tokens if these are tied, out of "
+            "tp_plan"
+        )
     if not lm_head.weight.is_floating_point():
         raise ValueError(
             f"lm_head is a {type(lm_head).__name__} with weights in {lm_head.weight.dtype}, which generate cannot read: keep "
@@ -5523,6 +6269,367 @@ def _placed(dtype: torch.dtype, devices: tuple[torch.device, ...]) -> str:
     return f"{dtype} on {', '.join(map(str, dict.fromkeys(devices)))}"
 
 
+# ---------------------------------------------------------------------------------------------------- generate.score
+
+"""Log-probabilities of given texts, exact under `sequential`: all states of a text that is known are known before any forward.
+
+The state at which a token is revealed shows what was revealed before it, and masks elsewhere in its block; it sees the text of
+earlier blocks. So one pass over the text gives the keys and values that all states look at, and the states of all tokens lie
+side by side in as few forwards as memory allows.
+"""
+
+
+
+
+_ORDERS_SAMPLED = 8  # of order="sampled", unless told
+MOST_POSITIONS = 1 << 31  # of a text: a position and the 32 bits that order it fit an int64
+
+
+@dataclass
+class MRPScoreOutput(ModelOutput):
+    """The output of `score`.
+
+    Attributes:
+        logprobs: [batch, length] float32 (float64 of a model in that), log-probability of each token that was scored, in nats;
+            0 elsewhere. Of sampled orders the mean.
+        scored: [batch, length] bool, which tokens were.
+        greedy: [batch, length] bool, which of these were the likeliest at their state, in all sampled orders.
+        sample_sums: [samples, batch], of each sampled order the log-probability of all that was scored of a row; their mean is
+            `sums`, and their spread says how far that may be off. None under `sequential`.
+        forwards: Forwards of the whole batch by role, `prefill` and `score`.
+    """
+
+    logprobs: Tensor | None = None
+    scored: Tensor | None = None
+    greedy: Tensor | None = None
+    sample_sums: Tensor | None = None
+    forwards: dict[str, int] | None = None
+
+    @property
+    def sums(self) -> Tensor:
+        """[batch], the log-probability of all that was scored of a row; of sampled orders the bound."""
+        assert self.logprobs is not None
+        return self.logprobs.sum(-1)
+
+    @property
+    def perplexity(self) -> Tensor:
+        """[batch], exp of minus the mean log-probability of a row's scored tokens, NaN where none was."""
+        assert self.scored is not None
+        return (-self.sums / self.scored.sum(-1)).exp()
+
+
+class Texts:
+    """Texts by absolute position, and which of their tokens are scored.
+
+    Args:
+        input_ids: [batch, length] long.
+        real: [batch, length] bool; False for padding, on one side of a row or both.
+        scored: [batch, length] bool, among the real ones.
+        block_size: Tokens of a block.
+        mask_id: The mask's id, which stands behind each text.
+
+    Attributes:
+        ids: [batch, capacity] long, in whole blocks.
+        scored: [batch, capacity] bool.
+        places: [batch, n] long, positions of scored tokens from left to right, n those of the row with most; then others.
+    """
+
+    def __init__(self, input_ids: Tensor, real: Tensor, scored: Tensor, block_size: int, mask_id: int) -> None:
+        self.real, self.block_size, self.mask_id = real, block_size, mask_id
+        self.capacity = -(-int(real.sum(-1).max()) // block_size) * block_size
+        self.rows, self.at = real.nonzero().T[0], (real.cumsum(-1) - 1)[real]
+        self.ids = self._absolute(input_ids, mask_id)
+        self.scored = self._absolute(scored, False)
+        order = (~self.scored).byte().argsort(dim=-1, stable=True)
+        self.places = order[:, : int(self.scored.sum(-1).max())]
+
+    def _absolute(self, values: Tensor, fill: Any) -> Tensor:
+        made = values.new_full((len(values), self.capacity), fill)
+        made[self.rows, self.at] = values[self.real]
+        return made
+
+    def given_back(self, values: Tensor) -> Tensor:
+        """Values [batch, capacity] where the tokens were given, [batch, length]; 0 in padding."""
+        out = values.new_zeros(self.real.shape)
+        out[self.real] = values[self.rows, self.at]
+        return out
+
+    def states(self, ranks: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Make the states at which the tokens of places `at` [batch, n] are revealed.
+
+        A state shows the scored tokens of its block that have a lower rank ([batch, capacity] long), others where they lie to
+        the left.
+
+        Returns:
+            Ids and positions, [batch, n, block_size] long both.
+        """
+        where = at[..., None] // self.block_size * self.block_size + torch.arange(self.block_size, device=at.device)
+        ids, scored, rank = (part.gather(1, where.flatten(1)).view_as(where) for part in (self.ids, self.scored, ranks))
+        shown = torch.where(scored, rank < ranks.gather(1, at)[..., None], where < at[..., None])
+        return ids.masked_fill(~shown, self.mask_id), where
+
+
+class Scorer:
+    """The forwards of one call of `score`.
+
+    Args:
+        model: Whose forwards these are.
+        texts: What is scored.
+        unembedding: The distributions of the model's tokens.
+        at_once: Tokens of a forward, at most; a state of each row where these are more.
+    """
+
+    def __init__(self, model: BlockDiffusionModel, texts: Texts, unembedding: Unembedding, at_once: int) -> None:
+        self.model, self.texts, self.unembedding = model, texts, unembedding
+        (rows, most), self.block = texts.places.shape, texts.block_size
+        self.states = max(1, at_once // (rows * self.block))
+        last = int(texts.scored.nonzero()[:, 1].amax()) if most else 0
+        self.length = last // self.block * self.block  # what states may look at
+        self.cache = model.block_cache(rows, texts.capacity, min(self.states, most) * self.block, False, fixed=False)
+        self.shifted = self.cache.every > 0  # hidden states are those of the next position
+        self.forwards = {"prefill": 0, "score": 0}
+        self._prefill()
+
+    def _prefill(self) -> None:
+        """Compute the keys and values of all blocks that a scored one has before it."""
+        positions = torch.arange(self.length, device=self.texts.ids.device).expand(len(self.texts.ids), -1)
+        for begin in range(0, self.length, step := self.states * self.block):
+            end = min(self.length, begin + step)
+            here, seen = positions[:, begin:end], positions[:, :end]
+            mask = block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), self.block)
+            self.cache.target(begin, end - begin, prefill=True)
+            hidden = self.model.backbone(self.texts.ids[:, begin:end], here, mask, self.cache, compiled=False)
+            self.forwards["prefill"] += 1
+            if self.shifted:
+                self.cache.ends[:, begin // self.block : end // self.block] = hidden[:, self.block - 1 :: self.block]
+
+    def logprobs(self, ranks: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the log-probability of each scored token at the state where those of a lower rank are revealed.
+
+        Args:
+            ranks: [capacity] long, of positions.
+
+        Returns:
+            [batch, length] as the texts were given, 0 where nothing is scored; and bool, which were the likeliest.
+        """
+        texts = self.texts
+        dtype = torch.promote_types(self.unembedding.weight.dtype, torch.float32)
+        logprobs, greedy = torch.zeros_like(texts.ids, dtype=dtype), torch.zeros_like(texts.scored)
+        for first in range(0, texts.places.shape[1], self.states):
+            at = texts.places[:, first : first + self.states]
+            hidden = self._forward(*texts.states(ranks.expand_as(texts.ids), at))
+            if self.shifted:  # a block's first token is predicted by the last one before it
+                block = (at // self.block)[..., None].to(self.cache.ends.device)
+                before = self.cache.ends.gather(1, (block - 1).clamp(min=0).expand(-1, -1, hidden.shape[-1]))
+                before = before.masked_fill(block == 0, 0).to(hidden.device)
+                hidden = torch.cat([before[:, :, None], hidden[:, :, :-1]], 2)
+            column = (at % self.block)[..., None, None].expand(-1, -1, 1, hidden.shape[-1])
+            said, likeliest = self._said(hidden.gather(2, column)[:, :, 0], texts.ids.gather(1, at))
+            logprobs.scatter_(1, at, said)
+            greedy.scatter_(1, at, likeliest)
+        return texts.given_back(logprobs.masked_fill(~texts.scored, 0)), texts.given_back(greedy & texts.scored)
+
+    def _forward(self, ids: Tensor, where: Tensor) -> Tensor:
+        """Hidden states [batch, states, block, hidden_size] at states, which see the text before their block."""
+        rows, states, block = where.shape
+        slot = torch.arange(states, device=ids.device).repeat_interleave(block)
+        before = torch.arange(self.length, device=ids.device) < where[..., :1].expand(-1, -1, block).reshape(rows, -1, 1)
+        mask = torch.cat([before, (slot[:, None] == slot).expand(rows, -1, -1)], -1)[:, None]
+        self.cache.target(self.length, states * block, prefill=True)
+        hidden = self.model.backbone(ids.flatten(1), where.flatten(1), mask, self.cache, compiled=False)
+        self.forwards["score"] += 1
+        return hidden.view(rows, states, block, -1).to(ids.device)
+
+    def _said(self, hidden: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of tokens [batch, n] under hidden states [batch, n, hidden_size], and which are the likeliest."""
+        wide, flat = hidden.flatten(0, 1), token.flatten()
+        parts, likeliest = [], []
+        for at in self.unembedding.chunks(len(wide)):
+            scores = self.unembedding.tempered(self.unembedding.logits(wide[at]))
+            parts.append(scores.log_softmax(-1).gather(1, flat[at, None])[:, 0])
+            likeliest.append(scores.argmax(-1) == flat[at])
+        return torch.cat(parts).view_as(token), torch.cat(likeliest).view_as(token)
+
+
+class MRPScoringMixin:
+    """`score` of an MRP model."""
+
+    @torch.no_grad()
+    def score(
+        self: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        order: str = "sequential",
+        samples: int | None = None,
+        seed: int | None = None,
+        temperature: float = 1.0,
+        tokens_per_forward: int = 512,
+    ) -> MRPScoreOutput:
+        """Compute the log-probabilities of given texts, without gradients.
+
+        Under `sequential` they are exact: the chance that `generate(decoding="sequential", do_sample=True)` makes this text,
+        token by token, one a step, without processors or truncation. A token is predicted from all that is to its left, with
+        masks from its own place to the end of its block.
+
+        Under `sampled` orders the scored tokens of each block are revealed one at a time in an order that is drawn evenly. The
+        mean over orders estimates a lower bound, as an ELBO is, on the log-probability that decoding in such orders has: not on
+        that of `sequential`, nor of `static` or `dynamic`, whose orders follow the text.
+
+        Args:
+            input_ids: [batch, length] long, whole texts: prompts with what follows them.
+            attention_mask: [batch, length], 1 for real tokens, with padding on either side.
+            labels: [batch, length] long, `input_ids` where a token is to be scored and -100 elsewhere, for instance in the
+                prompt; None: all real tokens. What is not scored is seen from the right of it alone.
+            order: `sequential` or `sampled`.
+            samples: Of `sampled`, how many orders (default 8).
+            seed: Of `sampled`; a seed gives the same orders at the same positions of every row. None: torch's generator.
+            temperature: Divides the logits.
+            tokens_per_forward: Tokens of a forward of the whole batch, at most, which bounds its memory; one block of each row
+                where these are more.
+
+        Returns:
+            `MRPScoreOutput`.
+
+        Raises:
+            ValueError: for ids, a mask or labels that do not fit, an option that is out of range or has no effect, a model in
+                training mode, or a token without a log-probability.
+        """
+        block, mask_id = self.config.block_size, self.config.mask_token_id
+        real = check_ids(input_ids, attention_mask, self.config.vocab_size)
+        check_rows(real, 0, self.config.max_position_embeddings)
+        scored = _scored(input_ids, real, labels, mask_id)
+        _check_options(order, samples, seed, temperature, tokens_per_forward)
+        if self.training:
+            raise ValueError("score was called in training mode, with dropout and without a cache: call model.eval() first")
+        check_adapters(self, len(input_ids))
+        check_unembedding(self.lm_head)
+        orders = 1 if order == "sequential" else samples or _ORDERS_SAMPLED
+        with fetched(self.lm_head):
+            weight = self.lm_head.weight
+            ids, real, scored = (part.to(weight.device) for part in (input_ids, real, scored))
+            texts = Texts(ids, real, scored, block, mask_id)
+            scorer = Scorer(self, texts, Unembedding(weight, mask_id, float(temperature)), tokens_per_forward)
+            position = torch.arange(texts.capacity, device=weight.device)
+            if order == "sequential":
+                ranks = [position]
+            else:
+                seed = int(torch.randint(1 << 62, ())) if seed is None else seed
+                ranks = [_drawn(position, seed, turn) for turn in range(orders)]
+            logprobs, greedy = (torch.stack(part) for part in zip(*map(scorer.logprobs, ranks), strict=True))
+        if len(where := logprobs.isnan().any(0).nonzero()):
+            raise ValueError(
+                f"the token {where[0, 1]} of row {where[0, 0]} has no log-probability: the weights are NaN or infinite, or "
+                f"{weight.dtype} overflows. Load or train them again, or load a wider dtype"
+            )
+        sums = None if order == "sequential" else logprobs.sum(-1)
+        return MRPScoreOutput(logprobs.mean(0), scored, greedy.all(0), sums, scorer.forwards)
+
+
+def _scored(input_ids: Tensor, real: Tensor, labels: Tensor | None, mask_id: int) -> Tensor:
+    """Tell which tokens are scored, [batch, length] bool."""
+    if bool(((input_ids == mask_id) & real).any()):
+        raise ValueError(
+            f"input_ids hold the mask id {mask_id}: score takes whole texts, and puts masks itself. For logits at a mask call "
+            "the model"
+        )
+    if labels is None:
+        return real
+    if not isinstance(labels, Tensor) or labels.shape != input_ids.shape:
+        given = list(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(f"labels are {given} for input_ids of {list(input_ids.shape)}: pass a tensor of the same shape")
+    scored = (labels != -100) & real
+    if len(where := (scored & (labels != input_ids)).nonzero()):
+        row, column = where[0].tolist()
+        raise ValueError(
+            f"labels hold {int(labels[row, column])} at row {row}, column {column}, and input_ids "
+            f"{int(input_ids[row, column])}: pass input_ids, without a shift, and -100 where nothing is scored"
+        )
+    return scored
+
+
+def _check_options(order: Any, samples: Any, seed: Any, temperature: Any, tokens_per_forward: Any) -> None:
+    if order not in ("sequential", "sampled"):
+        raise ValueError(f"order is {order!r}: it must be 'sequential', which is exact, or 'sampled', a bound")
+    if order == "sequential" and (samples is not None or seed is not None):
+        raise ValueError(
+            f"samples={samples} and seed={seed} have no effect under 'sequential': leave them unset, or pass order='sampled'"
+        )
+    for name, value in (("samples", samples), ("tokens_per_forward", tokens_per_forward)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} is {value!r}: it must be an integer of at least 1")
+    if seed is not None and not isinstance(seed, int):
+        raise ValueError(f"seed is {seed!r}: it must be an integer or None")
+    if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature!r}: it must be a number above 0")
+
+
+def _drawn(position: Tensor, seed: int, turn: int) -> Tensor:
+    """Draw an order of positions [n] long: ranks, a pure function of position, seed and which of the orders it is."""
+    drawn = noise_keys(torch.full_like(position, seed), position, torch.full_like(position, turn))
+    return drawn * MOST_POSITIONS + position
+
+
+# ---------------------------------------------------------------------------------------------------- model.families.sdar
+
+"""SDAR's backbone (`sdar`): Qwen3, and a mask that has to be given. The other families begin here."""
+
+
+
+
+TensorShape = tuple[int, ...]
+
+
+@family("sdar")
+class MRPBackbone(Qwen3Model):
+    """transformers' `Qwen3Model`, whose mask has to be given: its own is causal. The backbone of dense SDAR.
+
+    Attributes:
+        shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
+    """
+
+    _tp_plan: ClassVar[Any] = {"embed_tokens": "replicate"}  # rows of lm_head, with which it may be tied, are read
+    shifted: ClassVar[bool] = False
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
+
+    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        """As `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as where a trainer computes a next-token loss."""
+        if not isinstance(attention_mask, dict):
+            raise ValueError(
+                "the backbone was called without the model around it, and would see a causal mask instead of its own. "
+                "TRL's trainers do so for a next-token loss, which ruins the model: train with mrp_trainer.MRPTrainer, which "
+                "takes the same records, or with transformers' Trainer and labels. For logits or hidden states call the model"
+            )
+        return super().forward(*args, attention_mask=attention_mask, **kwargs)
+
+    def head_rotary(self, embeds: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin for the layers of a head, [batch, length, head_dim] each."""
+        cos, sin = self.rotary_emb(embeds, position_ids)
+        return cos, sin
+
+    @classmethod
+    def reads(cls, fields: Mapping[str, Any]) -> bool:
+        """Tell if a published config is one of this family."""
+        return fields.get("model_type") == "sdar"
+
+    @classmethod
+    def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Translate a published config's fields into those of `MRPConfig`; the rest of them is dropped."""
+        return dict(fields)
+
+    def published(self, name: str, shape: TensorShape) -> dict[str, TensorShape]:
+        """List the tensors, with their shapes, by which published checkpoints hold one of the model's state."""
+        return {name: shape}
+
+    @classmethod
+    def note(cls, source: str) -> str | None:
+        """Say what a user of the checkpoint `source` has to know; None: nothing."""
+        return None
+
+
 # ---------------------------------------------------------------------------------------------------- model.head
 
 """The MRP head: the module, and which of a model's settings it depends on.
@@ -5535,6 +6642,7 @@ reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logit
 
 # What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
 _SHARED = (
+    "family",
     "hidden_size",
     "vocab_size",
     "block_size",
@@ -5564,6 +6672,7 @@ class MRPHead(nn.Module):
 
     def __init__(self, config: MRPConfig) -> None:
         super().__init__()
+        self._tp_plan = dict(config.base_model_tp_plan or {})  # its layers are divided as the backbone's are
         self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -5819,6 +6928,11 @@ class HeadMixin:
         else:
             layers: Any = head.layers
             check_same_backbone(layers[0].self_attn.config, self.config, "another model")
+        if (processes := getattr(self, "_tp_size", None) or 1) > 1:
+            raise ValueError(
+                f"the model's layers are divided among {processes} processes, those of a head that is attached are not: attach "
+                "it in one process, save_pretrained the whole model, and load that with tensor parallelism"
+            )
         device = device_of(self.lm_head)
         head.to(device, self.lm_head.weight.dtype)
         if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices
@@ -6038,19 +7152,20 @@ def _differ(value: Tensor, stored: StoredTensor) -> bool:
     return not torch.allclose(value[:1].detach().cpu().double(), row.double(), rtol=2**-7, atol=1e-7, equal_nan=True)
 
 
-def code_files() -> dict[str, str]:
-    """Collect the remote code that a repository carries, by path: these files, if they are it, or what `bundle` generates."""
+def code_files(family: str = DENSE) -> dict[str, str]:
+    """Collect the remote code that a repository carries, by path: these files, if they are it, or what `bundle` generates for a
+    model of that family."""
     own = Path(__file__)
     if own.name == MODELING:
         files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (CONFIGURATION, MODELING)}
     else:
-        files = import_module(f"{__name__.partition('.')[0]}.bundle").files()
+        files = import_module(f"{__name__.partition('.')[0]}.bundle").files(family)
     return {**files, CUSTOM_GENERATE: f"from typing import Any\n\n\n{inspect.getsource(generate)}"}
 
 
-def write_code(folder: Path) -> None:
-    """Put the remote code beside a checkpoint."""
-    for name, text in code_files().items():
+def write_code(folder: Path, family: str = DENSE) -> None:
+    """Put the remote code beside a checkpoint of that family."""
+    for name, text in code_files(family).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
 
@@ -6112,6 +7227,11 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
     backbone_source: BackboneSource | None = None
 
     @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Let `experts_implementation` choose how transformers computes experts; it looks for them in the model's own file."""
+        return True
+
+    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load as transformers does: a full checkpoint of this package, one in the published layouts, or a head repository.
 
@@ -6133,6 +7253,8 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         if getattr(config, "base_model_name_or_path", None) is not None:
             return cls._from_head_repository(source, config, kwargs)
         cls._check_files(source, config, kwargs)
+        if (note := backbone_of(config.family).note(source)) is not None:
+            log.warning(note)
         kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
         with_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(source, *args, config=config, output_loading_info=True, **kwargs)
@@ -6180,10 +7302,16 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         """
         try:
             with torch.device("meta"):
-                tensors = cls(copy.deepcopy(config)).state_dict()
+                model = cls(copy.deepcopy(config))
+                tensors = model.state_dict()
         except (RuntimeError, TypeError, LookupError, AssertionError, OverflowError) as error:
             raise ValueError(f"the values in the config are those of no model: correct config.json ({error!r})") from error
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith(prefix)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith(prefix):  # as it is, or in the parts that published checkpoints have
+                shape = tuple(tensor.shape)
+                known = name in found or not name.startswith("model.")
+                shapes |= {name: shape} if known else model.model.published(name, shape)
         optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
         misfits = [f"missing: {name}" for name in sorted(shapes.keys() - found.keys() - optional)]
         for ours, (name, _, shape, dtype) in sorted(found.items()):
@@ -6255,7 +7383,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
                     save_file(head, beside / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
                     config.save_pretrained(beside)
                     self.generation_config.save_pretrained(beside)
-                    write_code(beside)
+                    write_code(beside, config.family)
         elif any(named.values()):
             raise ValueError(f"{named}: a full checkpoint names none. Pass head_only=True, or leave them out")
         else:
@@ -6269,7 +7397,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
                 with written_beside(folder) as beside:
                     super().save_pretrained(beside, **kwargs)
                     if (beside / "config.json").is_file():  # an adapter has none
-                        write_code(beside)
+                        write_code(beside, self.config.family)
         if push_to_hub and is_main_process:
             self.push_to_hub(hub.pop("repo_id", folder.name), head_only=head_only, **named, **hub)
 
@@ -6404,7 +7532,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
 
 # ---------------------------------------------------------------------------------------------------- modeling
 
-"""The SDAR backbone as a difference from transformers' Qwen3, with the MRP head on top of it.
+"""A block-diffusion backbone with the MRP head on top of it. Which layers the backbone has is its family's: SDAR's are Qwen3's.
 
 Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x,
 A = lm_head(h_A) its logits, x' the state after a reveal, h_C the head's output and A + C = lm_head(h_A + h_C)
@@ -6418,35 +7546,20 @@ the head's estimate of the backbone's logits at x'.
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 
 
-class MRPBackbone(Qwen3Model):
-    """transformers' `Qwen3Model`, whose mask has to be given: its own is causal."""
+class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
+    """A block-diffusion language model with an optional MRP head.
 
-    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """As `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as where a trainer computes a next-token loss."""
-        if not isinstance(attention_mask, dict):
-            raise ValueError(
-                "the backbone was called without the model around it, and would see a causal mask instead of its own. "
-                "TRL's trainers do so for a next-token loss, which ruins the model: train with mrp_trainer.MRPTrainer, which "
-                "takes the same records, or with transformers' Trainer and labels. For logits or hidden states call the model"
-            )
-        return super().forward(*args, attention_mask=attention_mask, **kwargs)
-
-
-class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
-    """An SDAR block-diffusion language model with an optional MRP head.
-
-    The backbone is transformers' `Qwen3Model` under a block-causal mask: a token sees every token of
+    The backbone has transformers' layers (SDAR: those of `Qwen3Model`) under a block-causal mask: a token sees every token of
     earlier blocks and of its own block, and a masked position predicts its own token (no shift by one).
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     generation_config_class: type[MRPGenerationConfig] = MRPGenerationConfig
 
     def __init__(self, config: MRPConfig) -> None:
         super().__init__(config)
-        self.model = MRPBackbone(config)
+        self.model = backbone_of(config.family)(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mrp_head = MRPHead(config) if config.has_head else None
         self.post_init()
@@ -6459,7 +7572,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         past_key_values: Cache | None = None,
         compiled: bool = True,
     ) -> Tensor:
-        """The backbone's final-norm hidden states h_A under a boolean mask.
+        """The backbone's final-norm hidden states h_A under a boolean mask, each at the position that it was computed at.
 
         Args:
             input_ids: [batch, length] long.
@@ -6519,7 +7632,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
                 "from_backbone(backbone, head=...), or train a head"
             )
         embeds = self.model.embed_tokens(input_ids)
-        rotary = self.model.rotary_emb(embeds, position_ids)
+        rotary = self.model.head_rotary(embeds, position_ids)
         head = self.mrp_head if compiled else self.mrp_head._call_impl
         output = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
         return output if self.config.head_predicts == "residual" else output - hidden_states
@@ -6547,7 +7660,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a boolean or
                 additive [batch, 1, length, past + length] mask that replaces the block-causal one.
             position_ids: [batch, length] long, absolute; by default counted from the first real token.
-            past_key_values: Keys and values of earlier, clean blocks.
+            past_key_values: Keys and values of earlier, clean blocks; none in a model whose hidden states are those of the next
+                position.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
             labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt). The input is
                 then noised: each learned token is masked with probability t ~ U(0, 1] drawn per sequence (in eval mode
@@ -6603,8 +7717,9 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         if not told and not (input_ids == self.config.mask_token_id).any():  # lm-eval's log-likelihood tasks ask for them
             logger.warning_once(
                 "Logits of a text without masks were asked for. A visible position predicts its own token, not the next, so "
-                "that log-likelihoods made of them (perplexity, lm-eval's loglikelihood and multiple_choice) mean nothing: "
-                f"ask for generated text, or put the mask, id {self.config.mask_token_id}, where a token is to be predicted"
+                "that log-likelihoods made of them (perplexity, lm-eval's loglikelihood and multiple_choice) mean nothing. "
+                "Call model.score(input_ids), with lm-eval `python -m mrp_trainer.evaluate.lm_eval run --model mrp`, or put "
+                f"the mask, id {self.config.mask_token_id}, where a token is to be predicted"
             )
         mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, past_key_values)
         outputs = self.model(
@@ -6616,9 +7731,18 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
+        hidden = outputs.last_hidden_state
+        if self.model.shifted:
+            if past_key_values is not None and past_key_values.get_seq_length() > hidden.shape[1]:
+                raise ValueError(
+                    f"past_key_values hold earlier tokens, and in the family {self.config.family!r} the logits of a position "
+                    "come from the one before it, of which a cache has keys and values only: pass the whole text"
+                )
+            before = torch.arange(hidden.shape[1], device=hidden.device) - 1
+            hidden = taken_from(hidden, torch.where(position_ids > 0, before, -1))
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(
-            logits=self.lm_head(outputs.last_hidden_state[:, keep]),
+            logits=self.lm_head(hidden[:, keep]),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -6704,7 +7828,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         ids = torch.cat([clean.masked_fill(hidden, self.config.mask_token_id), clean], 1)
         positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
         mask = noisy_and_clean_mask(positions, valid, self.config.block_size)
-        logits = self.lm_head(self.backbone(ids, positions.repeat(1, 2), mask)[:, :length])
+        states = self.backbone(ids, positions.repeat(1, 2), mask)
+        if self.model.shifted:  # a block's first token is predicted by the clean one before it
+            before = torch.arange(length, device=ids.device) - 1
+            before = torch.where(positions % self.config.block_size == 0, before + length, before)
+            states = taken_from(states, torch.where(positions > 0, before, -1))
+        logits = self.lm_head(states[:, :length])
         picked = logits[hidden] if logits.dtype == torch.float64 else logits[hidden].float()
         losses = F.cross_entropy(picked, clean[hidden], reduction="none") / level[:, None].expand(batch, length)[hidden].float()
         items = (

@@ -192,6 +192,14 @@ def some_logits_ref(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
     return (widened(weight[ids]) @ widened(hidden)[:, :, None])[:, :, 0]
 
 
+@sample_of("shortlist")
+def _some_samples(weight: Tensor, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two positions, each with three tokens of the weights."""
+    few = waves(2, hidden.shape[1], like=hidden)
+    ids = torch.tensor([[0, 1, len(weight) - 1], [1, 1, len(weight) // 2]], device=hidden.device)
+    yield _some_kernel(weight, few, ids), some_logits_ref(weight, few, ids)
+
+
 def _some_kernel(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
     """One launch: of each position and token a program that reads a row of the weights."""
     logits = torch.empty(ids.shape, dtype=torch.float32, device=hidden.device)

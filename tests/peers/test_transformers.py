@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from peers_transformers.test_modeling_common import ModelTesterMixin
 
-from benchmarks.random_cases import make_model
 from modeling_mrp import MRPConfig, MRPForCausalLM
+from tests.random_cases import make_model
 
 VOCAB = 60
 

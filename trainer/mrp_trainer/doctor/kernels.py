@@ -13,9 +13,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from modeling_mrp.kernels.dispatch import Dispatch, relative_error
 from modeling_mrp.kernels.fused_layers import rotated, sum_and_norm
 from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
-from modeling_mrp.kernels.pick import Unembedding, log_odds, pick_rows
+from modeling_mrp.kernels.pick import Unembedding, log_odds, pick_rows, some_logits, some_logits_ref
 from modeling_mrp.kernels.round_attention import RoundMask, attend, round_attention_twin
 from modeling_mrp.networks.cache import BlockCache
+from modeling_mrp.networks.picker import SHORTLIST
 
 from .roofline import Shape
 
@@ -53,6 +54,7 @@ def cases(
     """List what makes the cases of a round: picks at the masks of its states, attention, and what a layer fuses."""
     rows = batch * states * shape.block_size
     yield partial(vocabulary_cases, shape, rows, on)
+    yield partial(shortlist_cases, shape, rows, dtype, on)
     yield partial(attention_cases, shape, batch, states, prefix, dtype, on)
     yield partial(layer_cases, shape, batch, states, dtype, on)
 
@@ -88,6 +90,21 @@ def vocabulary_cases(shape: Shape, rows: int, on: torch.device) -> Iterator[Case
         error = partial(_error_of_pick, unembedding, kernel, sampled)
         tolerance = SUMMED * (10 if sampled else 1)  # its noise is float32
         yield Case("pick, sampled" if sampled else "pick", inputs, kernel, error, tolerance)
+
+
+def shortlist_cases(shape: Shape, rows: int, dtype: torch.dtype, on: torch.device) -> Iterator[Case]:
+    """Logits of a few tokens at each of so many positions, as drafts of the head choose among."""
+
+    def inputs() -> Inputs:
+        weight = _normal(1, on, dtype, shape.vocab_size, shape.hidden_size)
+        ids = torch.randint(shape.vocab_size, (rows, SHORTLIST), generator=torch.Generator(on).manual_seed(0), device=on)
+        return weight, _normal(2, on, dtype, rows, shape.hidden_size), ids
+
+    def exact(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
+        return some_logits_ref(weight.double(), hidden.double(), ids)
+
+    kernel = partial(some_logits, dispatch=KERNEL)
+    yield Case("shortlist", inputs, kernel, _against(exact, kernel), SUMMED)
 
 
 def _error_of_pick(unembedding: Unembedding, kernel: Way, sampled: bool, inputs: Inputs) -> float:

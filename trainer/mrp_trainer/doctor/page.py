@@ -26,7 +26,7 @@ from .roofline import Shape
 from .rounds import Timed, ceilings, proposed, time_rounds
 from .texts import check_drafts, check_ways, inputs_of, published_config, random_model
 
-KERNELS = ("pick", "pick, sampled", "round_attention", "sum_and_norm", "rotated")
+KERNELS = ("pick", "pick, sampled", "shortlist", "round_attention", "sum_and_norm", "rotated")
 # Rows of the texts that are compared, and the states of their rounds; parameters up to which a CPU compares in float64.
 ROWS, STATES, WIDENED = 3, 8, 500_000_000
 # Batch, states and prefix of interpreted kernels.

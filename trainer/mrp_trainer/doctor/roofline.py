@@ -13,7 +13,7 @@ BYTES = 2  # of a bf16 number
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model, as its config.json gives them."""
+    """The sizes of a model, as its config.json gives them; with experts `intermediate_size` is that of the head's layers."""
 
     name: str
     hidden_size: int
@@ -25,11 +25,14 @@ class Shape:
     vocab_size: int
     block_size: int
     head_layers: int
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
 
     @classmethod
     def of(cls, name: str, config: Any) -> "Shape":
         """Read the sizes of a config."""
-        sizes = {field.name: getattr(config, field.name, None) for field in fields(cls)}
+        sizes = {field.name: getattr(config, field.name, field.default) for field in fields(cls)}
         return cls(**{**sizes, "name": name, "head_layers": config.num_nextn_predict_layers})
 
     @property
@@ -49,9 +52,27 @@ class Shape:
         return self.layer_matrix + 2 * self.hidden_size + 2 * self.head_dim
 
     @property
+    def expert(self) -> int:
+        """Parameters of an expert: gate, up, down."""
+        return 3 * self.hidden_size * self.moe_intermediate_size
+
+    def with_experts(self, experts: float) -> float:
+        """Parameters by which a layer of the backbone has more than a dense one, if so many experts count; none without any."""
+        if not self.num_experts:
+            return 0
+        return self.num_experts * self.hidden_size + experts * self.expert - 3 * self.hidden_size * self.intermediate_size
+
+    def experts_read(self, tokens: float) -> float:
+        """Experts that a layer reads for so many tokens which choose evenly, each by itself: the most that is to be expected,
+        as tokens of a text that choose alike read fewer."""
+        if not self.num_experts:
+            return 0
+        return self.num_experts * (1 - (1 - self.num_experts_per_tok / self.num_experts) ** tokens)
+
+    @property
     def backbone(self) -> int:
         """Parameters of the backbone without embeddings and lm_head."""
-        return self.num_hidden_layers * self.layer + self.hidden_size
+        return self.num_hidden_layers * (self.layer + int(self.with_experts(self.num_experts))) + self.hidden_size
 
     @property
     def eh_proj(self) -> int:
@@ -114,13 +135,17 @@ class Device:
         return max(work.bytes / self.bandwidth, work.flops / (self.peak * self.achievable))
 
 
-def decoder_layers(shape: Shape, layers: int, batch: int, states: float, prefix: int) -> tuple[Work, Work]:
+def decoder_layers(
+    shape: Shape, layers: int, batch: int, states: float, prefix: int, sparse: bool = False
+) -> tuple[Work, Work]:
     """The matrices of decoder layers over `batch` rows of `states` packed states each, and their attention.
 
-    Packed attention computes every pair of a query with the row's prefix and all of its states, seen or not.
+    Packed attention computes every pair of a query with the row's prefix and all of its states, seen or not. `sparse` layers
+    read the experts that some token chooses, and compute with those that each does.
     """
     tokens = batch * states * shape.block_size
-    matrices = Work(layers * shape.layer * BYTES, 2 * layers * shape.layer_matrix * tokens)
+    more = [shape.with_experts(count) if sparse else 0 for count in (shape.experts_read(tokens), shape.num_experts_per_tok)]
+    matrices = Work(layers * (shape.layer + more[0]) * BYTES, 2 * layers * (shape.layer_matrix + more[1]) * tokens)
     keys = prefix + states * shape.block_size
     query_size = shape.num_attention_heads * shape.head_dim
     written_and_read = layers * batch * (keys + states * shape.block_size) * shape.kv_size * BYTES
@@ -131,7 +156,7 @@ def backbone_forward(shape: Shape, batch: int, states: float, prefix: int) -> li
     """One backbone forward over `batch` x `states` blocks, without the vocabulary step."""
     tokens = batch * states * shape.block_size
     ends = Work((2 * tokens * shape.hidden_size + shape.hidden_size) * BYTES, 0)
-    return [ends, *decoder_layers(shape, shape.num_hidden_layers, batch, states, prefix)]
+    return [ends, *decoder_layers(shape, shape.num_hidden_layers, batch, states, prefix, sparse=True)]
 
 
 def head_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[Work]:
