@@ -20,6 +20,7 @@ from families import (
     twin_config,
 )
 from fresh import Fresh
+from mrp_trainer.publish.card import render_card
 from published import random_tensors, write
 from torch import Tensor
 
@@ -219,6 +220,15 @@ def test_it_loads_as_remote_code(fresh: Fresh, tmp_path: Path) -> None:
         print(model.config.family, model.generate(torch.tensor([[15, 17, 8]]), **{options}).tolist())
     """
     assert fresh(script) == f"llada2_moe {text}\n" * 2
+
+
+def test_its_card_names_it(twin: Any, tmp_path: Path) -> None:
+    twin[0].save_pretrained(tmp_path)
+    card = render_card(tmp_path, "full", "org/name")
+    assert "A LLaDA2.0 block-diffusion language model with an MRP head." in card.text
+    assert "LLaDA2.0: [arXiv 2512.15745]" in card.text
+    assert "SDAR" not in card.text
+    assert "llada2_moe" in card.data.tags
 
 
 def test_a_head_is_trained(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from helpers import python_function
-from mrp_trainer import cli
 from mrp_trainer.data import tasks
 from mrp_trainer.data.tasks import (
     FAMILIES,
@@ -16,11 +15,9 @@ from mrp_trainer.data.tasks import (
     Problem,
     judge,
     make_problem,
-    problem_from_json,
     problems,
     source_modules,
 )
-from typer.testing import CliRunner
 
 # Problems: the words, the answer and the judge
 
@@ -215,17 +212,6 @@ def test_unknown_family_and_split_are_named() -> None:
         make_problem(family, "train", 0)
     with pytest.raises(ValueError, match="unknown split 'test'"):
         make_problem("math", split, 0)
-
-
-# Command line
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lines_that_read_back(family: Any) -> None:
-    asked = f"tasks --problems --family {family} --split tune --count 7 --seed 3"
-    lines = CliRunner().invoke(cli.app, asked.split()).stdout.split("\n")
-    assert lines.pop() == ""
-    assert [problem_from_json(line) for line in lines] == problems(family, "tune", 7, seed=3)
 
 
 def test_more_problems_than_there_are() -> None:

@@ -6281,7 +6281,7 @@ side by side in as few forwards as memory allows.
 
 
 
-_ORDERS_SAMPLED = 8  # of order="sampled", unless told
+SAMPLED_ORDERS = 8  # of order="sampled", unless told
 MOST_POSITIONS = 1 << 31  # of a text: a position and the 32 bits that order it fit an int64
 
 
@@ -6504,7 +6504,7 @@ class MRPScoringMixin:
             raise ValueError("score was called in training mode, with dropout and without a cache: call model.eval() first")
         check_adapters(self, len(input_ids))
         check_unembedding(self.lm_head)
-        orders = 1 if order == "sequential" else samples or _ORDERS_SAMPLED
+        orders = 1 if order == "sequential" else samples or SAMPLED_ORDERS
         with fetched(self.lm_head):
             weight = self.lm_head.weight
             ids, real, scored = (part.to(weight.device) for part in (input_ids, real, scored))

@@ -36,7 +36,7 @@ from .layouts import (
     stored_tensors,
     weight_files,
 )
-from .saving import AUTO_MAP, TAGS, BackboneSource, head_to_save, write_code, written_beside
+from .saving import AUTO_MAP, BackboneSource, head_to_save, model_tags, write_code, written_beside
 
 log = logging.getLogger(__name__)
 
@@ -275,7 +275,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         pushed: Any = PushToHubMixin()
         pushed.save_pretrained = save
         kwargs.setdefault("commit_message", "Upload an MRP head" if how.get("head_only") else "Upload model")
-        tags = [*TAGS, *([tags] if isinstance(tags, str) else tags)]
+        tags = [*model_tags(self.config.family), *([tags] if isinstance(tags, str) else tags)]
         return pushed.push_to_hub(repo_id, private=private, tags=tags, **kwargs)
 
     @torch.no_grad()

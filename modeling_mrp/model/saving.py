@@ -28,7 +28,6 @@ AUTO_MAP = {
     "AutoModel": "modeling_mrp.MRPForCausalLM",
     "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
 }
-TAGS = ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"]
 _WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -108,6 +107,11 @@ def _differ(value: Tensor, stored: StoredTensor) -> bool:
     with safe_open(stored.file, framework="pt") as tensors:
         row = tensors.get_slice(stored.name)[:1]
     return not torch.allclose(value[:1].detach().cpu().double(), row.double(), rtol=2**-7, atol=1e-7, equal_nan=True)
+
+
+def model_tags(family: str) -> list[str]:
+    """List the tags of a model's repository, by its family."""
+    return ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", family, "mrp"]
 
 
 def code_files(family: str = DENSE) -> dict[str, str]:

@@ -18,6 +18,7 @@ class FastDLLMBackbone(FamilyBackbone):
     """transformers' Qwen2 layers under a given mask: queries, keys and values have a bias and no norm."""
 
     shifted = True
+    models, paper = "Fast-dLLM v2", "2509.26328"
     layer, attention = Qwen2DecoderLayer, Qwen2Attention
     norm_kind, rotary = Qwen2RMSNorm, Qwen2RotaryEmbedding
 

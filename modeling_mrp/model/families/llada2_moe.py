@@ -80,6 +80,7 @@ class LLaDA2Backbone(FamilyBackbone):
         "first_k_dense_replace": 1,
         "use_qk_norm": True,
     }
+    models, paper = "LLaDA2.0", "2512.15745"
     layer, attention = Glm4MoeDecoderLayer, Glm4MoeAttention
     norm_kind, rotary = Glm4MoeRMSNorm, Glm4MoeRotaryEmbedding
     own_weights = (Glm4MoeExperts, Glm4MoeTopkRouter)

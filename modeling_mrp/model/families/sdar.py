@@ -16,10 +16,14 @@ class MRPBackbone(Qwen3Model):
     """transformers' `Qwen3Model`, whose mask has to be given: its own is causal. The backbone of dense SDAR.
 
     Attributes:
+        models: What its published models are called.
+        paper: Where they are described; None: nowhere that is cited.
         shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
     """
 
     _tp_plan: ClassVar[Any] = {"embed_tokens": "replicate"}  # rows of lm_head, with which it may be tied, are read
+    models: ClassVar[str] = "SDAR"
+    paper: ClassVar[str | None] = "2510.06303"
     shifted: ClassVar[bool] = False
 
     @classmethod

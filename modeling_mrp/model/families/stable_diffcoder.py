@@ -14,6 +14,7 @@ class StableDiffCoderBackbone(FamilyBackbone):
     """transformers' Llama layers under a given mask: no norms of queries and keys."""
 
     fields: ClassVar[dict[str, Any]] = {"mlp_bias": False}
+    models, paper = "Stable-DiffCoder", None
     layer, attention = LlamaDecoderLayer, LlamaAttention
     norm_kind, rotary = LlamaRMSNorm, LlamaRotaryEmbedding
 

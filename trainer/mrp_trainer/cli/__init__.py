@@ -153,17 +153,13 @@ def tasks(
     split: Annotated[Split, typer.Option(help="Split; no prompt is in two of them.")] = "train",
     count: Annotated[int, typer.Option(min=1, help="Problems of each family.")] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
-    problems: Annotated[
-        bool, typer.Option("--problems", help="Write problems with hidden cases and numbers, not training data.")
-    ] = False,
     output: Annotated[Path | None, typer.Option(metavar="FILE", show_default="standard output", help="File to write.")] = None,
 ) -> None:
     """Make synthetic problems as JSON lines that mrp train reads (source: text and its continuation)."""
     with told():
-        from ..data.tasks import problem_lines, training_lines
+        from ..data.tasks import training_lines
 
-        make = problem_lines if problems else training_lines
-        lines = [line for one in family for line in make(one.value, split, count, seed)]
+        lines = [line for one in family for line in training_lines(one.value, split, count, seed)]
         text = "".join(f"{line}\n" for line in lines)
         if output is None:
             typer.echo(text, nl=False)

@@ -6,12 +6,11 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
-import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from .records import Backbone, Chat, FieldError, RecordParser, Text, Trajectory
-from .samples import Sample, decoded_sample, make_sample
+from .samples import Sample, make_sample
 
 Piece = tuple[str, bool]  # a text, and whether it is learned
 
@@ -108,18 +107,14 @@ class RecordEncoder:
                     "a decoded text has no random masks for inverse_level to weigh: switch that off, or leave "
                     "decoded texts out",
                 )
-            start, steps, pad = record.response_start, record.reveal_step, self.tokenizer.pad_token_id
-            return decoded_sample(index, record.ids, start, steps, self.block_size, self.end_token_ids, pad, self.capacity)
-        ids, learned = self._encode(record)
-        self._check_no_mask(ids)
-        if len(ids) <= self.capacity:
-            return make_sample(index, ids, learned, self.block_size, self.tokenizer.pad_token_id)
-        within = np.asarray(learned[: self.capacity])
-        if not within.any():
-            return None
-        blocks = int(within.nonzero()[0][-1]) // self.block_size + 1
-        end = blocks * self.block_size
-        return Sample(index, np.asarray(ids[:end], dtype=np.int64), within[:end])
+            start, ids = record.response_start, record.ids
+            learned = [place >= start for place in range(len(ids))]
+            ended, steps = ids[-1] in self.end_token_ids, [*[-1] * start, *record.reveal_step]
+        else:
+            (ids, learned), ended, steps = self._encode(record), True, None
+            self._check_no_mask(ids)
+        pad = self.tokenizer.pad_token_id
+        return make_sample(index, ids, learned, self.block_size, pad, ended, self.capacity, steps)
 
     @cached_property
     def _end_tokens(self) -> list[str]:

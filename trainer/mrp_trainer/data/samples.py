@@ -1,7 +1,7 @@
 """What is trained on: token ids of whole blocks, and which of them are learned."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -36,57 +36,45 @@ def make_sample(
     response: Sequence[bool],
     block_size: int,
     pad_token_id: int,
+    ended: bool,
+    capacity: int,
     reveal_step: Sequence[int] | None = None,
-) -> Sample:
-    """A sample of a text that ends, [n] ids: `pad_token_id` fills its last block, and is learned as what lies behind the
-    end."""
-    padding = -len(ids) % block_size
-    return Sample(
-        index,
-        np.asarray([*ids, *[pad_token_id] * padding], dtype=np.int64),
-        np.asarray([*response, *[True] * padding], dtype=bool),
-        len(ids),
-        None if reveal_step is None else np.asarray([*reveal_step, *[-1] * padding]),
-    )
-
-
-def decoded_sample(
-    index: int,
-    ids: Sequence[int],
-    response_start: int,
-    reveal_step: Sequence[int],
-    block_size: int,
-    end_token_ids: Collection[int],
-    pad_token_id: int,
-    capacity: int | None = None,
 ) -> Sample | None:
-    """A sample of a text that a decoder wrote, with the steps in which it did.
+    """Make a sample of a text.
 
-    A text without an end, which ran into its limit, is kept, cut to whole blocks: what would have followed in the last one is
-    not known. So is one that is longer than `capacity`.
+    The last block of a text that ends is filled with `pad_token_id`, and learned as what lies behind the end. One that does not
+    end is cut to whole blocks: what would have followed in the last one is not known. So is one longer than `capacity`, which
+    then has no `length`, and whose blocks behind the last that is learned are left out.
 
     Args:
         index: The visit's number.
-        ids: [n] of prompt and response.
-        response_start: How many of them are the prompt's.
-        reveal_step: [n - response_start] the step that revealed each token of the response.
+        ids: [n] of the text.
+        response: [n] what is learned.
         block_size: Tokens per block.
-        end_token_ids: What ends a text.
-        pad_token_id: Fills the last block of one that ends.
+        pad_token_id: Fills the last block.
+        ended: Whether the text has an end.
         capacity: Whole blocks of tokens that a sample may have.
+        reveal_step: [n] when a decoder revealed each token, if one did.
 
     Returns:
-        The sample; None if nothing of the response is left.
+        The sample; None if nothing that is learned is left.
     """
-    room = len(ids) if capacity is None else min(len(ids), capacity)
-    ended = room == len(ids) and ids[-1] in end_token_ids
-    length = room if ended else room // block_size * block_size
-    if length <= response_start:
+    is_cut, length = len(ids) > capacity, min(len(ids), capacity)
+    if is_cut or not ended:
+        length = length // block_size * block_size
+    learned = np.asarray(response[:length], dtype=bool)
+    if not learned.any():
         return None
-    response = [place >= response_start for place in range(length)]
-    steps = [*[-1] * response_start, *reveal_step]
-    sample = make_sample(index, ids[:length], response, block_size, pad_token_id, steps[:length])
-    return sample if room == len(ids) else replace(sample, length=None)
+    if is_cut:
+        length = (int(learned.nonzero()[0][-1]) // block_size + 1) * block_size
+    padding = -length % block_size
+    return Sample(
+        index,
+        np.asarray([*ids[:length], *[pad_token_id] * padding], dtype=np.int64),
+        np.asarray([*response[:length], *[True] * padding], dtype=bool),
+        None if is_cut else length,
+        None if reveal_step is None else np.asarray([*reveal_step[:length], *[-1] * padding]),
+    )
 
 
 class Samples(Protocol):

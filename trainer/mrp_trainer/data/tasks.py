@@ -19,7 +19,7 @@ import random
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -357,19 +357,6 @@ def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
         return _judge_math(problem, text) if problem.family == "math" else None
 
     return [right(problem, text) for problem, text in zip(asked, texts, strict=True)]
-
-
-def problem_from_json(line: str) -> Problem:
-    """Reads back one line that the command wrote."""
-    record = json.loads(line)
-    record["cases"] = [tuple(case) for case in record["cases"]]
-    return Problem(**record)
-
-
-def problem_lines(family: Family, split: Split, count: int, seed: int = 0) -> Iterator[str]:
-    """Problems as JSON, which `problem_from_json` reads back."""
-    for problem in problems(family, split, count, seed):
-        yield json.dumps(asdict(problem))
 
 
 def training_lines(family: Family, split: Split, count: int, seed: int = 0) -> Iterator[str]:

@@ -98,7 +98,7 @@ class Shape:
         """Divide what a head pass and its picks read, so many rows of `lm_head` (0: all), by what a backbone forward and its
         picks read."""
         picked = (rows or self.vocab_size) * self.hidden_size
-        return (self.head + picked) / (self.num_hidden_layers * self.layer + self.vocabulary)
+        return (self.head + picked) / (self.backbone - self.hidden_size + self.vocabulary)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from modeling_mrp import __version__
 from modeling_mrp.generate.budget import UNTIMED_STATES
 from modeling_mrp.generate.options import MRPGenerationConfig
+from modeling_mrp.model.families.registry import DENSE, backbone_of
 from modeling_mrp.model.layouts import HEAD, is_hub_id
 
 from ..evaluate.cost import CHARGED, charged, charged_as
 from ..evaluate.results import mode_name
-from .cardtext import MODES, NOT_SHOWN, PICTURE, SEE, SHOWN, SOURCES, SUMMARIES, TEMPLATE, UNIT, USE
+from .cardtext import MODES, NOT_SHOWN, PICTURE, SEE, SHOWN, SOURCES, STOCK, SUMMARIES, TEMPLATE, UNIT, USE
 from .folder import json_of, tensors_in
 from .hub import CONFIGS, tags_of
 from .recipe import model_of, recipe_of
@@ -239,9 +240,10 @@ def render_card(
     config = json_of(folder / CONFIGS[kind])
     defaults = MRPGenerationConfig(**json_of(folder / "generation_config.json"))
     defaults.check(config.get("block_size", 16), True)
+    family = config.get("family", DENSE)
     title, shape = _title(name), charged_as(config.get("hidden_size"))
     base = config.get("base_model_name_or_path")
-    metadata = _metadata(kind, model_of(folder) if kind == "full" else base, about, extra_tags)
+    metadata = _metadata(kind, family, model_of(folder) if kind == "full" else base, about, extra_tags)
     if results:
         metadata["model_name"] = title
         metadata["eval_results"] = eval_results(results, defaults, about.metadata.get("families", {}), shape)
@@ -252,6 +254,8 @@ def render_card(
         base=base or metadata["base_model"] or "org/backbone",
         decoding="self_spec" if headless else "mrp_spec",
     )
+    if family == DENSE and text_of in ("full", "head"):
+        use += "\n\n" + STOCK.format(name=name)
     more = f' --tokenizer "{base}"' if base and kind != "full" else ""
     see = SEE.format(shown=SHOWN if (folder / PICTURE).is_file() else NOT_SHOWN, name=name, more=more)
     return ModelCard.from_template(
@@ -259,18 +263,24 @@ def render_card(
         template_str=TEMPLATE,
         name=name,
         title=title,
-        summary=about.summary or SUMMARIES[text_of],
+        summary=about.summary or _summary(text_of, backbone_of(family).models),
         facts=_facts(folder, kind, config),
         sections={
             "Use": use,
             "A decode to look at": see,
             "Decoding modes": MODES.format(default=defaults.decoding),
-            **_told(about, results, recipe_of(folder, metadata["base_model"]), shape),
+            **_told(about, results, recipe_of(folder, metadata["base_model"]), shape, family),
         },
     )
 
 
-def _metadata(kind: str, base_model: str | None, about: About, extra_tags: Sequence[str]) -> dict[str, Any]:
+def _summary(kind: str, models: str) -> str:
+    """What a repository of a kind holds, of the models that are called so."""
+    said = SUMMARIES[kind].format(models="an SDAR" if models == "SDAR" else f"a {models}")
+    return said[0].upper() + said[1:]
+
+
+def _metadata(kind: str, family: str, base_model: str | None, about: About, extra_tags: Sequence[str]) -> dict[str, Any]:
     """A card's metadata but for the results: what is known of its kind, and before that what the person says."""
     given = {key: value for key, value in about.metadata.items() if key not in _OURS}
     tags = given.get("tags") or []
@@ -280,15 +290,16 @@ def _metadata(kind: str, base_model: str | None, about: About, extra_tags: Seque
         "license": "other" if "license_name" in given else "unknown",
         "base_model": base_model if base_model is None or is_hub_id(base_model) else None,
         **given,
-        "tags": [*tags_of(kind), *([tags] if isinstance(tags, str) else tags), *extra_tags],
+        "tags": [*tags_of(kind, family), *([tags] if isinstance(tags, str) else tags), *extra_tags],
     }
     if metadata["base_model"]:
         metadata.setdefault("base_model_relation", "finetune" if kind == "full" else "adapter")
     return metadata
 
 
-def _told(about: About, results: Sequence[Mapping[str, Any]], recipe: str | None, shape: str) -> dict[str, str]:
+def _told(about: About, results: Sequence[Mapping[str, Any]], recipe: str | None, shape: str, family: str) -> dict[str, str]:
     """The card's sections from `Numbers` on."""
+    papers = {"MRP, Multi-token Residual Prediction": "2605.18817", backbone_of(family).models: backbone_of(family).paper}
     versions = {"transformers": version("transformers"), "torch": version("torch"), "modeling-mrp": __version__}
     versions |= about.metadata.get("versions", {})
     sections = {
@@ -297,7 +308,7 @@ def _told(about: About, results: Sequence[Mapping[str, Any]], recipe: str | None
         "Limits": "Those of the backbone: the lossless modes repeat its text, the others change it.",
         **about.sections,
         "Versions": "Saved with " + ", ".join(f"{package} {number}" for package, number in versions.items()) + ".",
-        "Sources": SOURCES,
+        "Sources": "\n".join(SOURCES.format(name=name, paper=paper) for name, paper in papers.items() if paper),
     }
     if results:
         sections["Numbers"] = (about.sections.get("Numbers", "") + "\n\n" + results_table(results, shape) + UNIT).strip()

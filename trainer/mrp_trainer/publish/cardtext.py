@@ -26,7 +26,7 @@ print(tok.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_
 print(out.tokens_per_forward)
 ```"""
 
-_STOCK = """An SDAR model that is loaded already decodes with this repository on the Hub as it is, on its own weights:
+STOCK = """An SDAR model that is loaded already decodes with this repository on the Hub as it is, on its own weights:
 
 ```python
 repository = "{name}"
@@ -34,10 +34,10 @@ sdar.generate(**inputs, custom_generate=repository, trust_remote_code=True, deco
 ```"""
 
 SUMMARIES = {
-    "full": "An SDAR block-diffusion language model with an MRP head.",
-    "backbone": "An SDAR block-diffusion language model without an MRP head.",
-    "head": "An MRP head for an SDAR block-diffusion language model.",
-    "adapter": "A peft adapter of an SDAR block-diffusion language model with an MRP head.",
+    "full": "{models} block-diffusion language model with an MRP head.",
+    "backbone": "{models} block-diffusion language model without an MRP head.",
+    "head": "an MRP head for {models} block-diffusion language model.",
+    "adapter": "a peft adapter of {models} block-diffusion language model with an MRP head.",
 }
 
 USE = {
@@ -46,9 +46,7 @@ from transformers import AutoModel, AutoTokenizer
 
 model = AutoModel.from_pretrained("{{name}}", trust_remote_code=True)
 tok = AutoTokenizer.from_pretrained("{{name}}", trust_remote_code=True)
-{_GENERATE}
-
-{_STOCK}""",
+{_GENERATE}""",
     "backbone": f"""```python
 from transformers import AutoModel, AutoTokenizer
 
@@ -63,9 +61,7 @@ from transformers import AutoModel, AutoTokenizer
 
 model = AutoModel.from_pretrained("{{name}}", trust_remote_code=True)
 tok = AutoTokenizer.from_pretrained("{{base}}", trust_remote_code=True)
-{_GENERATE}
-
-{_STOCK}""",
+{_GENERATE}""",
     "adapter": f"""This repository holds a peft adapter of `{{base}}`:
 
 ```python
@@ -104,5 +100,4 @@ UNIT = """
 A *unit* is one forward of the backbone, with each pass of the head charged the share of it that a head reads at a published
 shape: 27, 18 and 16 % at 1.7B, 4B and 8B."""
 
-SOURCES = """- MRP, Multi-token Residual Prediction: [arXiv 2605.18817](https://arxiv.org/abs/2605.18817)
-- SDAR: [arXiv 2510.06303](https://arxiv.org/abs/2510.06303)"""
+SOURCES = "- {name}: [arXiv {paper}](https://arxiv.org/abs/{paper})"

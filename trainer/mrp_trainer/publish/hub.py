@@ -10,8 +10,9 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
+from modeling_mrp.model.families.registry import DENSE
 from modeling_mrp.model.layouts import is_hub_id
-from modeling_mrp.model.saving import CUSTOM_GENERATE, TAGS
+from modeling_mrp.model.saving import CUSTOM_GENERATE, model_tags
 
 KINDS = {"full": "a full model", "head": "an MRP head", "adapter": "an adapter"}
 CONFIGS = {"full": "config.json", "head": "config.json", "adapter": "adapter_config.json"}
@@ -46,9 +47,9 @@ def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> str | None:
     return f"files of no model of this package, such as {others[0]}" if others else None
 
 
-def tags_of(kind: str) -> list[str]:
-    """List the tags by which a kind of repository is found."""
-    return [*TAGS, *(_HEAD_TAGS if kind == "head" else [])]
+def tags_of(kind: str, family: str = DENSE) -> list[str]:
+    """List the tags by which a kind of repository is found, of a model of that family."""
+    return [*model_tags(family), *(_HEAD_TAGS if kind == "head" else [])]
 
 
 def check_base(base: str | None) -> None:
