@@ -180,7 +180,7 @@ class EngineNetworks(Networks):
     def __init__(self, engine: Any, batch: Any, own: Own, lent: Borrowed, with_head: bool, picker: Picker, block: int) -> None:
         self.engine, self.batch, self.own, self.lent = engine, batch, own, lent
         self.with_head, self.picker, self.drafter, self.block = with_head, picker, picker, block
-        self.device, self.graph_ran = batch.input_ids.device, False
+        self.device, self.graph_ran, self.shifted = batch.input_ids.device, False, False
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._scored: Tensor | None = None
         share_prefixes(self._table, own, lent)
