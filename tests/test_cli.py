@@ -187,6 +187,12 @@ def test_a_dry_run_prints_parameters_and_memory(tmp_path: Path) -> None:
     assert not (tmp_path / "o").exists()
 
 
+def test_tasks(tmp_path: Path) -> None:
+    chats = [json.loads(line) for line in mrp("tasks", "--family", "math", "--family", "source", "--count", "2").splitlines()]
+    assert [sorted(record) for record in chats] == [["messages"]] * 2 + [["completion", "prompt"]] * 2
+    assert [message["role"] for message in chats[0]["messages"]] == ["user", "assistant"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
