@@ -197,7 +197,7 @@ def some_logits_ref(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
 @sample_of("shortlist")
 def _some_samples(weight: Tensor, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Two positions, each with three tokens of the weights."""
-    few = waves(2, hidden.shape[1], like=hidden)
+    few = scattered(2, hidden.shape[1], like=hidden)
     ids = torch.tensor([[0, 1, len(weight) - 1], [1, 1, len(weight) // 2]], device=hidden.device)
     yield _some_kernel(weight, few, ids), some_logits_ref(weight, few, ids)
 
