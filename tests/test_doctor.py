@@ -169,6 +169,28 @@ def test_on_a_cpu_without_an_interpreter_kernels_are_left_out(monkeypatch: pytes
     assert [(check.name, check.ok) for check in found] == [(f"kernel {name}", None) for name in page.KERNELS]
 
 
+def test_random_weights_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the weights make says nothing about drafts, so that no width is proposed; the times say from where one pays."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    layers = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    small = MRPConfig(**sizes, **layers, vocab_size=90, mask_token_id=89, block_size=4, pad_token_id=1, eos_token_id=None)
+    monkeypatch.setattr(page, "published_config", lambda size: small)
+    monkeypatch.setattr(page, "check_kernels", lambda *_: [])
+    report = page.examine(DoctorOptions(random="4b", states=[1, 2], batch=[1], prefix=8, turns=1))
+    assert report.failed == []
+    assert report.machine["model"].startswith("random weights of 4B: 1 layers of 32, vocabulary 90")
+    assert report.proposed == {}
+    rows = [line.split(" | ") for line in report.page().splitlines() if line.startswith("| 1 | ")]
+    assert [row[1] for row in rows] == ["1", "2"]
+    first, second = report.rounds
+    assert rows[1][5] == f"{second.seconds / first.seconds:.2f}"
+    assert "num_draft_states" not in report.page()
+
+
+def test_an_unknown_shape_is_refused() -> None:
+    assert "--random 5B: choose one of 1.7B, 4B, 8B" in mrp("doctor", "--random", "5B", fails=True)
+
+
 def test_the_width_that_is_proposed() -> None:
     timed = [Timed(1, 1, 1.0, 0.5, 1.0, 90.0), Timed(1, 4, 1.2, 0.5, 2.5, 200.0), Timed(4, 1, 1.0, 0.5, 1.0, 300.0)]
     assert proposed([*timed, Timed(4, 4, 3.0, 0.5, 2.5, 250.0)]) == {1: 4, 4: 1}

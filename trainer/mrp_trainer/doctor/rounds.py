@@ -59,9 +59,10 @@ def _seconds(code: str, names: dict[str, Any]) -> float:
 
 
 def mode_of(model: MRPForCausalLM, states: int) -> dict[str, Any]:
-    """Give the options of `generate` for rounds of K states: the checkpoint's target, alone or drafted."""
-    target = model.generation_config.target
-    return {"decoding": target} if states == 1 else {"decoding": drafters(model)[0], "num_draft_states": states}
+    """Give the options of `generate` for rounds of K states: the checkpoint's target, or `static`, alone or drafted."""
+    target = model.generation_config.target or "static"
+    drafted = {"decoding": drafters(model)[0], "target": target, "num_draft_states": states}
+    return {"decoding": target} if states == 1 else drafted
 
 
 def time_rounds(
