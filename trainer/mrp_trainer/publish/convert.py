@@ -28,7 +28,7 @@ from modeling_mrp.model.layouts import (
     stored_tensors,
     weight_files,
 )
-from modeling_mrp.model.saving import AUTO_MAP, write_code
+from modeling_mrp.model.saving import AUTO_MAP, write_code, written_beside
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .folder import check_links
@@ -86,7 +86,7 @@ def published_fields(config: MRPConfig) -> dict[str, Any]:
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], layout: Layout = "mrp") -> Path:
     """Writes a checkpoint anew in another layout, with its tokenizer and generation config.
 
-    Everything is written beside the target and renamed when it is whole. Tensors keep their bytes and their division into
+    Everything is written beside the target and moved there when it is whole. Tensors keep their bytes and their division into
     shards; of a config the fields that mean something here are kept.
 
     Args:
@@ -119,17 +119,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], layo
     _check_possible(str(source), config, own, layout)
     files = weight_files(str(folder))
     MRPForCausalLM.check_tensors(config, stored_tensors(files))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.parent / f".{target.name}.partial-{os.getpid()}"
-    beside.mkdir()
-    try:
+    with written_beside(target) as beside:
         _write(copied, beside, files, config, layout)
-        if target.exists():
-            target.rmdir()
-        beside.rename(target)
-    except BaseException:
-        shutil.rmtree(beside)
-        raise
     return target
 
 

@@ -118,22 +118,17 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     if not restart:
         check_folder(folder, settings)
     _check_sharding(arguments)
-    writes = arguments.process_index == 0
-    with ExitStack() as lock:
-        if was_there := writes and folder.is_dir():
-            lock.enter_context(hold(folder))
-        set_seed(arguments.seed)
-        tokenizer = run_tokenizer(settings.options)
-        with _undivided(arguments):
-            model = load_model(settings)
-        trainer = _make_trainer(settings, arguments, model, tokenizer)
-        with arguments.main_process_first(desc="the run's folder"):
-            if writes and not was_there:
-                lock.enter_context(hold(folder))
-            if writes:
-                if not restart:
-                    check_folder(folder, settings)  # another run may have come and gone
-                take_over(folder, settings, restart)
+    set_seed(arguments.seed)
+    tokenizer = run_tokenizer(settings.options)
+    with _undivided(arguments):
+        model = load_model(settings)
+    trainer = _make_trainer(settings, arguments, model, tokenizer)
+    with ExitStack() as lock, arguments.main_process_first(desc="the run's folder"):
+        if arguments.process_index == 0:
+            lock.enter_context(hold(folder))  # now that nothing is wrong
+            if not restart:
+                check_folder(folder, settings)  # another run may have come and gone
+            take_over(folder, settings, restart)
         return OpenRun(settings, trainer, tokenizer, lock.pop_all())
 
 
