@@ -37,6 +37,7 @@ def printed(command: Any) -> str:
         ("docs/results.md", tables.targets),
         ("docs/results.md", tables.headline),
         ("docs/results.md", tables.eager),
+        ("docs/rules.md", tables.rules),
         ("benchmarks/README.md", tables.undrafted),
         ("benchmarks/README.md", lambda: printed(cost_model)),
         ("benchmarks/README.md", lambda: printed(rounds)),
