@@ -7,7 +7,7 @@ alone; the rules of `mrp_remask`; `mrp_direct`; four targets drafted by `self_sp
 them.
 
 With `--rules [NAME ...]` it decodes with reveal rules instead, those from papers as published: alone, and drafted by `mrp_spec`
-with one head pass (`--count 40` shows what differs, in a few minutes; `python -m benchmarks.tables rules`).
+with one head pass (`--count 40` shows what differs; `python -m benchmarks.tables rules`).
 
 Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has one there, of the weights that it
 uses, is not measured again. `python -m benchmarks.tables frontier` (`targets`, `break_even`, `headline`, `eager`) prints
