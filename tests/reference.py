@@ -272,7 +272,7 @@ class Row:
 
     def shortlisted(self, state: State, hidden: Tensor, stale: dict[int, Pick]) -> Said:
         """What the head's hidden states say of the likeliest tokens of each candidate; the others keep their stale scores."""
-        count, free = 64 if self.options.do_sample else self.options.draft_shortlist, self.candidates(state)
+        count, free = self.options.draft_shortlist, self.candidates(state)
         told = {}
         for position, fresh in zip(free, self.scores(state, hidden, free), strict=True):
             before = stale[position]

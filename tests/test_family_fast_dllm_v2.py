@@ -1,6 +1,8 @@
 """Fast-dLLM v2: transformers' own Qwen2 over the whole text, its logits shifted by one, is what it is compared to."""
 
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from modeling_mrp import MRPConfig
+from modeling_mrp.generate import generation
+from modeling_mrp.generate.budget import Amount
 
 # The config of Efficient-Large-Model/Fast_dLLM_v2_7B; the 1.5B is smaller and tied.
 PUBLISHED: dict[str, Any] = {
@@ -168,3 +172,22 @@ def test_the_published_sizes_have_the_published_tensors(config: dict[str, Any], 
     assert round(count / 1e9, 2) == billions
     ours = MRPConfig.from_dict(config)
     assert (ours.block_size, ours.mask_token_id, ours.head_dim) == (32, 151665, 128)
+
+
+def test_rounds_of_unequal_width(twin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `auto`: a head pass may ask for all that the round before scored, in order."""
+    model, chosen = twin[0], iter([])
+
+    def budget(*_: Any) -> Any:
+        return SimpleNamespace(choose=lambda rows: Amount(next(chosen), 1), learn=lambda *_: None)
+
+    monkeypatch.setattr(generation, "budget_of", budget)
+    for seed in range(6):
+        numbers = random.Random(seed)
+        chosen = iter(lambda numbers=numbers: numbers.choice((2, 3)), 0)
+        for prompt in PROMPTS[:3]:
+            options: dict[str, Any] = {"max_new_tokens": 15, "eos_token_id": None}
+            drafted = model.generate(
+                torch.tensor([prompt]), decoding="mrp_spec", target="static", num_draft_states="auto", **options
+            )
+            assert drafted.equal(model.generate(torch.tensor([prompt]), decoding="static", **options))

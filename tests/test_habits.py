@@ -258,3 +258,15 @@ def test_a_criterion_that_looks_first_or_fails_by_itself(random_model: MRPForCau
     assert ids.shape == (1, 9)
     with pytest.raises(TypeError, match="unsupported operand"):
         random_model.generate(PROMPT, max_new_tokens=4, stopping_criteria=[Sure(lambda s: 1 + "x")])
+
+
+def test_an_adapter_of_the_lm_head_is_refused_until_it_is_merged() -> None:
+    """Rows of its weight are what is read."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_model(), peft.LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False))
+    ids = torch.tensor([[5, 6, 7]])
+    for call in (lambda: model.generate(input_ids=ids, max_new_tokens=4), lambda: model.base_model.model.score(ids)):
+        with pytest.raises(ValueError, match=r"lm_head has an adapter \(default\).*merge_and_unload"):
+            call()
+    merged = model.merge_and_unload()
+    assert merged.generate(ids, max_new_tokens=4).shape == (1, 7)

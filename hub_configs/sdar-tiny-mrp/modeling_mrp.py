@@ -160,12 +160,6 @@ def sample_of(name: str) -> Callable[[T], T]:
     return register
 
 
-def waves(*shape: int, like: Tensor) -> Tensor:
-    """Make numbers from -1 to 1 of a shape, with the device and dtype of a tensor; no generator moves on."""
-    numbers = torch.arange(math.prod(shape), device=like.device, dtype=torch.float32)
-    return torch.sin(numbers * 1.7 + 0.3).view(shape).to(like.dtype)
-
-
 def relative_error(ours: Tensor, right: Tensor) -> float:
     """Divide the norm of the difference by that of what is right; infinite where only one of both is a number."""
     ours, right = ours.double(), right.double()
@@ -640,6 +634,89 @@ class BlockCache(Cache):
         return 0
 
 
+# ---------------------------------------------------------------------------------------------------- kernels.noise
+
+"""The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id)."""
+
+
+
+
+_UINT32 = 0xFFFFFFFF
+
+
+def mix32(x: Tensor) -> Tensor:
+    """Hash every number of an int64 tensor, each from 0 to 2**32 - 1, to 32 bits by two multiply-xorshift rounds."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _UINT32
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _UINT32
+    return x ^ (x >> 16)
+
+
+def scattered(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
+    """Make numbers of mean 0 and variance 1 of a shape, with the device and dtype of a tensor; no generator moves on."""
+    numbers = mix32(torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=like.device))
+    return ((numbers.float() * 2.0**-31 - 1) * 3**0.5).view(shape).to(like.dtype)
+
+
+def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
+    """Make the keys [n] of the noise at a state's position; all arguments are [n] long."""
+    key = mix32(seed & _UINT32)
+    key = mix32(key ^ ((seed >> 32) & _UINT32))
+    key = mix32(key ^ (position & _UINT32))
+    return mix32(key ^ (masks_left & _UINT32) ^ 0x9E3779B9)
+
+
+def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Draw 32 random bits for each of keys [n] and token ids [m]: [n, m] int64."""
+    return mix32(mix32(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
+
+
+def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:
+    """Draw standard Gumbel noise for token ids at each key.
+
+    Args:
+        keys: [n] long, from `noise_keys`.
+        tokens: [m] long, or how many of the first ids.
+        dtype: float32 or float64; both see the same 32 random bits.
+
+    Returns:
+        [n, m].
+    """
+    bits = noise_bits(keys, torch.arange(tokens, device=keys.device) if isinstance(tokens, int) else tokens)
+    # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
+    lower = bits < 1 << 31
+    nearest = (torch.where(lower, bits, _UINT32 - bits).to(dtype) + 0.5) * 2.0**-32
+    return -torch.where(lower, -nearest.log(), -torch.log1p(-nearest)).log()
+
+
+if triton is not None:
+
+    @triton.jit
+    def _mix32(x):  # type: ignore[no-untyped-def]
+        x = x ^ (x >> 16)
+        x = x * 0x7FEB352D
+        x = x ^ (x >> 15)
+        x = x * 0x846CA68B
+        return x ^ (x >> 16)
+
+    @triton.jit
+    def token_noise_bits(key, tokens):  # type: ignore[no-untyped-def]
+        """Draw the bits of `noise_bits` at one key (int64) for token ids [n]: [n] uint32."""
+        return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1) ^ key.to(tl.uint32))
+
+    @triton.jit
+    def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
+        """Turn uint32 bits into `gumbel_noise`, log1p(-x) being log(1 - x) * x / (1 - (1 - x)), which is as precise."""
+        lower = (bits >> 31) == 0
+        nearest = (tl.where(lower, bits, ~bits).to(tl.float32) + 0.5) * 2.0**-32
+        rest = 1.0 - nearest
+        log = tl.log(tl.where(lower, nearest, rest))
+        gap = 1.0 - rest  # `nearest` as it was rounded on the way; 0 where nothing was left of it
+        upper = tl.where(gap == 0.0, nearest, -log * (nearest / tl.where(gap == 0.0, 1.0, gap)))
+        return -tl.log(tl.where(lower, -log, upper))
+
+
 # ---------------------------------------------------------------------------------------------------- kernels.round_attention
 
 """Attention of a decoding round: a Triton kernel and its PyTorch twin.
@@ -789,16 +866,17 @@ def round_attention(
 
 
 @sample_of("round_attention")
-def _attention_samples(query: Tensor, key: Tensor, *_: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two rows of two states, a child and one alone, behind prefixes of 5 and 300 slots, in shares that are merged."""
+def _attention_samples(query: Tensor, key: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Three rows of two states, a child and one alone, behind prefixes of 5, 152 and 299 slots, in shares that are merged;
+    twice, as in two layers."""
     heads, kv_heads, dim, block, used = query.shape[1], key.shape[1], query.shape[3], 4, 512
-    committed = torch.arange(5, 301, 295, device=query.device)
-    parent = torch.arange(-1, 1, device=query.device).repeat(2, 1)
-    mask = RoundMask(committed, parent, 2, block)
-    queries = waves(2, 2 * block, heads, dim, like=query).transpose(1, 2)
-    keys, values = waves(2, used + 2 * block, 2, kv_heads, dim, like=key).permute(2, 0, 3, 1, 4)
+    parent = torch.arange(-1, 1, device=query.device).repeat(3, 1)
+    mask = RoundMask(torch.arange(5, 300, 147, device=query.device), parent, 2, block)
+    queries = 4 * scattered(3, 2 * block, heads, dim, like=query).transpose(1, 2)
+    keys, values = scattered(3, used + 2 * block, 2, kv_heads, dim, like=key, seed=1).permute(2, 0, 3, 1, 4)
     given = queries, keys, values, mask, dim**-0.5
-    yield round_attention(*given, splits=3), round_attention_twin(*given)
+    for _ in range(2):
+        yield round_attention(*given, splits=3), round_attention_twin(*given)
 
 
 if triton is not None:
@@ -1162,28 +1240,34 @@ def _rotated_kernel(attention: Any, projected: Tensor, rotary: tuple[Tensor, Ten
     return queries.transpose(1, 2)
 
 
-def _sample_norm(width: int, like: Tensor) -> Qwen3RMSNorm:
+def _sample_norm(width: int, like: Tensor, seed: int = 0) -> Qwen3RMSNorm:
     norm = Qwen3RMSNorm(width).to(like.device, like.dtype)
-    norm.weight.copy_(1 + waves(width, like=like) / 4)
+    norm.weight.copy_(1 + scattered(width, like=like, seed=seed) / 4)
     return norm
+
+
+def _sample_tokens(width: int, like: Tensor, seed: int = 0) -> Tensor:
+    """Two rows of three tokens: a large one, one of usual size, and one that is not large beside a norm's epsilon."""
+    return scattered(2, 3, width, like=like, seed=seed) * torch.tensor([9.0, 1.0, 1e-3], device=like.device)[:, None].to(like)
 
 
 @sample_of("sum_and_norm")
 def _sum_samples(hidden: Tensor, *_: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Three tokens as wide as the model's."""
-    given, added = waves(2, 3, hidden.shape[-1], like=hidden) * 3
+    """Tokens as wide as the model's."""
+    given, added = (_sample_tokens(hidden.shape[-1], hidden, seed) for seed in range(2))
     norm = _sample_norm(hidden.shape[-1], hidden)
     yield from zip(_sum_and_norm_kernel(given, added, norm), sum_and_norm_ref(given, added, norm), strict=True)
 
 
 @sample_of("rotated")
 def _rotated_samples(*given: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two rows of three tokens with all heads: queries, and keys and values where the cache has them."""
+    """Tokens with all heads: queries, and keys and values where the cache has them."""
     *parts, cos, _, _, _, keys, _ = given
     width, dim, kv_heads = sum(part.shape[-1] for part in parts), cos.shape[-1], keys.shape[1]
-    attention = SimpleNamespace(head_dim=dim, layer_idx=0, q_norm=_sample_norm(dim, cos), k_norm=_sample_norm(dim, cos))
-    angles = 3 * waves(2, 3, dim // 2, like=cos).repeat(1, 1, 2)
-    projected, rotary = waves(2, 3, width, like=cos), (angles.cos(), angles.sin())
+    norms = {"q_norm": _sample_norm(dim, cos), "k_norm": _sample_norm(dim, cos, 1)}
+    attention = SimpleNamespace(head_dim=dim, layer_idx=0, **norms)
+    angles = 3 * scattered(2, 3, dim // 2, like=cos).repeat(1, 1, 2)
+    projected, rotary = _sample_tokens(width, cos, 1), (angles.cos(), angles.sin())
     cache = BlockCache(2, kv_heads, dim, [keys.device], 0, 3, keys.dtype)
     cache.target(0, 3)
     into = [torch.full_like(each, torch.nan) for each in cache.written(0)]
@@ -2474,82 +2558,6 @@ def picked(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequenc
     return token, sure
 
 
-# ---------------------------------------------------------------------------------------------------- kernels.noise
-
-"""The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id)."""
-
-
-
-_UINT32 = 0xFFFFFFFF
-
-
-def mix32(x: Tensor) -> Tensor:
-    """Hash every number of an int64 tensor, each from 0 to 2**32 - 1, to 32 bits by two multiply-xorshift rounds."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _UINT32
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _UINT32
-    return x ^ (x >> 16)
-
-
-def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
-    """Make the keys [n] of the noise at a state's position; all arguments are [n] long."""
-    key = mix32(seed & _UINT32)
-    key = mix32(key ^ ((seed >> 32) & _UINT32))
-    key = mix32(key ^ (position & _UINT32))
-    return mix32(key ^ (masks_left & _UINT32) ^ 0x9E3779B9)
-
-
-def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Draw 32 random bits for each of keys [n] and token ids [m]: [n, m] int64."""
-    return mix32(mix32(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
-
-
-def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:
-    """Draw standard Gumbel noise for token ids at each key.
-
-    Args:
-        keys: [n] long, from `noise_keys`.
-        tokens: [m] long, or how many of the first ids.
-        dtype: float32 or float64; both see the same 32 random bits.
-
-    Returns:
-        [n, m].
-    """
-    bits = noise_bits(keys, torch.arange(tokens, device=keys.device) if isinstance(tokens, int) else tokens)
-    # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
-    lower = bits < 1 << 31
-    nearest = (torch.where(lower, bits, _UINT32 - bits).to(dtype) + 0.5) * 2.0**-32
-    return -torch.where(lower, -nearest.log(), -torch.log1p(-nearest)).log()
-
-
-if triton is not None:
-
-    @triton.jit
-    def _mix32(x):  # type: ignore[no-untyped-def]
-        x = x ^ (x >> 16)
-        x = x * 0x7FEB352D
-        x = x ^ (x >> 15)
-        x = x * 0x846CA68B
-        return x ^ (x >> 16)
-
-    @triton.jit
-    def token_noise_bits(key, tokens):  # type: ignore[no-untyped-def]
-        """Draw the bits of `noise_bits` at one key (int64) for token ids [n]: [n] uint32."""
-        return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1) ^ key.to(tl.uint32))
-
-    @triton.jit
-    def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
-        """Turn uint32 bits into `gumbel_noise`, log1p(-x) being log(1 - x) * x / (1 - (1 - x)), which is as precise."""
-        lower = (bits >> 31) == 0
-        nearest = (tl.where(lower, bits, ~bits).to(tl.float32) + 0.5) * 2.0**-32
-        rest = 1.0 - nearest
-        log = tl.log(tl.where(lower, nearest, rest))
-        gap = 1.0 - rest  # `nearest` as it was rounded on the way; 0 where nothing was left of it
-        upper = tl.where(gap == 0.0, nearest, -log * (nearest / tl.where(gap == 0.0, 1.0, gap)))
-        return -tl.log(tl.where(lower, -log, upper))
-
-
 # ---------------------------------------------------------------------------------------------------- kernels.pick
 
 """From hidden states to tokens: the distributions of an unembedding, and the row kernel of the pick.
@@ -2681,16 +2689,18 @@ def pick_rows_ref(
 
 @sample_of("pick")
 def _pick_samples(like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two rows of a whole vocabulary: greedy, with a token that wins clearly, and sampled among half of them."""
-    logits = 4 * waves(2, like.shape[1], like=like)
-    logits[:, 0] = -torch.inf
-    clear = logits.clone()
-    clear[0, like.shape[1] // 3], clear[1, -1] = 12.0, 14.0
-    keys = noise_keys(*torch.arange(6, device=like.device).view(3, 2))
-    for scores, temperature, least, noise in ((clear, 1.0, None, None), (logits, 0.7, logits.new_zeros(2), keys)):
+    """Rows of a whole vocabulary, a few tokens of each far likelier than the others, in one row equally so: greedy, with a
+    bound that only the likeliest reach, and sampled."""
+    rows, vocab = 12, like.shape[1]
+    logits, places = scattered(rows, vocab, like=like), torch.arange(6, device=like.device) * vocab // 6
+    logits[:, places] += 9 + 3 * scattered(rows, 6, like=like, seed=1)
+    logits[0, places], logits[1, places[2]] = 10.0, -torch.inf
+    keys = noise_keys(*torch.arange(3 * rows, device=like.device).view(3, rows))
+    likeliest = logits.amax(1)
+    for temperature, least, noise in ((1.0, None, None), (1.0, likeliest, None), (0.7, likeliest - 3, keys)):
         unembedding = Unembedding(logits, 0, temperature)
-        token, odds = _pick_kernel(unembedding, scores, least, noise)
-        right, right_odds = pick_rows_ref(unembedding, scores, scores, least, noise)
+        token, odds = _pick_kernel(unembedding, logits, least, noise)
+        right, right_odds = pick_rows_ref(unembedding, logits, logits, least, noise)
         yield (token == right).float(), torch.ones_like(odds)
         yield odds, right_odds
 
@@ -2740,7 +2750,7 @@ def some_logits_ref(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
 @sample_of("shortlist")
 def _some_samples(weight: Tensor, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Two positions, each with three tokens of the weights."""
-    few = waves(2, hidden.shape[1], like=hidden)
+    few = scattered(2, hidden.shape[1], like=hidden)
     ids = torch.tensor([[0, 1, len(weight) - 1], [1, 1, len(weight) // 2]], device=hidden.device)
     yield _some_kernel(weight, few, ids), some_logits_ref(weight, few, ids)
 
@@ -3026,8 +3036,7 @@ class Picker:
         eos_token_ids: Ids that positions before a minimum length must not take.
         entropy: Whether to compute it.
         likeliest: Whether to give the likeliest tokens, for drafts of sampled text.
-        shortlist: How many tokens of a position the head's drafts choose `among`, those likeliest before; 0: all. Where text is
-            sampled, those that are given.
+        shortlist: How many tokens of a position the head's drafts choose `among`, those likeliest before; 0: all.
         dispatch: Kernels or PyTorch.
     """
 
@@ -3155,16 +3164,18 @@ class Picker:
         if not (self.likeliest or self.shortlist):
             return picks
         scores = self.unembedding.tempered(logits)
-        top = scores.topk(min(LIKELIEST if self.likeliest else self.shortlist, logits.shape[1]))
+        most = max(LIKELIEST if self.likeliest else 0, self.shortlist)
+        top = scores.topk(min(most, logits.shape[1]))
         out = shown.gather(1, top.indices) == -torch.inf
         if least is not None:
             out |= logits.gather(1, top.indices) < least[:, None]
         likeliest = (top.indices, odds_of(scores, top.indices).masked_fill(out, -torch.inf)) if self.likeliest else None
         if not self.shortlist:
             return replace(picks, likeliest=likeliest)
-        rest = scores.scatter(1, top.indices, top.values.masked_fill(~out, -torch.inf)).logsumexp(-1, keepdim=True)
-        kept = top.values.masked_fill(out, -torch.inf)
-        return replace(picks, likeliest=likeliest, shortlist=torch.cat([top.indices.to(kept.dtype), kept, rest], 1))
+        ids, own, out = (one[:, : self.shortlist] for one in (top.indices, top.values, out))
+        rest = scores.scatter(1, ids, own.masked_fill(~out, -torch.inf)).logsumexp(-1, keepdim=True)
+        kept = own.masked_fill(out, -torch.inf)
+        return replace(picks, likeliest=likeliest, shortlist=torch.cat([ids.to(kept.dtype), kept, rest], 1))
 
     def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Truncate logits [n, vocab]; behind a top-k they stay whole, and what counts are those of [n] or more."""
@@ -3653,7 +3664,7 @@ class Networks:
         plain = width == 1 and min(held) == self._begin and self.recorded is None
         forward = partial(self._packed, rows, width, self._begin, has_parents, plain)
         columns = self.block + (self.shifted and hidden is None)
-        inputs = [table] if hidden is None else [table, hidden.view(rows, width * self.block, -1)]
+        inputs = [table] if hidden is None else [table, hidden.reshape(rows, width * self.block, -1)]
         if self.recorded is not None:
             key = (rows, width, self._begin, has_parents, self.dispatch, self.round_masks)
             return self.recorded(key, forward, *inputs).view(rows * width, columns, -1)
@@ -4362,11 +4373,14 @@ class Drafting:
     paced: bool = False
     shortlist: int | None = None
 
-    def listed(self, vocab_size: int) -> int:
+    def listed(self, vocab_size: int, sample: bool) -> int:
         """Say how many tokens of a position a head pass chooses among in a vocabulary; 0: all, or no pass is made."""
-        if not self.passes:
+        if not self.passes or self.shortlist == 0:
             return 0
-        return (SHORTLIST if vocab_size > 1024 * SHORTLIST else 0) if self.shortlist is None else self.shortlist
+        usual = LIKELIEST if sample else SHORTLIST
+        if self.shortlist is None:
+            return usual if vocab_size > 1024 * SHORTLIST else 0
+        return min(self.shortlist, vocab_size)
 
 
 @dataclass(frozen=True)
@@ -5099,6 +5113,7 @@ _STATES: _Values = (
     lambda v, _: v == "auto" if isinstance(v, str) else 1 <= v <= _MOST_STATES,
     f"it must be 'auto' or an int from 1 to {_MOST_STATES}",
 )
+_LISTED: _Values = (int, lambda v, _: 0 <= v <= 1024, "it must be an int from 0 to 1024")
 _STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to {block_size}")
 _NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
 _LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
@@ -5136,8 +5151,8 @@ class DecodingOptions:
             time says pay, none where none do
         draft_branches: followers considered per state; 1 drafts a chain
         draft_passes: head passes per round, at most; each re-reads what is drafted so far
-        draft_shortlist: tokens of a position that a head pass chooses among, those likeliest before it; 0: all tokens; None:
-            16, of a vocabulary of more than 16,384
+        draft_shortlist: tokens of a position that a head pass chooses among, those likeliest before it, where no processors or
+            bans act; 0: all tokens; None: of a vocabulary of more than 16,384 16, or 64 where text is sampled
         remask_rule: `reread`, `threshold` or `residual`
         residual_delta: for the rule `residual`, in logits
         seed: with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator
@@ -5156,7 +5171,7 @@ class DecodingOptions:
     num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
     draft_branches: Annotated[int | None, 3, COUNT, DRAFTING] = None
     draft_passes: Annotated[int | None, 1, COUNT, ("mrp_spec",)] = None
-    draft_shortlist: Annotated[int | None, None, FROM_ZERO, ("mrp_spec",)] = None
+    draft_shortlist: Annotated[int | None, None, _LISTED, ("mrp_spec",)] = None
     remask_rule: Annotated[RemaskRule | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
     residual_delta: Annotated[float | None, 1.0, _LOGITS, ("mrp_remask",)] = None
     seed: Annotated[int | list[int] | None, None, _SEED] = None
@@ -5906,6 +5921,11 @@ class MRPGenerationMixin(GenerationMixin):
         if config.pad_token_id is None and not config.eos_ids():  # transformers would take the first eos, and find none
             config.pad_token_id = config.pad_id()
             others.setdefault("attention_mask", torch.ones_like(prompt))
+        if self.training and self.is_gradient_checkpointing:
+            raise ValueError(
+                "gradient checkpointing is on, under which layers in training mode keep no keys and values: call model.eval() "
+                "before generate"
+            )
         copies = config.num_return_sequences or 1
         check_adapters(self, len(prompt) * copies)
         streams = None if streamer is None else Streams(streamer, len(prompt) * copies)
@@ -6175,7 +6195,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
     sample, weight = bool(config.do_sample), model.lm_head.weight
     shaped = words or ngram or before  # what is barred or processed differs from state to state, of all tokens
-    few = mode.drafting.listed(len(weight)) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
+    few = mode.drafting.listed(len(weight), sample) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
     return Picker(
         *(weight, model.config.mask_token_id, temperature, sample, before or None),
         *(Bans(tuple(words), ngram) if words or ngram else None, after or None, tuple(config.eos_ids())),
@@ -6243,7 +6263,7 @@ def check_past(past: Any, model: Any, rows: int) -> None:
 
 
 def check_unembedding(lm_head: Any) -> None:
-    """Raise `ValueError` for an `lm_head` that is divided, or that bitsandbytes has packed: rows of its weight are read."""
+    """Raise `ValueError` for an `lm_head` that is divided, packed by bitsandbytes or adapted: its weight alone is read."""
     if hasattr(lm_head.weight, "to_local"):
         raise ValueError(
             "lm_head is divided among processes, and rows of it are read: leave it, and embed_tokens if these are tied, out of "
@@ -6253,6 +6273,11 @@ def check_unembedding(lm_head: Any) -> None:
         raise ValueError(
             f"lm_head is a {type(lm_head).__name__} with weights in {lm_head.weight.dtype}, which generate cannot read: keep "
             "it as it was, with 'lm_head' in llm_int8_skip_modules where that is given"
+        )
+    if hasattr(lm_head, "base_layer") and not (lm_head.merged or lm_head.disable_adapters):
+        raise ValueError(
+            f"lm_head has an adapter ({', '.join(lm_head.active_adapters)}), and its own weight is what is read: merge it with "
+            "merge_and_unload() or merge_adapter(), or leave 'lm_head' out of target_modules"
         )
 
 
@@ -6522,6 +6547,10 @@ class MRPScoringMixin:
             if order == "sequential":
                 ranks = [position]
             else:
+                if seed is None and (getattr(self, "_tp_size", None) or 1) > 1:
+                    raise ValueError(
+                        "seed is None, and each process of tensor parallelism would draw other orders: pass a seed"
+                    )
                 seed = int(torch.randint(1 << 62, ())) if seed is None else seed
                 ranks = [_drawn(position, seed, turn) for turn in range(orders)]
             logprobs, greedy = (torch.stack(part) for part in zip(*map(scorer.logprobs, ranks), strict=True))
@@ -7257,7 +7286,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         Raises:
             ValueError: before any weights are read, if the checkpoint lacks a tensor, has one too many, or one of another shape
                 (all are listed), has no safetensors, or is of another kind of model; if the backbone of a head repository may
-                not be followed or does not suit the head.
+                not be followed or does not suit the head; for tensor parallelism of another family than SDAR's.
         """
         if kwargs.get("gguf_file") is not None or kwargs.get("use_safetensors") is False:
             raise ValueError("only safetensors are read: leave out gguf_file and use_safetensors=False")
@@ -7268,6 +7297,12 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         config, kwargs = cls._pinned(source, config, kwargs)
         if getattr(config, "base_model_name_or_path", None) is not None:
             return cls._from_head_repository(source, config, kwargs)
+        divided = [name for name in ("tp_plan", "tp_size", "distributed_config") if kwargs.get(name)]
+        if divided and config.family != DENSE:
+            raise ValueError(
+                f"{', '.join(divided)}: a model of the family {config.family!r} is not divided over processes: use device_map, "
+                f"or a model of the family {DENSE!r}"
+            )
         cls._check_files(source, config, kwargs)
         if (note := backbone_of(config.family).note(source)) is not None:
             log.warning(note)
@@ -7566,7 +7601,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     """A block-diffusion language model with an optional MRP head.
 
     The backbone has transformers' layers (SDAR: those of `Qwen3Model`) under a block-causal mask: a token sees every token of
-    earlier blocks and of its own block, and a masked position predicts its own token (no shift by one).
+    earlier blocks and of its own block, and a masked position predicts its own token (no shift by one,
+    but in `shifted` families).
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}

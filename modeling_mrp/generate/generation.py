@@ -387,7 +387,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
     sample, weight = bool(config.do_sample), model.lm_head.weight
     shaped = words or ngram or before  # what is barred or processed differs from state to state, of all tokens
-    few = mode.drafting.listed(len(weight)) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
+    few = mode.drafting.listed(len(weight), sample) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
     return Picker(
         *(weight, model.config.mask_token_id, temperature, sample, before or None),
         *(Bans(tuple(words), ngram) if words or ngram else None, after or None, tuple(config.eos_ids())),
@@ -455,7 +455,7 @@ def check_past(past: Any, model: Any, rows: int) -> None:
 
 
 def check_unembedding(lm_head: Any) -> None:
-    """Raise `ValueError` for an `lm_head` that is divided, or that bitsandbytes has packed: rows of its weight are read."""
+    """Raise `ValueError` for an `lm_head` that is divided, packed by bitsandbytes or adapted: its weight alone is read."""
     if hasattr(lm_head.weight, "to_local"):
         raise ValueError(
             "lm_head is divided among processes, and rows of it are read: leave it, and embed_tokens if these are tied, out of "
@@ -465,6 +465,11 @@ def check_unembedding(lm_head: Any) -> None:
         raise ValueError(
             f"lm_head is a {type(lm_head).__name__} with weights in {lm_head.weight.dtype}, which generate cannot read: keep "
             "it as it was, with 'lm_head' in llm_int8_skip_modules where that is given"
+        )
+    if hasattr(lm_head, "base_layer") and not (lm_head.merged or lm_head.disable_adapters):
+        raise ValueError(
+            f"lm_head has an adapter ({', '.join(lm_head.active_adapters)}), and its own weight is what is read: merge it with "
+            "merge_and_unload() or merge_adapter(), or leave 'lm_head' out of target_modules"
         )
 
 

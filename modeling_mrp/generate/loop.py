@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from ..networks.networks import Networks
-from ..networks.picker import SHORTLIST
+from ..networks.picker import LIKELIEST, SHORTLIST
 from ..rules.accept import accept, first_frontier, write
 from ..rules.draft import Node, build_draft, growth, undrafted
 from ..rules.reveal import RevealRule
@@ -45,11 +45,14 @@ class Drafting:
     paced: bool = False
     shortlist: int | None = None
 
-    def listed(self, vocab_size: int) -> int:
+    def listed(self, vocab_size: int, sample: bool) -> int:
         """Say how many tokens of a position a head pass chooses among in a vocabulary; 0: all, or no pass is made."""
-        if not self.passes:
+        if not self.passes or self.shortlist == 0:
             return 0
-        return (SHORTLIST if vocab_size > 1024 * SHORTLIST else 0) if self.shortlist is None else self.shortlist
+        usual = LIKELIEST if sample else SHORTLIST
+        if self.shortlist is None:
+            return usual if vocab_size > 1024 * SHORTLIST else 0
+        return min(self.shortlist, vocab_size)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ _STATES: _Values = (
     lambda v, _: v == "auto" if isinstance(v, str) else 1 <= v <= _MOST_STATES,
     f"it must be 'auto' or an int from 1 to {_MOST_STATES}",
 )
+_LISTED: _Values = (int, lambda v, _: 0 <= v <= 1024, "it must be an int from 0 to 1024")
 _STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to {block_size}")
 _NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
 _LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
@@ -130,8 +131,8 @@ class DecodingOptions:
             time says pay, none where none do
         draft_branches: followers considered per state; 1 drafts a chain
         draft_passes: head passes per round, at most; each re-reads what is drafted so far
-        draft_shortlist: tokens of a position that a head pass chooses among, those likeliest before it; 0: all tokens; None:
-            16, of a vocabulary of more than 16,384
+        draft_shortlist: tokens of a position that a head pass chooses among, those likeliest before it, where no processors or
+            bans act; 0: all tokens; None: of a vocabulary of more than 16,384 16, or 64 where text is sampled
         remask_rule: `reread`, `threshold` or `residual`
         residual_delta: for the rule `residual`, in logits
         seed: with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator
@@ -150,7 +151,7 @@ class DecodingOptions:
     num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
     draft_branches: Annotated[int | None, 3, COUNT, DRAFTING] = None
     draft_passes: Annotated[int | None, 1, COUNT, ("mrp_spec",)] = None
-    draft_shortlist: Annotated[int | None, None, FROM_ZERO, ("mrp_spec",)] = None
+    draft_shortlist: Annotated[int | None, None, _LISTED, ("mrp_spec",)] = None
     remask_rule: Annotated[RemaskRule | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
     residual_delta: Annotated[float | None, 1.0, _LOGITS, ("mrp_remask",)] = None
     seed: Annotated[int | list[int] | None, None, _SEED] = None

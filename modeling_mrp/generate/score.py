@@ -253,6 +253,10 @@ class MRPScoringMixin:
             if order == "sequential":
                 ranks = [position]
             else:
+                if seed is None and (getattr(self, "_tp_size", None) or 1) > 1:
+                    raise ValueError(
+                        "seed is None, and each process of tensor parallelism would draw other orders: pass a seed"
+                    )
                 seed = int(torch.randint(1 << 62, ())) if seed is None else seed
                 ranks = [_drawn(position, seed, turn) for turn in range(orders)]
             logprobs, greedy = (torch.stack(part) for part in zip(*map(scorer.logprobs, ranks), strict=True))

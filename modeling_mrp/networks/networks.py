@@ -387,7 +387,7 @@ class Networks:
         plain = width == 1 and min(held) == self._begin and self.recorded is None
         forward = partial(self._packed, rows, width, self._begin, has_parents, plain)
         columns = self.block + (self.shifted and hidden is None)
-        inputs = [table] if hidden is None else [table, hidden.view(rows, width * self.block, -1)]
+        inputs = [table] if hidden is None else [table, hidden.reshape(rows, width * self.block, -1)]
         if self.recorded is not None:
             key = (rows, width, self._begin, has_parents, self.dispatch, self.round_masks)
             return self.recorded(key, forward, *inputs).view(rows * width, columns, -1)

@@ -133,8 +133,7 @@ class Picker:
         eos_token_ids: Ids that positions before a minimum length must not take.
         entropy: Whether to compute it.
         likeliest: Whether to give the likeliest tokens, for drafts of sampled text.
-        shortlist: How many tokens of a position the head's drafts choose `among`, those likeliest before; 0: all. Where text is
-            sampled, those that are given.
+        shortlist: How many tokens of a position the head's drafts choose `among`, those likeliest before; 0: all.
         dispatch: Kernels or PyTorch.
     """
 
@@ -262,16 +261,18 @@ class Picker:
         if not (self.likeliest or self.shortlist):
             return picks
         scores = self.unembedding.tempered(logits)
-        top = scores.topk(min(LIKELIEST if self.likeliest else self.shortlist, logits.shape[1]))
+        most = max(LIKELIEST if self.likeliest else 0, self.shortlist)
+        top = scores.topk(min(most, logits.shape[1]))
         out = shown.gather(1, top.indices) == -torch.inf
         if least is not None:
             out |= logits.gather(1, top.indices) < least[:, None]
         likeliest = (top.indices, odds_of(scores, top.indices).masked_fill(out, -torch.inf)) if self.likeliest else None
         if not self.shortlist:
             return replace(picks, likeliest=likeliest)
-        rest = scores.scatter(1, top.indices, top.values.masked_fill(~out, -torch.inf)).logsumexp(-1, keepdim=True)
-        kept = top.values.masked_fill(out, -torch.inf)
-        return replace(picks, likeliest=likeliest, shortlist=torch.cat([top.indices.to(kept.dtype), kept, rest], 1))
+        ids, own, out = (one[:, : self.shortlist] for one in (top.indices, top.values, out))
+        rest = scores.scatter(1, ids, own.masked_fill(~out, -torch.inf)).logsumexp(-1, keepdim=True)
+        kept = own.masked_fill(out, -torch.inf)
+        return replace(picks, likeliest=likeliest, shortlist=torch.cat([ids.to(kept.dtype), kept, rest], 1))
 
     def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Truncate logits [n, vocab]; behind a top-k they stay whole, and what counts are those of [n] or more."""

@@ -163,7 +163,9 @@ class Rounds:
             states = min(amount.states, 1 + lent.width)
             amount = Amount(states, min(amount.passes, states - 1), narrow=not lent.width)
             weight, vocab_size = engine.model.lm_head.weight, engine.model_config.vocab_size
-            whole = drafting is not None and len(weight) >= vocab_size  # else it is spread over devices
+            whole = (
+                type(weight) in (torch.Tensor, torch.nn.Parameter) and len(weight) >= vocab_size
+            )  # neither packed nor divided
             picker = EnginePicker(
                 weight,
                 self.mask_id,
@@ -171,7 +173,7 @@ class Rounds:
                 dispatch=self.settings.dispatch,
                 unembed=partial(engine.model.unembed, batch),
                 rounded=mode.refine is None,
-                shortlist=drafting.listed(vocab_size) if drafting is not None and whole else 0,
+                shortlist=drafting.listed(vocab_size, False) if drafting is not None and whole else 0,
             )
             networks = EngineNetworks(engine, batch, own, lent, mode.uses_head, picker, self.block)
             begun = perf_counter()

@@ -76,7 +76,7 @@ def refuse_look_alikes(fields: Mapping[str, Any], source: str = "") -> None:
             found = "I-DLM or UNO (use_regular_causal)", _CAUSAL
         elif re.match(r"(i-dlm|uno)\b", name):
             found = "I-DLM" if name.startswith("i") else "UNO", _CAUSAL
-    if kind.startswith("mineru") or any(one in fields for one in ("vision_config", "vision_model_config")):
+    if kind.startswith("mineru") or any(fields.get(one) for one in ("vision_config", "vision_model_config")):
         found = "MinerU-Diffusion or another with a vision tower", "its prompts hold images, which nothing here reads"
     if kind.startswith("diffusion_gemma"):
         why = "it has no mask token: its canvas of random tokens is renoised, and no token is final before the last step"
