@@ -36,8 +36,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     """A block-diffusion language model with an optional MRP head.
 
     The backbone has transformers' layers (SDAR: those of `Qwen3Model`) under a block-causal mask: a token sees every token of
-    earlier blocks and of its own block, and a masked position predicts its own token (no shift by one,
-    but in `shifted` families).
+    earlier blocks and of its own block, and a masked position predicts its own token (no shift by one, but in
+    `shifted` families).
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}

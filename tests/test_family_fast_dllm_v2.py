@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_model
 from families import (
     PROMPTS,
     Shape,
@@ -27,6 +28,7 @@ from transformers import Qwen2ForCausalLM
 from modeling_mrp import MRPConfig
 from modeling_mrp.generate import generation
 from modeling_mrp.generate.budget import Amount
+from tests.random_cases import dampened
 
 # The config of Efficient-Large-Model/Fast_dLLM_v2_7B; the 1.5B is smaller and tied.
 PUBLISHED: dict[str, Any] = {
@@ -174,20 +176,12 @@ def test_the_published_sizes_have_the_published_tensors(config: dict[str, Any], 
     assert (ours.block_size, ours.mask_token_id, ours.head_dim) == (32, 151665, 128)
 
 
-def test_rounds_of_unequal_width(twin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_of_unequal_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under `auto`: a head pass may ask for all that the round before scored, in order."""
-    model, chosen = twin[0], iter([])
-
-    def budget(*_: Any) -> Any:
-        return SimpleNamespace(choose=lambda rows: Amount(next(chosen), 1), learn=lambda *_: None)
-
-    monkeypatch.setattr(generation, "budget_of", budget)
-    for seed in range(6):
-        numbers = random.Random(seed)
-        chosen = iter(lambda numbers=numbers: numbers.choice((2, 3)), 0)
-        for prompt in PROMPTS[:3]:
-            options: dict[str, Any] = {"max_new_tokens": 15, "eos_token_id": None}
-            drafted = model.generate(
-                torch.tensor([prompt]), decoding="mrp_spec", target="static", num_draft_states="auto", **options
-            )
-            assert drafted.equal(model.generate(torch.tensor([prompt]), decoding="static", **options))
+    numbers = random.Random(0)
+    paced = SimpleNamespace(choose=lambda rows: Amount(numbers.choice((2, 3)), 1), learn=lambda *_: None)
+    monkeypatch.setattr(generation, "budget_of", lambda *_: paced)
+    model = dampened(make_model(69, family="fast_dllm_v2", block_size=8, initializer_range=0.6), 0.3)
+    ids, options = torch.tensor([[35]]), {"max_new_tokens": 31, "eos_token_id": None}
+    drafted = model.generate(ids, decoding="mrp_spec", target="fast_dllm", num_draft_states="auto", **options)
+    assert drafted.equal(model.generate(ids, decoding="fast_dllm", **options))

@@ -163,9 +163,8 @@ class Rounds:
             states = min(amount.states, 1 + lent.width)
             amount = Amount(states, min(amount.passes, states - 1), narrow=not lent.width)
             weight, vocab_size = engine.model.lm_head.weight, engine.model_config.vocab_size
-            whole = (
-                type(weight) in (torch.Tensor, torch.nn.Parameter) and len(weight) >= vocab_size
-            )  # neither packed nor divided
+            # Neither packed nor divided.
+            whole = type(weight) in (torch.Tensor, torch.nn.Parameter) and len(weight) >= vocab_size
             picker = EnginePicker(
                 weight,
                 self.mask_id,
