@@ -6,8 +6,8 @@ alone; the rules of `mrp_remask`; `mrp_direct`; four targets drafted by `self_sp
 (`benchmarks.psd`). Of `source`, which has no right answer, it decodes half as many, with the targets and what drafts for
 them.
 
-With `--rules` it decodes with every reveal rule instead, those from papers as published: alone, and drafted by `mrp_spec` with
-one head pass (`--count 40` is enough to see what differs; `python -m benchmarks.tables rules`).
+With `--rules [NAME ...]` it decodes with reveal rules instead, those from papers as published: alone, and drafted by `mrp_spec`
+with one head pass (`--count 40` shows what differs, in a few minutes; `python -m benchmarks.tables rules`).
 
 Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has one there, of the weights that it
 uses, is not measured again. `python -m benchmarks.tables frontier` (`targets`, `break_even`, `headline`, `eager`) prints
@@ -76,11 +76,11 @@ def settings(family: Family = "math") -> list[Setting]:
     return lossless + [setting for setting in changing if setting not in lossless]
 
 
-def rule_settings() -> list[Setting]:
-    """List what is measured of the reveal rules: each alone, and drafted with two numbers of states."""
+def rule_settings(rules: Iterable[str] = RULES) -> list[Setting]:
+    """List what is measured of reveal rules: each alone, and drafted with two numbers of states."""
     return [
         setting
-        for target in RULES
+        for target in rules
         for setting in (alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in RULE_STATES))
     ]
 
@@ -209,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     decodings = list(dict.fromkeys(setting["decoding"] for setting in settings()))
     parser.add_argument("--decoding", nargs="+", choices=decodings, default=decodings, help="measure these alone")
-    parser.add_argument("--rules", action="store_true", help="measure every reveal rule instead")
+    parser.add_argument("--rules", nargs="*", choices=list(RULES), help="measure these reveal rules instead; no name: all")
     parser.add_argument("--split", choices=SPLITS, default="heldout")
     parser.add_argument("--count", type=int, default=500, help="problems of math and code; half as many of source")
     parser.add_argument("--batch-size", type=int, default=10)
@@ -224,8 +224,10 @@ def main(arguments: list[str] | None = None) -> None:
     decoder = Decoder(model.to(getattr(torch, options.dtype)), tokenizer, options.batch_size)
     for family in options.family:
         asked = problems(family, options.split, options.count if family in JUDGED else options.count // 2)
-        every, compared = (rule_settings(), of_target) if options.rules else (settings(family), references)
-        wanted = [setting for setting in every if options.rules or setting["decoding"] in options.decoding]
+        wanted = [setting for setting in settings(family) if setting["decoding"] in options.decoding]
+        compared = references
+        if options.rules is not None:
+            wanted, compared = rule_settings(options.rules or RULES), of_target
         for line in lines(decoder, asked, wanted, results, identity, compared):
             results.add(line)
             right = f"{line['accuracy']} % at " if "accuracy" in line else ""

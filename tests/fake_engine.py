@@ -123,7 +123,7 @@ class FakeEngine:
 
     def __init__(self, model: Any, rows: int, pages: int, context: int = 256) -> None:
         self.model, self.block = FakeModel(model), model.config.block_size
-        self.model_config = SimpleNamespace(context_len=context)
+        self.model_config = SimpleNamespace(context_len=context, vocab_size=model.config.vocab_size)
         self.req_to_token_pool = FakePool(rows, context)
         self.token_to_kv_pool_allocator = FakeAllocator(pages, self.block)
         self.kv_index_translator = SimpleNamespace(own_plan=lambda batch: SimpleNamespace(bind=lambda *_: None))

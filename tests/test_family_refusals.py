@@ -74,3 +74,12 @@ def test_a_name_that_only_begins_alike(tmp_path: Path) -> None:
     (tmp_path / "unobtrusive").mkdir()
     (tmp_path / "unobtrusive" / "config.json").write_text(json.dumps(SDAR))
     assert MRPConfig.from_pretrained(tmp_path / "unobtrusive").block_size == 4
+
+
+def test_another_family_is_not_divided_over_processes(tmp_path: Path) -> None:
+    config = {**SDAR, "model_type": "sdar_moe"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match="tp_plan: a model of the family 'sdar_moe' is not divided over processes: use device_map"
+    ):
+        MRPForCausalLM.from_pretrained(tmp_path, tp_plan="auto")

@@ -200,6 +200,16 @@ def test_offloaded_weights_decode(
 # Calls and outputs
 
 
+def test_gradient_checkpointing_is_refused_while_training(random_model: MRPForCausalLM) -> None:
+    """Its layers would keep no keys and values: texts were wrong."""
+    model = make_model()
+    model.gradient_checkpointing_enable()
+    model.train()
+    rejected(lambda: model.generate(PROMPT, max_new_tokens=9), "gradient checkpointing is on", r"model.eval\(\)")
+    options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 9}
+    assert model.eval().generate(PROMPT, **options).equal(random_model.generate(PROMPT, **options))
+
+
 def test_continuous_batching_is_refused(random_model: MRPForCausalLM) -> None:
     remedy = "all prompts to generate as one padded batch"
     rejected(lambda: random_model.generate_batch([[1, 2, 3]], max_new_tokens=4), "generate_batch and continuous", remedy)

@@ -346,7 +346,10 @@ def test_a_template_with_end_tokens_and_a_system_prompt(word_tokenizer: Any) -> 
         "<unk> : add <end> user : 1 + 2 <end> assistant : 3 <end> user : sum <end> assistant : {[] 4 <end> <pad>}"
     )
     # Without reasoning the prompt of turn 1 is not how turn 1 is rendered later: told, not guessed.
-    plain = encoder(tokenizer, template_options={"enable_thinking": False})
+    tokenizer = with_template(
+        word_tokenizer, QWEN.replace("{% if enable_thinking is false %}{{ '[] ' }}{% endif %}", "{{ '[] ' }}")
+    )
+    plain = encoder(tokenizer)
     assert shown(tokenizer, plain.sample(GOOD, 0)).endswith("assistant : [] {3 <end> <pad>}")
     path = [chat(USER, REPLY), chat(USER, REPLY, *more)]
     (problem,) = problems_of(Rows(path, "rows"), parsed(plain)).problems

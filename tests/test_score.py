@@ -144,6 +144,15 @@ def test_a_row_does_not_depend_on_its_neighbours(models: dict[int | str, MRPForC
             close(alone.logprobs[0], together.logprobs[row, -len(text) :])
 
 
+def test_padding_on_both_sides_of_a_row(models: dict[int | str, MRPForCausalLM]) -> None:
+    ids, real = torch.full((2, 16), 55), torch.zeros(2, 16, dtype=torch.long)
+    for row, begin in enumerate((3, 5)):
+        ids[row, begin : begin + len(TEXTS[0])], real[row, begin : begin + len(TEXTS[0])] = torch.tensor(TEXTS[0]), 1
+    out, alone = models[BLOCK].score(ids, real), models[BLOCK].score(torch.tensor(TEXTS[:1]))
+    close(out.logprobs[real.bool()].view(2, -1), alone.logprobs.expand(2, -1))
+    assert out.logprobs[~real.bool()].eq(0).all()
+
+
 def test_sampled_orders_by_hand(models: dict[int | str, MRPForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each order reveals a block's scored tokens one after the other; those given to the left of them are seen, and masks
     stand for those to the right."""

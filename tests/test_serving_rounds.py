@@ -82,7 +82,7 @@ def forwards(requests: list[FakeRequest]) -> int:
     [
         ({"target": "dynamic", "confidence_threshold": 0.9}, 0.9),
         ({"target": "dynamic", "confidence_threshold": 0.7, "num_draft_states": 8, "draft_passes": 2}, 0.7),
-        ({"target": "static"}, 1.0),
+        ({"target": "static", "draft_shortlist": 16}, 1.0),
         ({"decoding": "self_spec", "target": "static", "num_draft_states": 3}, 1.0),
         ({"decoding": "dynamic", "confidence_threshold": 0.9}, 0.9),
         ({"target": "dynamic", "num_draft_states": "auto"}, 0.9),

@@ -114,7 +114,7 @@ def test_mrp_trains_the_head_alone(word_tokenizer: PreTrainedTokenizerFast, tmp_
         assert lines[0][f"{name}_head"] == pytest.approx(lines[0][f"{name}_stale"], rel=1e-6)
     assert all(line["kl_head"] < line["kl_stale"] for line in lines[-8:])
     assert sum(line["gap_closed"] for line in lines[-8:]) / 8 > 0.25
-    assert all(line["tokens_per_second"] > 0 and 0 < line["agreement"] <= 1 for line in lines)
+    assert all(0 < line["agreement"] <= 1 for line in lines)
 
 
 def test_log_lines_average_what_was_measured_since_the_last(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 DENSE = "sdar"  # the family of a config that names none
 
 _FAMILIES: dict[str, Any] = {}
+_FOLDER = Path(__file__).parent if Path(__file__).stem == "registry" else None  # the families' files, if this is one of them
 
 _CAUSAL = (
     "each token of it sees the tokens before it alone, and its logits at a position are those of the next token, where SDAR "
@@ -41,12 +42,10 @@ def family(name: str) -> Callable[[Any], Any]:
 def families() -> dict[str, Any]:
     """Find the backbone class of every family: those of this folder and those registered elsewhere.
 
-    The code of a repository is one file, and has the families that its checkpoint needs.
+    The code of a repository is one file, and has the family that its checkpoint needs.
     """
-    own = Path(__file__)
-    if own.stem == "registry":
-        for file in sorted(own.parent.glob("[a-z]*.py")):
-            import_module(f"{__package__}.{file.stem}")
+    for file in sorted(_FOLDER.glob("[a-z]*.py")) if _FOLDER else ():
+        import_module(f"{__package__}.{file.stem}")
     return _FAMILIES
 
 
@@ -56,9 +55,11 @@ def backbone_of(name: str) -> Any:
     Raises:
         ValueError: if there is none of that name.
     """
-    if name not in _FAMILIES and name not in families():
+    if name not in _FAMILIES and _FOLDER and name.isidentifier() and (_FOLDER / f"{name}.py").is_file():
+        import_module(f"{__package__}.{name}")
+    if name not in _FAMILIES:
         raise ValueError(
-            f"family is {name!r}: the families here are {', '.join(sorted(_FAMILIES))}. The code of a repository has that of "
+            f"family is {name!r}: the families here are {', '.join(sorted(families()))}. The code of a repository has that of "
             "its own checkpoint only: for others install this package"
         )
     return _FAMILIES[name]

@@ -3148,19 +3148,23 @@ class Picker:
         if self.entropy:
             logp = unembedding.tempered(logits).log_softmax(-1)
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
+        return self._listed(Picks(token, odds, entropy), logits, shown, least)
+
+    def _listed(self, picks: Picks, logits: Tensor, shown: Tensor, least: Tensor | None) -> Picks:
+        """Add what drafts choose among, if it is wanted, to picks from logits [n, vocab]."""
         if not (self.likeliest or self.shortlist):
-            return Picks(token, odds, entropy)
-        scores = unembedding.tempered(logits)
+            return picks
+        scores = self.unembedding.tempered(logits)
         top = scores.topk(min(LIKELIEST if self.likeliest else self.shortlist, logits.shape[1]))
         out = shown.gather(1, top.indices) == -torch.inf
         if least is not None:
             out |= logits.gather(1, top.indices) < least[:, None]
         likeliest = (top.indices, odds_of(scores, top.indices).masked_fill(out, -torch.inf)) if self.likeliest else None
         if not self.shortlist:
-            return Picks(token, odds, entropy, likeliest)
+            return replace(picks, likeliest=likeliest)
         rest = scores.scatter(1, top.indices, top.values.masked_fill(~out, -torch.inf)).logsumexp(-1, keepdim=True)
         kept = top.values.masked_fill(out, -torch.inf)
-        return Picks(token, odds, entropy, likeliest, torch.cat([top.indices.to(kept.dtype), kept, rest], 1))
+        return replace(picks, likeliest=likeliest, shortlist=torch.cat([top.indices.to(kept.dtype), kept, rest], 1))
 
     def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Truncate logits [n, vocab]; behind a top-k they stay whole, and what counts are those of [n] or more."""
@@ -4357,6 +4361,12 @@ class Drafting:
     passes: int = 0
     paced: bool = False
     shortlist: int | None = None
+
+    def listed(self, vocab_size: int) -> int:
+        """Say how many tokens of a position a head pass chooses among in a vocabulary; 0: all, or no pass is made."""
+        if not self.passes:
+            return 0
+        return (SHORTLIST if vocab_size > 1024 * SHORTLIST else 0) if self.shortlist is None else self.shortlist
 
 
 @dataclass(frozen=True)
@@ -6165,15 +6175,13 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
     sample, weight = bool(config.do_sample), model.lm_head.weight
     shaped = words or ngram or before  # what is barred or processed differs from state to state, of all tokens
-    few, drafting = 0, mode.drafting
-    if drafting is not None and drafting.passes and not shaped and type(weight) in (Tensor, nn.Parameter):
-        few = drafting.shortlist if drafting.shortlist is not None else SHORTLIST * (len(weight) > 1024 * SHORTLIST)
+    few = mode.drafting.listed(len(weight)) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
     return Picker(
         *(weight, model.config.mask_token_id, temperature, sample, before or None),
         *(Bans(tuple(words), ngram) if words or ngram else None, after or None, tuple(config.eos_ids())),
         entropy=mode.rule.needs_entropy,
         likeliest=sample and mode.drafting is not None,
-        shortlist=few,
+        shortlist=0 if shaped else few,
         dispatch=dispatch if usable else PYTORCH,
     )
 
@@ -6585,10 +6593,14 @@ class MRPBackbone(Qwen3Model):
     """transformers' `Qwen3Model`, whose mask has to be given: its own is causal. The backbone of dense SDAR.
 
     Attributes:
+        models: What its published models are called.
+        paper: Where they are described; None: nowhere that is cited.
         shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
     """
 
     _tp_plan: ClassVar[Any] = {"embed_tokens": "replicate"}  # rows of lm_head, with which it may be tied, are read
+    models: ClassVar[str] = "SDAR"
+    paper: ClassVar[str | None] = "2510.06303"
     shifted: ClassVar[bool] = False
 
     @classmethod
@@ -7070,7 +7082,6 @@ AUTO_MAP = {
     "AutoModel": "modeling_mrp.MRPForCausalLM",
     "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
 }
-TAGS = ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"]
 _WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -7150,6 +7161,11 @@ def _differ(value: Tensor, stored: StoredTensor) -> bool:
     with safe_open(stored.file, framework="pt") as tensors:
         row = tensors.get_slice(stored.name)[:1]
     return not torch.allclose(value[:1].detach().cpu().double(), row.double(), rtol=2**-7, atol=1e-7, equal_nan=True)
+
+
+def model_tags(family: str) -> list[str]:
+    """List the tags of a model's repository, by its family."""
+    return ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", family, "mrp"]
 
 
 def code_files(family: str = DENSE) -> dict[str, str]:
@@ -7438,7 +7454,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         pushed: Any = PushToHubMixin()
         pushed.save_pretrained = save
         kwargs.setdefault("commit_message", "Upload an MRP head" if how.get("head_only") else "Upload model")
-        tags = [*TAGS, *([tags] if isinstance(tags, str) else tags)]
+        tags = [*model_tags(self.config.family), *([tags] if isinstance(tags, str) else tags)]
         return pushed.push_to_hub(repo_id, private=private, tags=tags, **kwargs)
 
     @torch.no_grad()

@@ -28,7 +28,7 @@ from ..networks.attention import takes_round_masks
 from ..networks.cache import BlockCache, PassingReference, WeightsSeen, adapted_layers, adapters_of_rows, devices_of_layers
 from ..networks.graphs import cache_for, release_graphs
 from ..networks.networks import Networks
-from ..networks.picker import SHORTLIST, TRUNCATIONS, Picker
+from ..networks.picker import TRUNCATIONS, Picker
 from ..rules.accept import UnscoredError
 from ..rules.bans import Bans
 from ..rules.state import Counts, Row
@@ -113,6 +113,11 @@ class MRPGenerationMixin(GenerationMixin):
         if config.pad_token_id is None and not config.eos_ids():  # transformers would take the first eos, and find none
             config.pad_token_id = config.pad_id()
             others.setdefault("attention_mask", torch.ones_like(prompt))
+        if self.training and self.is_gradient_checkpointing:
+            raise ValueError(
+                "gradient checkpointing is on, under which layers in training mode keep no keys and values: call model.eval() "
+                "before generate"
+            )
         copies = config.num_return_sequences or 1
         check_adapters(self, len(prompt) * copies)
         streams = None if streamer is None else Streams(streamer, len(prompt) * copies)
@@ -382,15 +387,13 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
     sample, weight = bool(config.do_sample), model.lm_head.weight
     shaped = words or ngram or before  # what is barred or processed differs from state to state, of all tokens
-    few, drafting = 0, mode.drafting
-    if drafting is not None and drafting.passes and not shaped and type(weight) in (Tensor, nn.Parameter):
-        few = drafting.shortlist if drafting.shortlist is not None else SHORTLIST * (len(weight) > 1024 * SHORTLIST)
+    few = mode.drafting.listed(len(weight)) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
     return Picker(
         *(weight, model.config.mask_token_id, temperature, sample, before or None),
         *(Bans(tuple(words), ngram) if words or ngram else None, after or None, tuple(config.eos_ids())),
         entropy=mode.rule.needs_entropy,
         likeliest=sample and mode.drafting is not None,
-        shortlist=few,
+        shortlist=0 if shaped else few,
         dispatch=dispatch if usable else PYTORCH,
     )
 

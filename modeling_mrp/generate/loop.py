@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from ..networks.networks import Networks
+from ..networks.picker import SHORTLIST
 from ..rules.accept import accept, first_frontier, write
 from ..rules.draft import Node, build_draft, growth, undrafted
 from ..rules.reveal import RevealRule
@@ -43,6 +44,12 @@ class Drafting:
     passes: int = 0
     paced: bool = False
     shortlist: int | None = None
+
+    def listed(self, vocab_size: int) -> int:
+        """Say how many tokens of a position a head pass chooses among in a vocabulary; 0: all, or no pass is made."""
+        if not self.passes:
+            return 0
+        return (SHORTLIST if vocab_size > 1024 * SHORTLIST else 0) if self.shortlist is None else self.shortlist
 
 
 @dataclass(frozen=True)

@@ -117,12 +117,6 @@ def sample_of(name: str) -> Callable[[T], T]:
     return register
 
 
-def waves(*shape: int, like: Tensor) -> Tensor:
-    """Make numbers from -1 to 1 of a shape, with the device and dtype of a tensor; no generator moves on."""
-    numbers = torch.arange(math.prod(shape), device=like.device, dtype=torch.float32)
-    return torch.sin(numbers * 1.7 + 0.3).view(shape).to(like.dtype)
-
-
 def relative_error(ours: Tensor, right: Tensor) -> float:
     """Divide the norm of the difference by that of what is right; infinite where only one of both is a number."""
     ours, right = ours.double(), right.double()
@@ -241,5 +235,4 @@ __all__ = [
     "sample_of",
     "tl",
     "triton",
-    "waves",
 ]

@@ -26,7 +26,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from ..networks.cache import BlockCache
-from .dispatch import LAUNCH, Dispatch, more_than, sample_of, tl, triton, waves
+from .dispatch import LAUNCH, Dispatch, more_than, sample_of, tl, triton
+from .noise import scattered
 from .round_attention import RoundMask, attend
 
 _HEADS = 8  # heads, of one token or more, that a program of `_rotate` takes
@@ -271,28 +272,34 @@ def _rotated_kernel(attention: Any, projected: Tensor, rotary: tuple[Tensor, Ten
     return queries.transpose(1, 2)
 
 
-def _sample_norm(width: int, like: Tensor) -> Qwen3RMSNorm:
+def _sample_norm(width: int, like: Tensor, seed: int = 0) -> Qwen3RMSNorm:
     norm = Qwen3RMSNorm(width).to(like.device, like.dtype)
-    norm.weight.copy_(1 + waves(width, like=like) / 4)
+    norm.weight.copy_(1 + scattered(width, like=like, seed=seed) / 4)
     return norm
+
+
+def _sample_tokens(width: int, like: Tensor, seed: int = 0) -> Tensor:
+    """Two rows of three tokens: a large one, one of usual size, and one that is not large beside a norm's epsilon."""
+    return scattered(2, 3, width, like=like, seed=seed) * torch.tensor([9.0, 1.0, 1e-3], device=like.device)[:, None].to(like)
 
 
 @sample_of("sum_and_norm")
 def _sum_samples(hidden: Tensor, *_: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Three tokens as wide as the model's."""
-    given, added = waves(2, 3, hidden.shape[-1], like=hidden) * 3
+    """Tokens as wide as the model's."""
+    given, added = (_sample_tokens(hidden.shape[-1], hidden, seed) for seed in range(2))
     norm = _sample_norm(hidden.shape[-1], hidden)
     yield from zip(_sum_and_norm_kernel(given, added, norm), sum_and_norm_ref(given, added, norm), strict=True)
 
 
 @sample_of("rotated")
 def _rotated_samples(*given: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two rows of three tokens with all heads: queries, and keys and values where the cache has them."""
+    """Tokens with all heads: queries, and keys and values where the cache has them."""
     *parts, cos, _, _, _, keys, _ = given
     width, dim, kv_heads = sum(part.shape[-1] for part in parts), cos.shape[-1], keys.shape[1]
-    attention = SimpleNamespace(head_dim=dim, layer_idx=0, q_norm=_sample_norm(dim, cos), k_norm=_sample_norm(dim, cos))
-    angles = 3 * waves(2, 3, dim // 2, like=cos).repeat(1, 1, 2)
-    projected, rotary = waves(2, 3, width, like=cos), (angles.cos(), angles.sin())
+    norms = {"q_norm": _sample_norm(dim, cos), "k_norm": _sample_norm(dim, cos, 1)}
+    attention = SimpleNamespace(head_dim=dim, layer_idx=0, **norms)
+    angles = 3 * scattered(2, 3, dim // 2, like=cos).repeat(1, 1, 2)
+    projected, rotary = _sample_tokens(width, cos, 1), (angles.cos(), angles.sin())
     cache = BlockCache(2, kv_heads, dim, [keys.device], 0, 3, keys.dtype)
     cache.target(0, 3)
     into = [torch.full_like(each, torch.nan) for each in cache.written(0)]

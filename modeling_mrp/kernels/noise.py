@@ -1,5 +1,7 @@
 """The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id)."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,12 @@ def mix32(x: Tensor) -> Tensor:
     x = x ^ (x >> 15)
     x = (x * 0x846CA68B) & _UINT32
     return x ^ (x >> 16)
+
+
+def scattered(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
+    """Make numbers of mean 0 and variance 1 of a shape, with the device and dtype of a tensor; no generator moves on."""
+    numbers = mix32(torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=like.device))
+    return ((numbers.float() * 2.0**-31 - 1) * 3**0.5).view(shape).to(like.dtype)
 
 
 def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import LAUNCH, Dispatch, processors, sample_of, tl, triton, waves
-from .noise import gumbel_noise, noise_keys
+from .dispatch import LAUNCH, Dispatch, processors, sample_of, tl, triton
+from .noise import gumbel_noise, noise_keys, scattered
 
 if triton is not None:
     from .noise import gumbel_of_bits, token_noise_bits
@@ -136,16 +136,18 @@ def pick_rows_ref(
 
 @sample_of("pick")
 def _pick_samples(like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two rows of a whole vocabulary: greedy, with a token that wins clearly, and sampled among half of them."""
-    logits = 4 * waves(2, like.shape[1], like=like)
-    logits[:, 0] = -torch.inf
-    clear = logits.clone()
-    clear[0, like.shape[1] // 3], clear[1, -1] = 12.0, 14.0
-    keys = noise_keys(*torch.arange(6, device=like.device).view(3, 2))
-    for scores, temperature, least, noise in ((clear, 1.0, None, None), (logits, 0.7, logits.new_zeros(2), keys)):
+    """Rows of a whole vocabulary, a few tokens of each far likelier than the others, in one row equally so: greedy, with a
+    bound that only the likeliest reach, and sampled."""
+    rows, vocab = 12, like.shape[1]
+    logits, places = scattered(rows, vocab, like=like), torch.arange(6, device=like.device) * vocab // 6
+    logits[:, places] += 9 + 3 * scattered(rows, 6, like=like, seed=1)
+    logits[0, places], logits[1, places[2]] = 10.0, -torch.inf
+    keys = noise_keys(*torch.arange(3 * rows, device=like.device).view(3, rows))
+    likeliest = logits.amax(1)
+    for temperature, least, noise in ((1.0, None, None), (1.0, likeliest, None), (0.7, likeliest - 3, keys)):
         unembedding = Unembedding(logits, 0, temperature)
-        token, odds = _pick_kernel(unembedding, scores, least, noise)
-        right, right_odds = pick_rows_ref(unembedding, scores, scores, least, noise)
+        token, odds = _pick_kernel(unembedding, logits, least, noise)
+        right, right_odds = pick_rows_ref(unembedding, logits, logits, least, noise)
         yield (token == right).float(), torch.ones_like(odds)
         yield odds, right_odds
 
@@ -195,7 +197,7 @@ def some_logits_ref(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
 @sample_of("shortlist")
 def _some_samples(weight: Tensor, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Two positions, each with three tokens of the weights."""
-    few = waves(2, hidden.shape[1], like=hidden)
+    few = scattered(2, hidden.shape[1], like=hidden)
     ids = torch.tensor([[0, 1, len(weight) - 1], [1, 1, len(weight) // 2]], device=hidden.device)
     yield _some_kernel(weight, few, ids), some_logits_ref(weight, few, ids)
 

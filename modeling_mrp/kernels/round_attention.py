@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import AUTOMATIC, LAUNCH, Dispatch, processors, sample_of, tl, triton, waves
+from .dispatch import AUTOMATIC, LAUNCH, Dispatch, processors, sample_of, tl, triton
+from .noise import scattered
 
 _PROGRAMS = 2  # wanted on a multiprocessor
 _TILE_KEYS = 32
@@ -152,16 +153,17 @@ def round_attention(
 
 
 @sample_of("round_attention")
-def _attention_samples(query: Tensor, key: Tensor, *_: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two rows of two states, a child and one alone, behind prefixes of 5 and 300 slots, in shares that are merged."""
+def _attention_samples(query: Tensor, key: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Three rows of two states, a child and one alone, behind prefixes of 5, 152 and 299 slots, in shares that are merged;
+    twice, as in two layers."""
     heads, kv_heads, dim, block, used = query.shape[1], key.shape[1], query.shape[3], 4, 512
-    committed = torch.arange(5, 301, 295, device=query.device)
-    parent = torch.arange(-1, 1, device=query.device).repeat(2, 1)
-    mask = RoundMask(committed, parent, 2, block)
-    queries = waves(2, 2 * block, heads, dim, like=query).transpose(1, 2)
-    keys, values = waves(2, used + 2 * block, 2, kv_heads, dim, like=key).permute(2, 0, 3, 1, 4)
+    parent = torch.arange(-1, 1, device=query.device).repeat(3, 1)
+    mask = RoundMask(torch.arange(5, 300, 147, device=query.device), parent, 2, block)
+    queries = 4 * scattered(3, 2 * block, heads, dim, like=query).transpose(1, 2)
+    keys, values = scattered(3, used + 2 * block, 2, kv_heads, dim, like=key, seed=1).permute(2, 0, 3, 1, 4)
     given = queries, keys, values, mask, dim**-0.5
-    yield round_attention(*given, splits=3), round_attention_twin(*given)
+    for _ in range(2):
+        yield round_attention(*given, splits=3), round_attention_twin(*given)
 
 
 if triton is not None:

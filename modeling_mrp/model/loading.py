@@ -24,7 +24,7 @@ from transformers.utils import (
 
 from .attaching import HeadMixin
 from .configuration import MRPConfig
-from .families.registry import backbone_of
+from .families.registry import DENSE, backbone_of
 from .head import MRPHead
 from .layouts import (
     HEAD,
@@ -78,7 +78,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         Raises:
             ValueError: before any weights are read, if the checkpoint lacks a tensor, has one too many, or one of another shape
                 (all are listed), has no safetensors, or is of another kind of model; if the backbone of a head repository may
-                not be followed or does not suit the head.
+                not be followed or does not suit the head; for tensor parallelism of another family than SDAR's.
         """
         if kwargs.get("gguf_file") is not None or kwargs.get("use_safetensors") is False:
             raise ValueError("only safetensors are read: leave out gguf_file and use_safetensors=False")
@@ -89,6 +89,12 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         config, kwargs = cls._pinned(source, config, kwargs)
         if getattr(config, "base_model_name_or_path", None) is not None:
             return cls._from_head_repository(source, config, kwargs)
+        divided = [name for name in ("tp_plan", "tp_size", "distributed_config") if kwargs.get(name)]
+        if divided and config.family != DENSE:
+            raise ValueError(
+                f"{', '.join(divided)}: a model of the family {config.family!r} is not divided over processes: use device_map, "
+                f"or a model of the family {DENSE!r}"
+            )
         cls._check_files(source, config, kwargs)
         if (note := backbone_of(config.family).note(source)) is not None:
             log.warning(note)

@@ -5,7 +5,7 @@ the block, token id). So two decoders that reach the same state draw the same to
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -255,19 +255,23 @@ class Picker:
         if self.entropy:
             logp = unembedding.tempered(logits).log_softmax(-1)
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
+        return self._listed(Picks(token, odds, entropy), logits, shown, least)
+
+    def _listed(self, picks: Picks, logits: Tensor, shown: Tensor, least: Tensor | None) -> Picks:
+        """Add what drafts choose among, if it is wanted, to picks from logits [n, vocab]."""
         if not (self.likeliest or self.shortlist):
-            return Picks(token, odds, entropy)
-        scores = unembedding.tempered(logits)
+            return picks
+        scores = self.unembedding.tempered(logits)
         top = scores.topk(min(LIKELIEST if self.likeliest else self.shortlist, logits.shape[1]))
         out = shown.gather(1, top.indices) == -torch.inf
         if least is not None:
             out |= logits.gather(1, top.indices) < least[:, None]
         likeliest = (top.indices, odds_of(scores, top.indices).masked_fill(out, -torch.inf)) if self.likeliest else None
         if not self.shortlist:
-            return Picks(token, odds, entropy, likeliest)
+            return replace(picks, likeliest=likeliest)
         rest = scores.scatter(1, top.indices, top.values.masked_fill(~out, -torch.inf)).logsumexp(-1, keepdim=True)
         kept = top.values.masked_fill(out, -torch.inf)
-        return Picks(token, odds, entropy, likeliest, torch.cat([top.indices.to(kept.dtype), kept, rest], 1))
+        return replace(picks, likeliest=likeliest, shortlist=torch.cat([top.indices.to(kept.dtype), kept, rest], 1))
 
     def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Truncate logits [n, vocab]; behind a top-k they stay whole, and what counts are those of [n] or more."""

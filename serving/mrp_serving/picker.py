@@ -55,7 +55,8 @@ class EnginePicker(Picker):
         else:  # the mask id joins the others
             own = logits.gather(1, token[:, None])[:, 0]
             odds = own - torch.logaddexp(own - odds, logits[:, self.mask_token_id])
-        return Picks(token, odds, torch.special.entr(probability).sum(-1) if self.entropy else None)
+        picks = Picks(token, odds, torch.special.entr(probability).sum(-1) if self.entropy else None)
+        return self._listed(picks, logits, shown, None)
 
 
 __all__ = ["EnginePicker", "EngineUnembedding"]

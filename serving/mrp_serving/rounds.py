@@ -162,13 +162,16 @@ class Rounds:
         with borrowed(pool, allocator, evict, len(rows), width, self.block) as lent:
             states = min(amount.states, 1 + lent.width)
             amount = Amount(states, min(amount.passes, states - 1), narrow=not lent.width)
+            weight, vocab_size = engine.model.lm_head.weight, engine.model_config.vocab_size
+            whole = drafting is not None and len(weight) >= vocab_size  # else it is spread over devices
             picker = EnginePicker(
-                engine.model.lm_head.weight,
+                weight,
                 self.mask_id,
                 entropy=mode.rule.needs_entropy,
                 dispatch=self.settings.dispatch,
                 unembed=partial(engine.model.unembed, batch),
                 rounded=mode.refine is None,
+                shortlist=drafting.listed(vocab_size) if drafting is not None and whole else 0,
             )
             networks = EngineNetworks(engine, batch, own, lent, mode.uses_head, picker, self.block)
             begun = perf_counter()

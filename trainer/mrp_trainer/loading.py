@@ -37,8 +37,6 @@ def load_tokenizer(source: str, revision: str | None = None, local_files_only: b
     except Exception as error:  # whatever damaged files come to, which libraries read that check little
         if os.path.isdir(source):
             remedy = "save one there, or name another with --tokenizer"
-        elif local_files_only:
-            remedy = f"download its files first (hf download {source} {WITHOUT_WEIGHTS}), or name another with --tokenizer"
         else:
             remedy = "check the name, or name another with --tokenizer"
         raise ValueError(f"the tokenizer of {source!r} cannot be loaded: {remedy} ({_first_line(error)})") from error

@@ -1,7 +1,7 @@
 """Records as token ids: chats through the tokenizer's template, and which of their tokens are learned."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -29,7 +29,6 @@ class RecordEncoder:
         mask_token_id: The model's mask, which clean text must not hold.
         end_token_ids: What ends a turn; the first one is put behind a text that does not end itself. The tokenizer's eos
             token if there are none; give a model's `generation_config.eos_token_id`.
-        template_options: Passed to the chat template, such as `enable_thinking`.
         vocab_size: Ids that decoded texts may have; the tokenizer's if None.
         digest: Of the backbone that decoded texts are for (`trajectories.digest`); None if it is not known.
         with_decoded: Whether decoded texts may be among the records; not where `inverse_level` weighs random masks.
@@ -43,7 +42,6 @@ class RecordEncoder:
     max_length: int
     mask_token_id: int
     end_token_ids: Sequence[int] = ()
-    template_options: Mapping[str, Any] = field(default_factory=dict)
     vocab_size: int | None = None
     digest: str | None = None
     with_decoded: bool = True
@@ -205,7 +203,6 @@ class RecordEncoder:
                 tools=record.tools,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                **self.template_options,
             )
         except (TemplateError, TypeError) as error:
             raise FieldError(record.field_name, f"the chat template refuses it: {error}") from error

@@ -150,7 +150,7 @@ class PackedDataset(Dataset[list[Sample]]):
 
 
 def open_rows(
-    paths: Sequence[str],
+    data: Sequence[str] | Source,
     encoder: RecordEncoder,
     packed: bool = True,
     split: str = "train",
@@ -158,30 +158,14 @@ def open_rows(
     shuffle: bool = True,
     show_progress: bool = True,
 ) -> ChatDataset | PackedDataset:
-    """What to train on, of the paths a user gives: see `open_source` for these, and the classes for the rest.
+    """What to train on, of a source or the paths a user gives: see `open_source` for these, and the classes for the rest.
 
     Raises:
         RecordError: A path is missing, or a record malformed.
         ValueError: The paths do not go together, or no record is short enough.
         ImportError: A folder is given and `datasets` is not installed.
     """
-    return rows_from(open_source(paths, split), encoder, packed, seed, shuffle, show_progress)
-
-
-def rows_from(
-    source: Source,
-    encoder: RecordEncoder,
-    packed: bool = True,
-    seed: int = 0,
-    shuffle: bool = True,
-    show_progress: bool = True,
-) -> ChatDataset | PackedDataset:
-    """What to train on, of a source.
-
-    Raises:
-        RecordError: A record is malformed.
-        ValueError: No record is short enough.
-    """
+    source = open_source(data, split) if isinstance(data, Sequence) else data
     dataset = ChatDataset(source, encoder, seed, shuffle, show_progress=show_progress)
     return PackedDataset(dataset) if packed else dataset
 

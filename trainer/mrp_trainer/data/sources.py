@@ -126,7 +126,7 @@ def source_of(dataset: Any, name: str) -> Source | None:
 
     Args:
         dataset: A `datasets.Dataset`; a list of records, or any other dataset by number whose first item is one; a path that
-            `open_source` takes.
+            `open_source` takes; a source.
         name: What errors call it.
 
     Returns:
@@ -138,6 +138,8 @@ def source_of(dataset: Any, name: str) -> Source | None:
     """
     if isinstance(dataset, str | os.PathLike):
         return open_source([os.fspath(dataset)])
+    if isinstance(dataset, JsonLines | Rows):
+        return dataset
     if not hasattr(dataset, "__len__"):
         raise ValueError(
             f"{name} is a {type(dataset).__name__}, which comes in order only: write its records to a .jsonl file, of which "

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -112,11 +113,12 @@ def compared(name: str, ours: MRPGenerateOutput, right: MRPGenerateOutput, dtype
 def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
     """Compare drafted texts with their targets'."""
     plain: dict[str, Any] = {"graphs": False, "kernels": False} if model.device.type == "cpu" else {}
+    alone = cache(lambda target: decode(model, inputs, decoding=target, **plain))
     for target in TARGETS:
         for mode in drafters(model):
             name = f"drafts of {target} by {mode}"
             try:
-                right = decode(model, inputs, decoding=target, **plain)
+                right = alone(target)
                 ours = decode(model, inputs, decoding=mode, target=target, num_draft_states=states, **plain)
                 yield compared(name, ours, right, model.dtype)
             except Exception as error:  # the others are checked all the same

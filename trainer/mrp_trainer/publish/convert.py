@@ -1,8 +1,7 @@
 """Writes a checkpoint in another layout: ours, the published backbone's (`sdar`) or the published head's (`heavyball`).
 
 `mrp convert heavyball/sdar-4b-mrp-3lyr converted` calls it. The layouts differ in the names of the
-head's tensors and in the fields of the config, so that only the header of each safetensors file is written anew: the numbers
-are copied as bytes, a piece at a time, whatever their type.
+head's tensors and in the fields of the config; the numbers stay as they are, byte for byte.
 """
 
 import json
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from modeling_mrp.generate.option_table import OPTIONS
@@ -34,7 +35,6 @@ from .folder import check_links
 
 Layout = Literal["mrp", "sdar", "heavyball"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
-_PIECE = 16 << 20  # bytes held at a time
 _COPIED = {".json", ".txt", ".jinja", ".model"}  # tokenizers and generation configs: never code, never pickles
 # The fields of a published config that have the same name and meaning in ours, as transformers 4.52 wrote them.
 _SAME_FIELDS = (
@@ -174,14 +174,7 @@ def _write(copied: list[Path], beside: Path, files: list[Path], config: MRPConfi
 
 
 def copy_renamed(source: Path, target: Path, rename: Callable[[str], str]) -> None:
-    """Copies a safetensors file and renames its tensors. The numbers' bytes are copied as they are, in pieces of 16 MiB.
-
-    The file begins with the length of its header (8 bytes, little-endian); the header is JSON, and says where each tensor lies
-    behind it.
-    """
-    with source.open("rb") as reader, target.open("wb") as writer:
-        header = json.loads(reader.read(int.from_bytes(reader.read(8), "little")))
-        renamed = json.dumps({rename(name): entry for name, entry in header.items()}, separators=(",", ":")).encode()
-        renamed += b" " * (-len(renamed) % 8)  # so that the numbers stay aligned
-        writer.write(len(renamed).to_bytes(8, "little") + renamed)
-        shutil.copyfileobj(reader, writer, _PIECE)
+    """Copy a safetensors file and rename its tensors; their bytes stay."""
+    with safe_open(source, "pt") as file:
+        metadata = file.metadata()
+    save_file({rename(name): tensor for name, tensor in load_file(source).items()}, target, metadata)

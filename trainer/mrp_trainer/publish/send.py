@@ -66,7 +66,6 @@ def publish(
     revision: str | None = None,
     create_pr: bool = False,
     commit_message: str | None = None,
-    commit_description: str | None = None,
     token: str | bool | None = None,
     dry_run: bool = False,
     card: ModelCard | Path | None = None,
@@ -88,7 +87,6 @@ def publish(
         revision: The branch, created if it is not there; `main` by default.
         create_pr: Opens a pull request instead of changing `main`.
         commit_message: The commit's title.
-        commit_description: Its text.
         token: As `huggingface_hub` takes it; the saved one by default.
         dry_run: Only says what would be sent, without any connection.
         card: The card to publish. By default the folder's README.md, if a person wrote it or nothing new is to be told; else
@@ -145,7 +143,6 @@ def publish(
                 repo_id,
                 [*additions.values(), *map(CommitOperationDelete, deleted)],
                 commit_message=commit_message or f"Upload {KINDS[found.kind]}",
-                commit_description=commit_description,
                 revision=None if create_pr else branch,
                 create_pr=create_pr,
                 parent_commit=remote.sha,

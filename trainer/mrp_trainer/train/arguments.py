@@ -25,21 +25,6 @@ _LEFT_OUT: dict[str, tuple[Any, str]] = {
 NO_MUON = "muon_learning_rate is set, but Muon needs whole matrices, which FSDP and DeepSpeed shard: leave it unset"
 
 
-def passes_of(rows_per_step: int, rows_at_once: int, processes: int) -> int:
-    """How many passes of `rows_at_once` on each process make a step.
-
-    Raises:
-        ValueError: if a whole number of them does not.
-    """
-    passes, left = divmod(rows_per_step, rows_at_once * processes)
-    if left or passes < 1:
-        raise ValueError(
-            f"rows_per_step is {rows_per_step}: {processes} processes with per_device_train_batch_size {rows_at_once} take "
-            f"{rows_at_once * processes} rows at once, so make it a multiple of that"
-        )
-    return passes
-
-
 @dataclass
 class MRPTrainingArguments(TrainerFlags, TrainingArguments):
     """`TrainingArguments` plus what block diffusion and the head need; the defaults are those of `mrp train`.
@@ -99,7 +84,13 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             self.lr_scheduler_kwargs = dict(MIN_RATE)
         processes = int(os.environ.get("WORLD_SIZE", "1"))  # DeepSpeed's config needs the passes before there are any
         if self.rows_per_step is not None:
-            passes = passes_of(self.rows_per_step, self.per_device_train_batch_size, processes)
+            at_once = self.per_device_train_batch_size * processes
+            passes, left = divmod(self.rows_per_step, at_once)
+            if left or passes < 1:
+                raise ValueError(
+                    f"rows_per_step is {self.rows_per_step}: {processes} processes with per_device_train_batch_size "
+                    f"{self.per_device_train_batch_size} take {at_once} rows at once, so make it a multiple of that"
+                )
             given = vars(self)["gradient_accumulation_steps"]
             if given not in (1, passes):
                 raise ValueError(

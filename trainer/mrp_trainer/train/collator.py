@@ -36,8 +36,7 @@ class DiffusionCollator:
         seed: With a sample's index, decides its noise.
 
     Raises:
-        ValueError: on a number of copies or a `noise_per` that it does not know, or samples with `reveal_step` where
-            `inverse_level` is set.
+        ValueError: on samples with `reveal_step` where `inverse_level` is set.
 
     A batch is the fields of a `PackedBatch`, all columns in whole blocks.
     """
@@ -49,12 +48,6 @@ class DiffusionCollator:
     inverse_level: bool = False
     noise_per: Literal["block", "sample"] = "block"
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.copies not in (1, 2):
-            raise ValueError(f"copies is {self.copies}: 1, or 2 that complement each other")
-        if self.noise_per not in ("block", "sample"):
-            raise ValueError(f"noise_per is {self.noise_per!r}: choose 'block' or 'sample'")
 
     def __call__(self, rows: Sequence[Sample | Sequence[Sample]]) -> dict[str, Any]:  # noqa: D102 - the class says it
         packed = [[self._noisy_and_clean(sample) for sample in samples_of(row)] for row in rows]

@@ -19,14 +19,13 @@ from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
-from ..data.rows import open_rows
-from ..data.sources import check_paths
+from ..data.sources import check_paths, open_source
 from ..heads import with_new_head
 from ..loading import WITHOUT_WEIGHTS, load_tokenizer
 from .arguments import MRPTrainingArguments
 from .callbacks import TellResumption
 from .checkpoints import under_own_class
-from .inputs import bare_model, check_tokenizer, encoder_of
+from .inputs import bare_model
 from .run_folder import check_folder, hold, how_to_go_on, take_over
 from .settings import RunOptions, Settings
 from .trainer import MRPTrainer
@@ -127,7 +126,6 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
         tokenizer = run_tokenizer(settings.options)
         with _undivided(arguments):
             model = load_model(settings)
-        check_tokenizer(tokenizer, bare_model(model))
         trainer = _make_trainer(settings, arguments, model, tokenizer)
         with arguments.main_process_first(desc="the run's folder"):
             if writes and not was_there:
@@ -168,13 +166,9 @@ def _make_trainer(
     settings: Settings, arguments: MRPTrainingArguments, model: Any, tokenizer: PreTrainedTokenizerBase
 ) -> MRPTrainer:
     """The trainer of a run, its data open."""
-    options, packed = settings.options, arguments.packed
-    encoder = encoder_of(model, tokenizer, arguments.max_length, not arguments.inverse_level)
-    rows = open_rows(options.data, encoder, packed, options.split, arguments.seed)
-    held_out = None
-    if options.eval_data:
-        held_out = open_rows(options.eval_data, encoder, packed, split=options.eval_split, shuffle=False)
-    trainer = MRPTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=held_out, processing_class=tokenizer)
+    options = settings.options
+    held_out = open_source(options.eval_data, options.eval_split) if options.eval_data else None
+    trainer = MRPTrainer(model, arguments, open_source(options.data, options.split), held_out, processing_class=tokenizer)
     if options.early_stopping_patience:
         trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
     trainer.add_callback(TellResumption(how_to_go_on(Path(str(arguments.output_dir)), settings)))

@@ -3,7 +3,6 @@
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -132,7 +131,6 @@ class MRPTrainer(Trainer):
         self._trained, self._evaluated = Measures(), Measures()
         self._decoding_attention: str | None = None
         self._steps_done = 0
-        self._since = time.perf_counter()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """As `Trainer.train`; `resume_from_checkpoint=True` takes up the newest whole checkpoint, if any. Behind one of the
@@ -146,7 +144,6 @@ class MRPTrainer(Trainer):
             (newest,) = broadcast_object_list([newest])
             resume_from_checkpoint = None if newest is None else str(newest)
         self._steps_done = (step_of(Path(resume_from_checkpoint)) or 0) if isinstance(resume_from_checkpoint, str) else 0
-        self._since = time.perf_counter()
         bare, attention = bare_model(self.model), self.args.packed_attention
         if attention == "auto":
             attention = "flex_attention" if self.args.device.type == "cuda" else bare.config._attn_implementation
@@ -243,7 +240,7 @@ class MRPTrainer(Trainer):
             items, processes = torch.as_tensor(num_items_in_batch, device=items.device), self.accelerator.num_processes
         loss, measured = self._inside(model, objective, batch, processes / items.clamp(min=1))
         if model.training:
-            self._trained.add({**measured, "response_tokens": (batch.response_tokens, torch.ones(()))})
+            self._trained.add(measured)
         else:
             self._evaluated.add({**measured, "loss": (loss * items, items)})
         return (loss, {}) if return_outputs else loss
@@ -407,12 +404,9 @@ class MRPTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds to a line of training what was measured since the last: KL(B||A), KL(B||A+C) in nats, the share of the gap
-        closed, how often A+C names the same token as B, and response tokens per second."""
+        closed, and how often A+C names the same token as B."""
         if "loss" in logs:
-            measured, now = self._trained.take(self.accelerator), time.perf_counter()
-            tokens, _ = measured.pop("response_tokens", (0.0, 0.0))
-            logs = {**logs, **_summary(measured), "tokens_per_second": tokens / (now - self._since)}
-            self._since = now
+            logs = {**logs, **_summary(self._trained.take(self.accelerator))}
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
