@@ -43,8 +43,8 @@ class Recording:
     def __getattr__(self, name: str) -> Any:
         real = getattr(self.networks, name)
 
-        def noting(*arguments: Any) -> Any:
-            self.said.append(real(*arguments))
+        def noting(*arguments: Any, **named: Any) -> Any:
+            self.said.append(real(*arguments, **named))
             return self.said[-1]
 
         return noting if name in SAID else real
@@ -62,7 +62,7 @@ class Replay:
 
     def __init__(self, said: Sequence[Any]) -> None:
         again = iter(said)
-        self.prefill = self.score = self.head = self.picked = lambda *_: next(again)
+        self.prefill = self.score = self.head = self.picked = lambda *_, **__: next(again)
         self.commit = self.widen = lambda *_: None
         self.attending = torch.inference_mode
 

@@ -183,7 +183,7 @@ ORDER = "steps count from 0, and decoding ends a block of 4 before the next"
 MALFORMED = {
     "no ids": ({"response_start": 1, "reveal_step": [0]}, "reveal_step", NOT_WRITTEN),
     "two layouts": ({**GOOD, "text": "a"}, "reveal_step", "found 'text' and 'reveal_step': a record has one layout"),
-    "ids type": ({**GOOD, "ids": "9 8"}, "reveal_step", NOT_WRITTEN),
+    "id bool": ({**GOOD, "ids": [9, True, 7, 6, 5, 1]}, "reveal_step", NOT_WRITTEN),
     "id above": ({**GOOD, "ids": [9, 8, 50, 6, 5, 1]}, "ids", "found 50: needed are ids from 0 to 49"),
     "mask": ({**GOOD, "ids": [9, 8, 7, 2, 5, 1]}, "ids", "found 2: needed are ids"),
     "start above": ({**GOOD, "response_start": 6}, "reveal_step", NOT_WRITTEN),

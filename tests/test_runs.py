@@ -85,7 +85,7 @@ def test_flags_win_over_yaml_and_that_over_defaults(tmp_path: Path) -> None:
         ("learning_rat: 1", r"bad\.yaml: nothing is called 'learning_rat' here: did you mean learning_rate"),
         ("unroll: two", r"bad\.yaml: unroll is 'two', and must be int"),
         ("fsdp: 1", r"fsdp is 1, and must be bool \| str \| None"),
-        ("learning_rate: fast", "learning_rate is 'fast', and must be float"),
+        ("learning_rate: true", "learning_rate is True, and must be float"),
         ("data: chats.jsonl", r"data is 'chats.jsonl', and must be list\[str\]"),
         ("resume_from_checkpoint: a", "nothing is called 'resume_from_checkpoint'"),
         ("objective: block_diffusion", "is for another objective than 'mrp': use the other command"),
