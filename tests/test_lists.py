@@ -1,11 +1,14 @@
 """The list operations: the words against the answer, the judge, and the length that is held out."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from mrp_trainer.data.tasks import FAMILIES, SPLITS, Problem, judge, problems
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
 
+from benchmarks.common import read_lines
 from benchmarks.frontier import by_kind, rule_settings, setting_name
 from modeling_mrp.generate.option_table import TARGETS
 
@@ -54,3 +57,13 @@ def test_what_the_embedded_checkpoint_did_not_learn_is_measured_only_when_named(
     names = [setting_name(setting) for setting in rule_settings(family="lists")]
     assert len(set(names)) == len(names) == 2 * len(TARGETS)
     assert {"klass", "self_spec of klass K=4"} < set(names)
+
+
+def test_lines_of_weights_that_are_not_kept_are_those_of_the_last(tmp_path: Path) -> None:
+    headers = [{"benchmark": "frontier", "backbone": name, "head": None, "deciding": "then"} for name in ("old", "new")]
+    lines = [{"accuracy": number, "head_per_token": 0.0} for number in (1, 2)]
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(f"{json.dumps(one)}\n" for pair in zip(headers, lines, strict=True) for one in pair))
+    assert read_lines(path, embedded=False) == lines[1:]
+    with pytest.raises(ValueError, match="measured with the backbone old"):
+        read_lines(path)
