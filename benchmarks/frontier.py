@@ -7,8 +7,8 @@ alone; the rules of `mrp_remask`; `mrp_direct`; four targets drafted by `self_sp
 them.
 
 With `--rules [NAME ...]` it decodes with reveal rules instead, those from papers as published: alone, and drafted by `mrp_spec`
-with one head pass (`--count 40` shows what differs; `python -m benchmarks.tables rules`). Of `--family lists` each kind has lines
-of its own, and `self_spec` drafts: a `--model` trained on it needs no head (`python -m benchmarks.tables lists`).
+with one head pass (`--count 40` shows what differs; `python -m benchmarks.tables rules`). Of `--family lists` each kind has
+lines of its own, and `self_spec` drafts: a `--model` trained on it needs no head (`python -m benchmarks.tables lists`).
 
 Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has one there, of the weights that it
 uses, is not measured again. `python -m benchmarks.tables frontier` (`targets`, `break_even`, `headline`, `eager`) prints
