@@ -62,17 +62,22 @@ def embedded_weights() -> dict[str, str | None]:
     return digests(load(TINY)[0])
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, embedded: bool = True) -> list[dict[str, Any]]:
     """Read the measurements that a command left, without their headers.
 
     Lines of other weights than the embedded ones, or of code that decided otherwise, are left out where today's have been
     measured behind them. What was measured before headers noted that code is read: it is of the commit that they name.
 
+    Args:
+        path: The file.
+        embedded: If False, the lines are of a checkpoint that is not kept, the last that the file names, at the commits that it
+            names: what decides today is not compared, since nobody can measure again without training again.
+
     Raises:
         ValueError: The file holds lines of other weights or code and ends with them.
     """
-    weights = {**embedded_weights(), "deciding": deciding()}
     measured = list(with_headers(map(json.loads, path.read_text().splitlines())))
+    weights = {**embedded_weights(), "deciding": deciding()} if embedded else {**measured[-1][0], "deciding": None}
     others = {place: other_weights(header, line, weights) for place, (header, line) in enumerate(measured)}
     stale = [place for place, part in others.items() if part is not None]
     if stale and other_weights(measured[-1][0], {}, weights):

@@ -4,6 +4,7 @@
 `frontier` accuracy and cost of every mode and setting, `undrafted` without the drafted ones; `targets` every target, alone and
 drafted, `summary` the same in short, and `break_even` what a head pass may cost; `headline` drafts of `static` beside the
 released reference; `eager` what `mrp_remask` makes of eager reveals. `rules` every reveal rule, from `tiny_rules.jsonl`;
+`lists` the same on lists, with weights of their own, from `tiny_lists.jsonl`;
 `heldout` the card's, from `tiny_heldout_{math,code}.jsonl`; `novel` and `published_head` from the files of these names behind
 `tiny_`; `turns` from `turns.jsonl`; `provenance` says at which commit each file was measured.
 
@@ -23,7 +24,7 @@ from mrp_trainer.evaluate.cost import break_even as affordable
 from mrp_trainer.publish.card import markdown_table, results_table
 
 from .common import RESULTS, parser_of, read_lines
-from .frontier import JUDGED, RULE_STATES, STATES, on_frontier, setting_name
+from .frontier import JUDGED, LISTS_STATES, RULE_STATES, STATES, on_frontier, setting_name
 from .targets import RULES, TARGETS, alone, drafted
 
 Line = dict[str, Any]
@@ -218,6 +219,21 @@ def rules(folder: Path = RESULTS) -> str:
     return markdown_table(["rule", *head, "texts that differ"], rows)
 
 
+def lists(folder: Path = RESULTS) -> str:
+    """Lists that each reveal rule gets right, with 95 % intervals of the shuffled, and its tokens per forward, by kind."""
+    lines = read_lines(folder / "tiny_lists.jsonl", embedded=False)
+    of, rows = {(line["kind"], setting_name(line)): line for line in lines}, []
+    kinds = ("copy", "reverse", "replace", "shuffle")
+    for target in RULES:
+        ways = [alone(target), drafted("self_spec", target, LISTS_STATES)]
+        own, draft = ([of[kind, setting_name(way)] for kind in kinds] for way in ways)
+        solved = [*(f"{line['accuracy']:.1f}" for line in own[:-1]), interval(own[-1], "accuracy", 1)]
+        speeds = [", ".join(f"{line['tokens_per_forward']:.2f}" for line in way) for way in (own, draft)]
+        rows.append([f"`{target}`", *solved, *speeds, str(sum(line["texts_that_differ"] for line in draft))])
+    head = [*(f"{kind} %" for kind in kinds), f"alone ({', '.join(kinds)})", f"drafted, K = {LISTS_STATES}"]
+    return markdown_table(["rule", *head, "texts that differ"], rows)
+
+
 def heldout(folder: Path = RESULTS) -> str:
     """Accuracy and cost of the modes that the card shows."""
     return results_table([line for family in JUDGED for line in read_lines(folder / f"tiny_heldout_{family}.jsonl")])
@@ -282,7 +298,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     table.__name__: table
     for table in (
         *(frontier, undrafted, summary, targets, break_even, headline, eager),
-        *(rules, heldout, novel, published_head, turns, provenance),
+        *(rules, lists, heldout, novel, published_head, turns, provenance),
     )
 }
 
