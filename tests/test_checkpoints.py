@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from mrp_trainer.train.arguments import MRPTrainingArguments
+from mrp_trainer.train.checkpoints import last_whole_checkpoint
 from mrp_trainer.train.trainer import MRPTrainer
 from safetensors.torch import load_file, save_file
 from training_runs import OPTIONS, Rows, small_model
@@ -71,3 +72,10 @@ def test_a_backbone_that_trains_is_saved_and_loses_its_name(loaded: MRPForCausal
     assert load_file(tmp_path / "checkpoint-1" / "model.safetensors").keys() == loaded.state_dict().keys()
     with pytest.raises(ValueError, match="base_model_name_or_path"):
         loaded.save_pretrained(tmp_path / "head", head_only=True)
+
+
+def test_the_newest_checkpoint_is_that_of_the_greatest_step(tmp_path: Path) -> None:
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
