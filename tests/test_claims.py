@@ -35,6 +35,7 @@ def printed(command: Any) -> str:
         ("docs/results.md", tables.headline),
         ("docs/results.md", tables.eager),
         ("docs/rules.md", tables.rules),
+        ("docs/rules.md", tables.lists),
         ("benchmarks/README.md", tables.undrafted),
         ("benchmarks/README.md", lambda: printed(cost_model)),
         ("benchmarks/README.md", lambda: cost_model.tables(["H200"], ["30b-a3b"], [1, 4, 8, 16, 32, 64], [4, 8], 512)),
