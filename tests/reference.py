@@ -267,7 +267,8 @@ class Row:
             shown = shown + gumbel_noise(keys, made.shape[1], made.dtype)
         token, logp = shown.argmax(-1), made.log_softmax(-1)
         logprob, entropy = logp.gather(1, token[:, None])[:, 0].tolist(), torch.special.entr(logp.exp()).sum(-1).tolist()
-        told = zip(scores, token.tolist(), log_odds(made, token), logprob, entropy, made, kept, strict=True)
+        odds = [one if some else -torch.inf for one, some in zip(log_odds(made, token), kept.any(-1), strict=True)]
+        told = zip(scores, token.tolist(), odds, logprob, entropy, made, kept, strict=True)
         return {position: Pick(position, *rest) for position, *rest in told}
 
     def shortlisted(self, state: State, hidden: Tensor, stale: dict[int, Pick]) -> Said:

@@ -95,9 +95,9 @@ def test_what_a_round_launches(tapes: type[TapeRecorder], monkeypatch: pytest.Mo
     def watched(name: str) -> Any:
         method = getattr(Networks, name)
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **more: Any) -> Any:
             with Seen() as seen:
-                out = method(*args)
+                out = method(*args, **more)
             counted[name].append(launches(seen.operations).total())
             return out
 
