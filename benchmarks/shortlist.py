@@ -6,7 +6,6 @@ one head pass: tokens a forward of every target with the whole vocabulary, and w
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from mrp_trainer.data.problems import encode
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from modeling_mrp.generate.budget import Amount, Fixed
 from modeling_mrp.generate.loop import Decoder, Drafting, Mode
+from modeling_mrp.generate.option_table import ids_of
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.picker import Picker, Picks, Spots
@@ -50,18 +50,12 @@ def decoded(
     options = MRPGenerationConfig(decoding="mrp_spec", target=target, num_draft_states=states, **TARGETS[target])
     options.check(model.config.block_size, has_head=True)
     mode = Mode(options.mode(model.config.block_size).rule, drafting=Drafting(states, 3, 1))
-    networks, rows = greedy_decode(model, mode, [prompt], new, options_eos(model), max(2, states))
+    networks, rows = greedy_decode(model, mode, [prompt], new, ids_of(model.generation_config.eos_token_id), max(2, states))
     watched = Watched(**{name: getattr(networks.picker, name) for name in Picker.__dataclass_fields__})
     networks.picker, networks.drafter = replace(networks.picker, shortlist=size), replace(watched, entropy=False)
     Decoder(mode, networks, Fixed(Amount(states, 1))).decode(rows, [0])
     (row,) = rows
     return (row.stop or row.limit) - row.prompt, row.counts.forwards, networks.drafter.seen
-
-
-def options_eos(model: MRPForCausalLM) -> list[int]:
-    """List the ids that end a text."""
-    eos: Any = model.generation_config.eos_token_id
-    return eos if isinstance(eos, list) else [eos]
 
 
 def main(arguments: list[str] | None = None) -> None:
