@@ -207,12 +207,12 @@ def eager(folder: Path = RESULTS) -> str:
 
 
 def rules(folder: Path = RESULTS) -> str:
-    """Problems that each reveal rule solves, with 95 % intervals, and its tokens per forward, alone and drafted: math, code."""
+    """Problems that each reveal rule solves, with 95 % intervals, and its tokens per unit, alone and drafted: math, code."""
     of, rows = {(line["family"], setting_name(line)): line for line in read_lines(folder / "tiny_rules.jsonl")}, []
     for target in RULES:
         ways = [alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in RULE_STATES)]
         made = [[of[family, setting_name(way)] for family in JUDGED] for way in ways]
-        pairs = [", ".join(f"{line['tokens_per_forward']:.2f}" for line in pair) for pair in made]
+        pairs = [", ".join(f"{charged(line)['tokens_per_unit']:.2f}" for line in pair) for pair in made]
         differ = sum(line["texts_that_differ"] for pair in made[1:] for line in pair)
         rows.append([f"`{target}`", *(interval(line, "accuracy", 1) for line in made[0]), *pairs, str(differ)])
     head = [*(f"{family} %" for family in JUDGED), "alone", *(f"K = {states}" for states in RULE_STATES)]
