@@ -24,7 +24,7 @@ from ..rules.published import (
 )
 from ..rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, schedule_of
 from .budget import WIDTHS
-from .loop import Drafting, Mode
+from .loop import BRANCHES, CROWD, Drafting, Mode
 from .option_table import DECODINGS, DRAFTING, OPTIONS, DecodingOptions, check_supported, check_values, closest_name, ids_of
 from .refine import Direct, Refinement, RereadRemask, ResidualRemask, ThresholdRemask
 
@@ -119,8 +119,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             )
         check_supported(vars(self))
 
-    def mode(self, block_size: int) -> Mode:
-        """Look up what is revealed, refined and drafted, of options that were checked."""
+    def mode(self, block_size: int, rows: int = 1) -> Mode:
+        """Look up what is revealed, refined and drafted in a call of so many rows, of options that were checked."""
         options: Any = self  # none of them None
         name, auto = options.decoding, options.num_draft_states == "auto"
         if name in _REFINED:
@@ -131,7 +131,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         states = WIDTHS[-1] if auto else options.num_draft_states
         passes = min(options.draft_passes, states - 1) if name == "mrp_spec" else 0
         few = options.draft_shortlist if name == "mrp_spec" else None
-        drafting = Drafting(states, options.draft_branches, passes, auto, few)
+        branches = options.draft_branches or (BRANCHES if rows < CROWD else 1)
+        drafting = Drafting(states, branches, passes, auto, few)
         return Mode(_RULES[options.target](self, block_size), drafting=drafting)
 
     def eos_ids(self) -> list[int]:
