@@ -7,12 +7,13 @@ writes keys and values before it reads them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from modeling_mrp.networks.networks import Hidden, Networks, gathered
+from modeling_mrp.networks.picker import Picker
 from modeling_mrp.rules.state import Row, Scores, State
 
 from .picker import Pickers, Sampling
@@ -182,8 +183,8 @@ class EngineNetworks(Networks):
     ) -> None:
         self.engine, self.batch, self.own, self.lent = engine, batch, own, lent
         self.with_head, self.block = with_head, block
-        self.pickers: Any = pickers
-        self.picker = self.drafter = self.pickers
+        self.pickers, each = pickers, cast(Picker, pickers)  # they have all of it that `Networks` asks for
+        self.picker = self.drafter = each
         self.device, self.graph_ran, self.shifted = batch.input_ids.device, False, False
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._scored: Tensor | None = None
