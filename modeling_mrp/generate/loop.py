@@ -27,11 +27,6 @@ from .budget import Amount, Budget
 from .refine import Refinement, refined
 
 
-# Followers of a state that are considered, and from how many rows on it is one: a chain comes to nearly as much (1 to 5 % fewer
-# tokens a forward), and what the host decides takes a quarter less, which adds up over the rows (`benchmarks/NOTES.md`).
-BRANCHES, CROWD = 3, 16
-
-
 @dataclass(frozen=True)
 class Drafting:
     """The amount of drafting: states that may follow, scored together in one forward. Drafts never change the text.

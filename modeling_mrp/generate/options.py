@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 from transformers.utils import logging as transformers_logging
 
+from ..rules.draft import BRANCHES, CROWD
 from ..rules.memory import BoundedAdaptive, Coherent, Credit, Klass, SlowFast
 from ..rules.published import (
     ConfidenceAdaptive,
@@ -24,7 +25,7 @@ from ..rules.published import (
 )
 from ..rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, schedule_of
 from .budget import WIDTHS
-from .loop import BRANCHES, CROWD, Drafting, Mode
+from .loop import Drafting, Mode
 from .option_table import DECODINGS, DRAFTING, OPTIONS, DecodingOptions, check_supported, check_values, closest_name, ids_of
 from .refine import Direct, Refinement, RereadRemask, ResidualRemask, ThresholdRemask
 

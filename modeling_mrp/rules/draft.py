@@ -19,6 +19,10 @@ from .noise import gumbel, noise_key
 from .reveal import RevealRule
 from .state import Key, Row, Scores, State
 
+# Followers of a state that are considered, and from how many rows on it is one: a chain comes to nearly as much (1 to 5 % fewer
+# tokens a forward), and what the host decides takes a quarter less, which adds up over the rows (`benchmarks/NOTES.md`).
+BRANCHES, CROWD = 3, 16
+
 
 class Node:
     """A state that a round submits.
@@ -37,8 +41,8 @@ class Node:
         self.source: Final = source
 
 
-# A state that may be drafted: the one before it, the columns revealed there and the name of what they make (no columns: it is the
-# state before), what told of it, and its parent.
+# A state that may be drafted: the one before it, the columns revealed there and the name of what they make (no columns: it is
+# the one before), what told of it, and its parent.
 Follower = tuple[State, Sequence[int], Key, Scores | None, int]
 
 
