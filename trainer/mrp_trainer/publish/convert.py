@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig, Qwen3Config
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from modeling_mrp.generate.option_table import OPTIONS
@@ -36,32 +37,8 @@ from .folder import check_links
 Layout = Literal["mrp", "sdar", "heavyball"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _COPIED = {".json", ".txt", ".jinja", ".model"}  # tokenizers and generation configs: never code, never pickles
-# The fields of a published config that have the same name and meaning in ours, as transformers 4.52 wrote them.
-_SAME_FIELDS = (
-    "attention_bias",
-    "attention_dropout",
-    "block_size",
-    "bos_token_id",
-    "eos_token_id",
-    "head_dim",
-    "hidden_act",
-    "hidden_size",
-    "initializer_range",
-    "intermediate_size",
-    "mask_token_id",
-    "max_position_embeddings",
-    "max_window_layers",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "pad_token_id",
-    "rms_norm_eps",
-    "sliding_window",
-    "tie_word_embeddings",
-    "use_cache",
-    "use_sliding_window",
-    "vocab_size",
-)
+# Fields of Qwen3's config that the published one, as transformers 4.52 wrote it, has otherwise or not at all.
+_OTHERWISE = {"architectures", "dtype", "layer_types", "model_type", "rope_parameters"}
 
 
 def published_name(name: str) -> str:
@@ -72,7 +49,8 @@ def published_name(name: str) -> str:
 def published_fields(config: MRPConfig) -> dict[str, Any]:
     """A config in the published spelling: `heavyball` if it has a head, `sdar` if not."""
     saved = config.to_dict()
-    fields = {name: saved.get(name) for name in _SAME_FIELDS}
+    known = vars(Qwen3Config()).keys() - vars(PreTrainedConfig()).keys() - _OTHERWISE
+    fields = {name: value for name, value in saved.items() if name in known or name in ("block_size", "mask_token_id")}
     rope = dict(config.rope_parameters)
     fields["rope_theta"] = rope.pop("rope_theta")
     fields["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
