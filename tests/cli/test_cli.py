@@ -16,7 +16,6 @@ from mrp_trainer.evaluate import command as evaluate
 from mrp_trainer.evaluate.options import EvaluateOptions
 from mrp_trainer.evaluate.questions import JUDGES
 from mrp_trainer.heads import NEW_HEADS
-from mrp_trainer.publish.convert import LAYOUTS
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.options import RunOptions, TrainCommand
 from mrp_trainer.train.reveals import REVEAL_RULES
@@ -113,7 +112,6 @@ def test_choices_are_those_of_the_modules() -> None:
     assert choices(cli.train_head, "head_init") == set(NEW_HEADS)
     assert choices(cli.train_head, "reveal_rule") == set(REVEAL_RULES)
     assert choices(cli.evaluate, "judge") == set(JUDGES)
-    assert choices(cli.convert, "layout") == set(LAYOUTS)
 
 
 def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,4 +1,4 @@
-"""The console script `mrp`: train, decode, evaluate, show, serve, check a machine, make tasks, convert, publish.
+"""The console script `mrp`: train, decode, evaluate, show, serve, check a machine, make tasks, publish.
 
 ``python -m mrp_trainer.cli`` is the same. Commands import what they need when they run, so that help comes at once.
 """
@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -167,23 +167,6 @@ def tasks(
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(text, encoding="utf-8")
             typer.echo(f"wrote {len(lines)} records to {output}")
-
-
-@app.command()
-def convert(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint: folder or Hub id.")],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write: new, or empty.")],
-    layout: Annotated[
-        Literal["mrp", "sdar", "heavyball"], typer.Option(help="Layout: this package's, the published backbone's, or head's.")
-    ] = "mrp",
-) -> None:
-    """Write a checkpoint in another layout, its numbers byte for byte."""
-    with told():
-        from ..publish.convert import convert as convert_checkpoint
-
-        written = convert_checkpoint(located(source), target, layout)
-    size = sum(path.stat().st_size for path in written.iterdir())
-    typer.echo(f"wrote {written} in the layout {layout}: {size:,} bytes")
 
 
 _KIND, _TARGET, _CARD = "What is pushed", "Where to", "Card"
