@@ -181,7 +181,7 @@ About = Annotated[
 
 @app.command()
 def push(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER_OR_ID", help="What training saved, or a repository to copy.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="What training saved.")],
     repo_id: Annotated[str, typer.Argument(metavar="REPO", help="Repository: org/name, or a name among your own.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list files and sizes; no connection is made.")] = False,
     head_only: Annotated[
@@ -200,9 +200,6 @@ def push(
         bool, typer.Option("--pull-request", rich_help_panel=_TARGET, help="Open a pull request, leave main alone.")
     ] = False,
     message: Annotated[str | None, typer.Option(rich_help_panel=_TARGET, help="The commit's title.")] = None,
-    card: Annotated[
-        Path | None, typer.Option(metavar="FILE", rich_help_panel=_CARD, help="Publish this card, not a rendered one.")
-    ] = None,
     new_card: Annotated[
         bool, typer.Option("--new-card", rich_help_panel=_CARD, help="Render the card even where a person wrote one.")
     ] = False,
@@ -226,12 +223,11 @@ def push(
             kind,
             base_model,
             base_revision,
-            dry_run,
+            dry_run=dry_run,
             private=not public,
             revision=branch,
             create_pr=pull_request,
             commit_message=message,
-            card=card,
             new_card=new_card,
             results=results or [],
             about=about,

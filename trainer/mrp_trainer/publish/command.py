@@ -1,4 +1,4 @@
-"""What `mrp push` and `mrp card` do with a folder or a repository: push a full model, a head or an adapter, render a card."""
+"""What `mrp push` and `mrp card` do with a folder: push a full model, a head or an adapter, render a card."""
 
 import json
 import shutil
@@ -8,9 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.layouts import is_hub_id
 
@@ -19,28 +16,7 @@ from .card import About, is_own_card, read_results, render_card
 from .cardtext import PICTURE
 from .folder import Folder, read_folder
 from .hub import CONFIGS, KINDS
-from .send import Publication, explained, publish
-
-_DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "README.md", PICTURE]  # code is written anew
-
-
-def _folder_of(folder_or_id: str, dry_run: bool) -> Path:
-    """A checkpoint's folder, downloaded if it is the id of a repository; a dry run takes it from the cache.
-
-    Raises:
-        ValueError: if it is neither, or a dry run would have to download it.
-        OSError: if the repository cannot be read.
-    """
-    if Path(folder_or_id).is_dir():
-        return Path(folder_or_id)
-    try:
-        with explained("download"):
-            return Path(snapshot_download(folder_or_id, allow_patterns=_DOWNLOADED, local_files_only=dry_run))
-    except HFValidationError as error:
-        raise ValueError(f"{folder_or_id!r} is neither a folder nor the id of a repository ('org/name')") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        why = "a dry run downloads nothing" if dry_run else str(error)
-        raise ValueError(f"{folder_or_id} is no folder, and as a repository it is not in the cache: {why}") from error
+from .send import Publication, publish
 
 
 @contextmanager
@@ -102,31 +78,25 @@ def _copy_recipe(source: Path, target: Path) -> None:
 
 
 def push(
-    folder_or_id: str,
+    folder: str,
     repo_id: str,
     kind: str | None = None,
     base_model: str | None = None,
     base_revision: str | None = None,
-    dry_run: bool = False,
     **options: Any,
 ) -> Publication:
-    """Publishes a checkpoint's folder, or a repository under another name.
+    """Publishes a checkpoint's folder.
 
     Args:
-        folder_or_id: The folder, or the id of a repository.
+        folder: The folder.
         repo_id: Where to, "org/name", or "name" for a repository of the user's own.
         kind: "head" to publish the head of a full model alone; "adapter" or "full" to make sure of what it is.
-        base_model: For the head of a full model, or a head or an adapter that names another: the repository of its base. By
-            default, if the full model came from one, that one.
+        base_model: For the head of a full model, or a head or an adapter that names another: the repository of its base.
         base_revision: The backbone's commit, branch or tag.
-        dry_run: Only says what would be sent, without any connection.
         options: As `mrp_trainer.publish.publish` takes them.
     """
-    folder = _folder_of(folder_or_id, dry_run)
-    if kind == "head" and base_model is None and not Path(folder_or_id).is_dir() and read_folder(folder).kind == "full":
-        base_model, base_revision = folder_or_id, folder.name  # a snapshot's folder is called by its commit
-    with _as_kind(folder, kind, base_model, base_revision) as chosen:
-        return publish(chosen, repo_id, dry_run=dry_run, **options)
+    with _as_kind(Path(folder), kind, base_model, base_revision) as chosen:
+        return publish(chosen, repo_id, **options)
 
 
 def card(folder: str, name: str | None, results: list[str], about: str | None) -> str:
