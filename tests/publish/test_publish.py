@@ -345,7 +345,7 @@ def test_the_command_pushes_and_copies(hub: HubServer, client: HubClient, folder
         main(["push", {str(folders["full"])!r}, {repo!r}, "--public", "--message", "From the shell"])
         from huggingface_hub import snapshot_download
         main(["push", snapshot_download({repo!r}), "alice/copy", "--branch", "b"])
-        main(["push", {str(folders["full"])!r}, "alice/other", "--head-only", "--base-model", "org/b", "--pull-request"])
+        main(["push", {str(folders["head"])!r}, "alice/other", "--base-model", "org/b", "--pull-request"])
         """
     )
     assert done.error is None
@@ -365,9 +365,7 @@ def test_the_command_pushes_and_copies(hub: HubServer, client: HubClient, folder
 def test_the_command_says_what_is_wrong(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     full = str(folders["full"])
     for arguments, message in (
-        (["push", full, "org/name", "--adapter"], "holds a full model, not an adapter: leave out the option"),
-        (["push", str(folders["adapter"]), "org/name", "--head-only"], "holds an adapter, not an MRP head"),
-        (["push", full, "org/name", "--head-only"], "does not say where its backbone is on the Hub: give --base-model"),
+        (["push", full, "org/name", "--branch", "b", "--pull-request"], "push to a branch, or open a pull request"),
         (["push", full, "org/name", "--base-model", "org/b"], "the backbone is to be org/b, but .* holds a full model"),
         (
             ["push", "org/elsewhere", "org/name"],

@@ -184,16 +184,10 @@ def push(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="What training saved.")],
     repo_id: Annotated[str, typer.Argument(metavar="REPO", help="Repository: org/name, or a name among your own.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list files and sizes; no connection is made.")] = False,
-    head_only: Annotated[
-        bool, typer.Option("--head-only", rich_help_panel=_KIND, help="Push the head of a full model alone.")
-    ] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", rich_help_panel=_KIND, help="Push a peft adapter.")] = False,
     base_model: Annotated[
-        str | None, typer.Option(metavar="ID", rich_help_panel=_KIND, help="With --head-only: the backbone on the Hub.")
+        str | None, typer.Option(metavar="ID", rich_help_panel=_KIND, help="Of a head or an adapter: its base on the Hub.")
     ] = None,
-    base_revision: Annotated[
-        str | None, typer.Option(rich_help_panel=_KIND, help="The backbone's commit, branch or tag.")
-    ] = None,
+    base_revision: Annotated[str | None, typer.Option(rich_help_panel=_KIND, help="The base's commit, branch or tag.")] = None,
     public: Annotated[bool, typer.Option("--public", rich_help_panel=_TARGET, help="Create it public, not private.")] = False,
     branch: Annotated[str | None, typer.Option(rich_help_panel=_TARGET, help="Push to this branch.")] = None,
     pull_request: Annotated[
@@ -208,19 +202,11 @@ def push(
 ) -> None:
     """Push a full model, a head or an adapter to the Hub in one commit, private unless told."""
     with told():
-        for one, other, names in (
-            (head_only, adapter, "--head-only and --adapter"),
-            (branch, pull_request, "--branch and --pull-request"),
-        ):
-            if one and other:
-                raise ValueError(f"{names}: give one of them")
         from ..publish.command import push as push_checkpoint
 
-        kind = "head" if head_only else "adapter" if adapter else None
         done = push_checkpoint(
             located(folder),
             repo_id,
-            kind,
             base_model,
             base_revision,
             dry_run=dry_run,
