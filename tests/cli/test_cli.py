@@ -200,7 +200,10 @@ def test_tasks(tmp_path: Path) -> None:
         (["train", "backbone", *TRAIN, "--data", str(ROOT / "LICENSE"), "--eval-data", "no.jsonl"], "no.jsonl: there is no"),
         (["train", "backbone", "--config", "sdar-4b-mrp", "--output-dir", "o"], "nothing is called 'head_layers' here"),
         (["tasks", "--family", "math", "--count", "1", "--output", "."], "Is a directory"),
-        (["push", str(TINY), "org/name", "--branch", "b", "--pull-request"], "create_pr=True: push to a branch, or open a pull request"),
+        (
+            ["push", str(TINY), "org/name", "--branch", "b", "--pull-request"],
+            "create_pr=True: push to a branch, or open a pull request",
+        ),
     ],
 )
 def test_errors_in_a_line(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ import torch
 from conftest import ROOT, TINY
 from hub_client import HubClient
 from hub_server import HubServer, run_python
-from mrp_trainer.data.rows import open_rows
+from mrp_trainer.data.rows import RecordRows
 from mrp_trainer.data.samples import samples_of
+from mrp_trainer.data.sources import open_source
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.inputs import encoder_of
 from mrp_trainer.train.settings import read_settings
@@ -83,8 +84,8 @@ def test_records_become_the_rows_that_the_command_reads(
     if given is in_a_table:
         Path(path).write_text("\n".join(map(json.dumps, [*RECORDS[:7], RECORDS[8]])))
     encoder = encoder_of(trainer.model, tiny_tokenizer, 64)
-    assert contents(trainer.train_dataset) == contents(open_rows([path], encoder, packed, seed=7))
-    assert contents(trainer.eval_dataset) == contents(open_rows([path], encoder, packed, shuffle=False))
+    assert contents(trainer.train_dataset) == contents(RecordRows(open_source([path]), encoder, packed, seed=7))
+    assert contents(trainer.eval_dataset) == contents(RecordRows(open_source([path]), encoder, packed, shuffle=False))
 
 
 @pytest.mark.parametrize("objective", ["mrp", "block_diffusion"])
