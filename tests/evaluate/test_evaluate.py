@@ -66,17 +66,14 @@ def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[s
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_text_without_a_right_answer_is_compared_with_static(capsys: pytest.CaptureFixture[str]) -> None:
-    """Real source text has no accuracy; `static` is decoded for comparison without being asked for."""
-    lines = lines_of(capsys, "--family source --count 2 --max-new-tokens 20 --target static --decoding mrp_spec sequential")
-    assert [line["decoding"] for line in lines] == ["mrp_spec", "sequential"]
+def test_text_without_a_right_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Real source text has no accuracy; texts are compared with those of the first mode."""
+    lines = lines_of(capsys, "--family source --count 2 --max-new-tokens 20 --target static --decoding static mrp_spec")
+    assert [line["decoding"] for line in lines] == ["static", "mrp_spec"]
     for line in lines:
         assert line["accuracy"] is None
         assert "accuracy_95" not in line
-        low, high = line["identical_to_static_95"]
-        assert low <= line["identical_to_static"] <= high
-    assert lines[0]["identical_to_static"] == lines[0]["identical_to_first"] == 100
-    assert lines[1]["identical_to_static"] == lines[1]["identical_to_first"]
+        assert line["identical_to_first"] == line["identical_to_first_95"][1] == 100
 
 
 @pytest.mark.parametrize("states", ["auto"])
@@ -101,7 +98,7 @@ def test_what_is_drafted_by_default_is_the_checkpoints_own(
 
 def test_every_interval_holds_its_value(capsys: pytest.CaptureFixture[str]) -> None:
     spec, remask = lines_of(capsys, "--family math --count 6 --decoding mrp_spec mrp_remask --tau 0.3 --states 6")
-    for name in ("accuracy", "tokens_per_forward", "mean_accepted_length", "identical_to_static"):
+    for name in ("accuracy", "tokens_per_forward", "mean_accepted_length", "identical_to_first"):
         low, high = spec[f"{name}_95"]
         assert low <= spec[name] <= high
     for rate, (low, high) in zip(spec["acceptance_by_depth"], spec["acceptance_by_depth_95"], strict=True):
@@ -132,7 +129,7 @@ def test_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     found = json.loads(line)
     assert shown[0] == f"--- {asked[0].prompt}"
     assert shown[-1] == "[right]"
-    assert (found["file"], found["accuracy"], found["identical_to_static"]) == (str(path), 50, 100)
+    assert (found["file"], found["accuracy"]) == (str(path), 50)
     for name in ("tokens_per_forward", "acceptance_by_depth", "drafted", "accepted"):
         assert found[name] == known[name]
     other = lines_of(capsys, *common[:-2], "--prompts", str(chats), "--judge", "contains")[0]
@@ -211,14 +208,14 @@ def test_the_refusals_come_before_the_weights(without_weights: Path, capsys: pyt
 
 
 def test_other_options_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They reach `generate` in every mode and the `static` that is compared with, and are part of what a line measures."""
+    """They reach `generate` in every mode, and are part of what a line measures."""
     path = tmp_path / "out.jsonl"
     common = f"--family source --count 2 --max-new-tokens 16 --target static --output {path}"
     plain = lines_of(capsys, common, "--decoding mrp_spec")
-    sampled = lines_of(capsys, common, "--decoding mrp_spec --set do_sample=true seed=3 temperature=8e-1 top_k=0")
+    sampled = lines_of(capsys, common, "--decoding mrp_spec static --set do_sample=true seed=3 temperature=8e-1 top_k=0")
     assert "set" not in plain[0]
     assert sampled[0]["set"] == {"do_sample": True, "seed": 3, "temperature": 0.8, "top_k": 0}
-    assert plain[0]["identical_to_static"] == sampled[0]["identical_to_static"] == 100, "lossless for the same noise"
+    assert sampled[1]["identical_to_first"] == 100, "lossless for the same noise"
     assert plain[0]["tokens_per_forward"] != sampled[0]["tokens_per_forward"]
     assert lines_of(capsys, common, "--decoding mrp_spec") == [], "there already"
     assert lines_of(capsys, common, "--decoding mrp_spec --set do_sample=true seed=4 temperature=8e-1 top_k=0") != []

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from mrp_trainer.data.chat import RecordEncoder
-from mrp_trainer.data.rows import ChatDataset
+from mrp_trainer.data.rows import RecordRows
 from mrp_trainer.data.sources import Rows
 from mrp_trainer.data.tasks import Split, training_lines
 from mrp_trainer.evaluate.acceptance import measure_acceptance
@@ -60,9 +60,9 @@ def small_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, head_layers: 
     )
 
 
-def math_problems(tokenizer: PreTrainedTokenizerFast, size: int, split: Split = "train", seed: int = 0) -> ChatDataset:
+def math_problems(tokenizer: PreTrainedTokenizerFast, size: int, split: Split = "train", seed: int = 0) -> RecordRows:
     rows = Rows([json.loads(line) for line in training_lines("math", split, size, seed)], "math")
-    return ChatDataset(rows, RecordEncoder(tokenizer, 8, 128, tokenizer.mask_token_id), shuffle=False)
+    return RecordRows(rows, RecordEncoder(tokenizer, 8, 128, tokenizer.mask_token_id), packed=False, shuffle=False)
 
 
 RATES = {"learning_rate": 1e-2, "muon_learning_rate": 1e-2, "lr_scheduler_type": "constant"}
@@ -192,7 +192,7 @@ def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizer
     trainer.train()
     lines = [line for line in trainer.state.log_history if "eval_loss" in line]
     assert len(lines) == 2
-    prompts = [held_out[i].ids[: int(held_out[i].response.argmax())].tolist() for i in range(3)]
+    prompts = [held_out[i][0].ids[: int(held_out[i][0].response.argmax())].tolist() for i in range(3)]
     expected = measure_acceptance(model, word_tokenizer, prompts, 12)
     assert {name: lines[-1][f"eval_{name}"] for name in expected} == pytest.approx(expected)
     assert seen == {"eager"}  # while it trained
