@@ -1,7 +1,6 @@
 """Random-weight models small enough for a laptop, the embedded checkpoint, and tokenizers of whole words."""
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,14 +132,3 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3's RMSNorm computes in float32 whatever its input. The tests that ask for 1e-10 use this, so that what they measure
     is the package's arithmetic and not that rounding."""
     monkeypatch.setattr(Qwen3RMSNorm, "forward", lambda norm, x: naive_norm(norm, x))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("only root may mount")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)  # torch's writer, which failed, keeps its file open

@@ -7,7 +7,6 @@ import random
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -103,8 +102,7 @@ class Run:
         double: Whether all is computed in float64.
         seed: Of torch's generator and of the weights that training starts from.
         resume: Whether to take up the newest checkpoint.
-        kill: The process kills itself, with SIGKILL: at a step's event (`(3, "on_step_end")`), or as soon as a file is there
-            (`(4, "optimizer.pt")`: in the checkpoint of step 4).
+        kill: The process kills itself, with SIGKILL, at a step's event: `(3, "on_step_end")`.
         scramble: Whether every step is preceded by another seed of every global generator.
         sharded: Whether FSDP2 shards the model.
         adapter: Whether only a LoRA adapter of the head trains.
@@ -148,24 +146,12 @@ class _Watch(TrainerCallback):
                 if parameter.grad is not None:
                     self.gradients[name] = whole(parameter.grad).clone()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._kill("on_save", state.global_step)
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._kill("on_step_end", state.global_step)
-        if self.run.kill is not None and self.run.kill[0] == state.global_step and "." in self.run.kill[1]:
-            threading.Thread(target=self._kill_when_there, daemon=True).start()
 
     def _kill(self, event: str, step: int) -> None:
         if self.run.kill == (step, event):
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def _kill_when_there(self) -> None:
-        assert self.run.kill is not None
-        step, name = self.run.kill
-        while not (self.run.folder / f"checkpoint-{step}" / name).exists():
-            time.sleep(1e-4)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def whole(tensor: Any) -> Tensor:

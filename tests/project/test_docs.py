@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from commands import command
 from conftest import ROOT, TINY
 from mrp_trainer.publish.convert import Layout, convert
 from openai_server import MODEL, started
-from test_cli import command
 from transformers import AutoTokenizer
 
 from modeling_mrp import MRPForCausalLM

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers import word_model
 from mrp_trainer.data.tasks import training_lines
 from mrp_trainer.train.run_folder import hold
 from mrp_trainer.train.runs import dry_run, open_run, run_tokenizer
 from mrp_trainer.train.settings import Settings, read_settings
 from peft import AutoPeftModelForCausalLM, PeftModel
-from test_trainer import small_model
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM
@@ -28,7 +28,7 @@ QUICK = ["use_cpu=true", "disable_tqdm=true", "logging_strategy=no", "dataloader
 def files(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
     """A checkpoint with a head, its backbone alone, an autoregressive one, and chats."""
     root = tmp_path_factory.mktemp("runs")
-    model = small_model(word_tokenizer)
+    model = word_model(word_tokenizer)
     torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.3)
     model.generation_config.eos_token_id = word_tokenizer.eos_token_id
     model.save_pretrained(root / "full")

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import word_model
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.rows import ChatDataset
 from mrp_trainer.data.sources import Rows
@@ -19,9 +20,9 @@ from mrp_trainer.train.losses import BLANK
 from mrp_trainer.train.packed import PackedBatch
 from mrp_trainer.train.trainer import MRPTrainer
 from torch import nn
-from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed
+from transformers import PreTrainedTokenizerFast, TrainingArguments
 
-from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp import MRPForCausalLM
 
 
 def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **options: Any) -> MRPTrainer:
@@ -38,28 +39,6 @@ def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **opti
     return MRPTrainer(model=model, args=arguments, train_dataset=dataset, **rest)
 
 
-def small_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, head_layers: int = 1) -> MRPForCausalLM:
-    set_seed(seed)
-    return MRPForCausalLM(
-        MRPConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            block_size=8,
-            mask_token_id=tokenizer.mask_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            max_position_embeddings=256,
-            initializer_range=0.1,
-            num_nextn_predict_layers=head_layers,
-        )
-    )
-
-
 def math_problems(tokenizer: PreTrainedTokenizerFast, size: int, split: Split = "train", seed: int = 0) -> ChatDataset:
     rows = Rows([json.loads(line) for line in training_lines("math", split, size, seed)], "math")
     return ChatDataset(rows, RecordEncoder(tokenizer, 8, 128, tokenizer.mask_token_id), shuffle=False)
@@ -71,7 +50,7 @@ RATES = {"learning_rate": 1e-2, "muon_learning_rate": 1e-2, "lr_scheduler_type":
 def test_block_diffusion_learns(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """30 steps of 8 problems; judged on 16 others. A uniform guess costs log(vocabulary), and so does what lies behind the
     end, whatever is learned; the head is not touched."""
-    model = small_model(word_tokenizer)
+    model = word_model(word_tokenizer)
     before = deepcopy(model.state_dict())
     options = {"max_steps": 30, "per_device_train_batch_size": 8, "logging_strategy": "steps", "logging_steps": 1}
     trainer = new_trainer(model, tmp_path, math_problems(word_tokenizer, 240), **options, **RATES)
@@ -94,7 +73,7 @@ def test_block_diffusion_learns(word_tokenizer: PreTrainedTokenizerFast, tmp_pat
 
 def test_mrp_trains_the_head_alone(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """On a fixed set of 8 problems. A new head adds nothing, so the first line logs kl_head = kl_stale."""
-    model = small_model(word_tokenizer)
+    model = word_model(word_tokenizer)
     with torch.no_grad():  # a random backbone whose tokens look at each other and that is sure of something
         for parameter in model.model.parameters():
             parameter *= 3 if parameter.dim() == 2 else 1
@@ -121,7 +100,7 @@ def test_log_lines_average_what_was_measured_since_the_last(word_tokenizer: PreT
     """Per token, over all batches between two lines: two lines of two steps each against steps logged one by one."""
     lines = {}
     for every in (1, 2):
-        model = small_model(word_tokenizer)
+        model = word_model(word_tokenizer)
         nn.init.ones_(model.get_submodule("mrp_head.norm").weight)
         options = {"max_steps": 4, "per_device_train_batch_size": 2, "logging_strategy": "steps", "logging_steps": every}
         trainer = new_trainer(
@@ -145,7 +124,7 @@ def test_log_lines_average_what_was_measured_since_the_last(word_tokenizer: PreT
 def test_evaluation_measures_held_out_samples(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """The loss per response token over all batches, and the same measures as in training; the model is left as it
     was."""
-    model = small_model(word_tokenizer)
+    model = word_model(word_tokenizer)
     held_out = math_problems(word_tokenizer, 6, "tune")
     trainer = new_trainer(model, tmp_path, objective="mrp", eval_dataset=held_out, per_device_eval_batch_size=3)
     before = deepcopy(model.state_dict())
@@ -167,7 +146,7 @@ def test_evaluation_measures_held_out_samples(word_tokenizer: PreTrainedTokenize
 def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Every evaluation while training reports what `mrp_spec` does with the prompts of the first samples, and training goes
     on."""
-    model = small_model(word_tokenizer)
+    model = word_model(word_tokenizer)
     held_out = math_problems(word_tokenizer, 6, "tune")
     trainer = new_trainer(
         model,
@@ -238,7 +217,7 @@ def test_rejected_values(
     options: dict[str, Any], head_layers: int, message: str, word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        new_trainer(small_model(word_tokenizer, head_layers=head_layers), tmp_path, **options)
+        new_trainer(word_model(word_tokenizer, head_layers=head_layers), tmp_path, **options)
 
 
 def test_a_step_is_not_divided_among_processes_that_are_not_there(tmp_path: Path) -> None:
@@ -260,7 +239,7 @@ def test_the_options_reach_the_collator_and_the_objective(word_tokenizer: PreTra
     options: dict[str, Any] = {"noisy_copies": 1, "inverse_level": True, "noise_per": "sample", "seed": 5}
     options |= {"unroll": 3, "order_weight": 0.1, "reread_weight": 0.2}
     options |= {"reveal_rule": "random", "eager_share": 0.3}
-    trainer = new_trainer(small_model(word_tokenizer), tmp_path, objective="mrp", **options)
+    trainer = new_trainer(word_model(word_tokenizer), tmp_path, objective="mrp", **options)
     collator, objective = trainer.data_collator, trainer._head_objective
     assert (collator.copies, collator.inverse_level, collator.noise_per, collator.seed) == (1, True, "sample", 5)
     assert (collator.block_size, collator.mask_token_id) == (8, word_tokenizer.mask_token_id)
@@ -272,9 +251,9 @@ def test_the_options_reach_the_collator_and_the_objective(word_tokenizer: PreTra
 def test_without_a_rate_for_muon_the_optimizer_is_the_one_asked_for(
     word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    plain = new_trainer(small_model(word_tokenizer), tmp_path, objective="mrp", optim="adagrad").create_optimizer()
+    plain = new_trainer(word_model(word_tokenizer), tmp_path, objective="mrp", optim="adagrad").create_optimizer()
     assert type(plain).__name__ == "Adagrad"
     trained = {id(p) for group in plain.param_groups for p in group["params"]}
-    assert len(trained) == len(list(small_model(word_tokenizer).get_submodule("mrp_head").parameters()))
-    muon = new_trainer(small_model(word_tokenizer), tmp_path, objective="mrp", muon_learning_rate=0.1).create_optimizer()
+    assert len(trained) == len(list(word_model(word_tokenizer).get_submodule("mrp_head").parameters()))
+    muon = new_trainer(word_model(word_tokenizer), tmp_path, objective="mrp", muon_learning_rate=0.1).create_optimizer()
     assert type(muon).__name__ == "MuonAdamW"
