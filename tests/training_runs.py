@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 from helpers import naive_norm
+from mrp_trainer import TINY
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.runs import LORA_TARGETS
@@ -31,6 +32,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from modeling_mrp import MRPConfig, MRPForCausalLM
 
 BLOCK, MASK = 4, 60
+CHATS = [
+    {"messages": [{"role": "user", "content": f"What is {n} + 4?"}, {"role": "assistant", "content": f"n = {n} + 4 = {n + 4}"}]}
+    for n in range(6)
+]
 # Once, in the process from which all others are forked: what takes seconds to import.
 _PRELOADED = [
     "transformers.trainer",
@@ -107,7 +112,6 @@ class Run:
         sharded: Whether FSDP2 shards the model.
         adapter: Whether only a LoRA adapter of the head trains.
         eval_rows: How many rows are held out.
-        vocab_size: The model's.
     """
 
     folder: Path
@@ -122,7 +126,6 @@ class Run:
     sharded: bool = False
     adapter: bool = False
     eval_rows: int = 0
-    vocab_size: int = 64
 
 
 class _Watch(TrainerCallback):
@@ -168,7 +171,7 @@ def prepare(run: Run) -> MRPTrainer:
     arguments = MRPTrainingArguments(output_dir=str(run.folder), **chosen)
     if run.sharded:
         _let_accelerate_shard_on_cpus()
-    model: Any = small_model(run.double, run.seed, vocab_size=run.vocab_size)
+    model: Any = small_model(run.double, run.seed)
     if run.adapter:
         torch.manual_seed(run.seed)
         lora = LoraConfig(r=2, target_modules=LORA_TARGETS["mrp"], init_lora_weights=False)
@@ -290,3 +293,14 @@ def start(run: Run | Callable[[int], None], processes: int = 1) -> list[int | No
             process.kill()
             process.join()
     return codes
+
+
+def chat_trainer(
+    folder: Path, tokenizer: Any, train: Any = CHATS, held_out: Any = None, model: Any = None, **rest: Any
+) -> MRPTrainer:
+    """A trainer of the embedded checkpoint on records, as a program makes one; three steps."""
+    callbacks = rest.pop("callbacks", None)
+    chosen = {"objective": "mrp", "max_length": 64, "use_cpu": True, "disable_tqdm": True, "max_steps": 3, "logging_steps": 1}
+    args = MRPTrainingArguments(str(folder), **{**chosen, **rest})
+    model = MRPForCausalLM.from_pretrained(TINY) if model is None else model
+    return MRPTrainer(model, args, train, held_out, processing_class=tokenizer, callbacks=callbacks)

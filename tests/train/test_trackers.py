@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_training_from_python import CHATS, new_trainer
+from training_runs import CHATS, chat_trainer
 from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("tensorboard", reason="the tracker is tensorboard: pip install tensorboard")
@@ -37,7 +37,7 @@ def as_named(name: str) -> str:
 def test_the_trainer_tells_tensorboard(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Every number of the log at its step, training and evaluation apart, and the options and the config once."""
     asked: dict[str, Any] = {"report_to": "tensorboard", "eval_strategy": "steps", "eval_steps": 3}
-    trainer = new_trainer(tmp_path, tiny_tokenizer, CHATS, CHATS[:2], **asked)
+    trainer = chat_trainer(tmp_path, tiny_tokenizer, CHATS, CHATS[:2], **asked)
     trainer.train()
     logged = {
         (as_named(name), line["step"]): pytest.approx(value, rel=1e-6)
