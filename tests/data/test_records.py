@@ -176,10 +176,9 @@ def test_problems_are_collected_and_nothing_behind_the_first_is_given(tmp_path: 
     first = write(tmp_path / "a.jsonl", GOOD, *[{"text": ""}] * 15)
     for count, head in ((2, "17 malformed records:"), (6, "the first 20 malformed records (there")):
         second = write(tmp_path / "b.jsonl", GOOD, *[5] * count)
-        given = []
+        given: list[int] = []
         with pytest.raises(RecordError) as caught:
-            for place, _ in checked(JsonLines([first, second]), RecordParser().parse):
-                given.append(place.line)
+            given.extend(place.line for place, _ in checked(JsonLines([first, second]), RecordParser().parse))
         assert given == [1]
         assert str(caught.value).startswith(head)
         places = [(problem.path, problem.line) for problem in caught.value.problems]
