@@ -17,7 +17,6 @@ from mrp_trainer.evaluate import command as evaluate
 from mrp_trainer.evaluate.options import EvaluateOptions
 from mrp_trainer.evaluate.questions import JUDGES
 from mrp_trainer.heads import NEW_HEADS
-from mrp_trainer.publish.convert import LAYOUTS
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.options import RunOptions, TrainCommand
 from mrp_trainer.train.reveals import REVEAL_RULES
@@ -92,7 +91,6 @@ def test_choices_are_those_of_the_modules() -> None:
     assert choices(cli.train_head, "head_init") == set(NEW_HEADS)
     assert choices(cli.train_head, "reveal_rule") == set(REVEAL_RULES)
     assert choices(cli.evaluate, "judge") == set(JUDGES)
-    assert choices(cli.convert, "layout") == set(LAYOUTS)
 
 
 def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -181,8 +179,10 @@ def test_tasks(tmp_path: Path) -> None:
         (["train", "backbone", *TRAIN, "--data", str(ROOT / "LICENSE"), "--eval-data", "no.jsonl"], "no.jsonl: there is no"),
         (["train", "backbone", "--config", "sdar-4b-mrp", "--output-dir", "o"], "nothing is called 'head_layers' here"),
         (["tasks", "--family", "math", "--count", "1", "--output", "."], "Is a directory"),
-        (["push", str(TINY), "org/name", "--head-only", "--adapter"], "--head-only and --adapter: give one"),
-        (["push", str(TINY), "org/name", "--branch", "b", "--pull-request"], "--branch and --pull-request: give one"),
+        (
+            ["push", str(TINY), "org/name", "--branch", "b", "--pull-request"],
+            "create_pr=True: push to a branch, or open a pull request",
+        ),
     ],
 )
 def test_errors_in_a_line(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from commands import mrp
 from helpers import word_model
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.records import RecordError
-from mrp_trainer.data.rows import open_rows
+from mrp_trainer.data.rows import RecordRows
+from mrp_trainer.data.sources import JsonLines
 from mrp_trainer.data.tasks import training_lines
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from mrp_trainer.heads import with_new_head
@@ -80,7 +81,8 @@ def test_what_is_cut_and_what_is_left_out(word_tokenizer: PreTrainedTokenizerFas
     )
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
-    made = list(open_rows([str(path)], replace(encoder(word_tokenizer), max_length=8), packed=False, shuffle=False))
+    rows = RecordRows(JsonLines([path]), replace(encoder(word_tokenizer), max_length=8), packed=False, shuffle=False)
+    made = [sample for row in rows for sample in row]
     assert [(sample.ids.tolist(), sample.length) for sample in made] == [
         ([9, 8, 7, 6, 5, 1, 0, 0], 6),
         ([9, 8, 7, 6], 4),
@@ -98,7 +100,7 @@ def test_a_head_trains_on_decoded_texts_among_chats(files: dict[str, str], tmp_p
     given = {"model": files["model"], "data": [files["wrote"], files["chats"]], "output_dir": str(tmp_path), "max_steps": 2}
     shape = {"head_layers": 1, "max_length": 128, "per_device_train_batch_size": 2, "eval_data": [files["wrote"]]}
     run = open_run(read_settings("mrp", None, {**given, **shape, "packed": False}, QUICK))
-    assert sum(sample.reveal_step is not None for sample in run.trainer.train_dataset) == COUNT
+    assert sum(sample.reveal_step is not None for (sample,) in run.trainer.train_dataset) == COUNT
     assert len(run.trainer.train_dataset) == 2 * COUNT
     run.train()
     log = run.trainer.state.log_history

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import word_model
 from mrp_trainer.data.chat import RecordEncoder
-from mrp_trainer.data.rows import ChatDataset
+from mrp_trainer.data.rows import RecordRows
 from mrp_trainer.data.sources import Rows
 from mrp_trainer.data.tasks import Split, training_lines
 from mrp_trainer.evaluate.acceptance import measure_acceptance
@@ -39,9 +39,9 @@ def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **opti
     return MRPTrainer(model=model, args=arguments, train_dataset=dataset, **rest)
 
 
-def math_problems(tokenizer: PreTrainedTokenizerFast, size: int, split: Split = "train", seed: int = 0) -> ChatDataset:
+def math_problems(tokenizer: PreTrainedTokenizerFast, size: int, split: Split = "train", seed: int = 0) -> RecordRows:
     rows = Rows([json.loads(line) for line in training_lines("math", split, size, seed)], "math")
-    return ChatDataset(rows, RecordEncoder(tokenizer, 8, 128, tokenizer.mask_token_id), shuffle=False)
+    return RecordRows(rows, RecordEncoder(tokenizer, 8, 128, tokenizer.mask_token_id), packed=False, shuffle=False)
 
 
 RATES = {"learning_rate": 1e-2, "muon_learning_rate": 1e-2, "lr_scheduler_type": "constant"}
@@ -164,7 +164,7 @@ def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizer
     trainer.train()
     lines = [line for line in trainer.state.log_history if "eval_loss" in line]
     assert len(lines) == 2
-    prompts = [held_out[i].ids[: int(held_out[i].response.argmax())].tolist() for i in range(3)]
+    prompts = [held_out[i][0].ids[: int(held_out[i][0].response.argmax())].tolist() for i in range(3)]
     expected = measure_acceptance(model, word_tokenizer, prompts, 12)
     assert {name: lines[-1][f"eval_{name}"] for name in expected} == pytest.approx(expected)
     assert seen == {"eager"}  # while it trained
@@ -184,7 +184,7 @@ def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizer
         ({"torch_compile": True}, "torch_compile is True, which does nothing here: the objectives run in place of the forward"),
         ({"rows_per_step": 10}, "rows_per_step is 10: 1 processes with per_device_train_batch_size 4 take 4 rows at once"),
         ({"rows_per_step": 16, "gradient_accumulation_steps": 2}, "is 2, and rows_per_step 16 makes it 4: set rows_per_step"),
-        ({"hub_strategy": "checkpoint"}, r"hub_strategy is 'checkpoint', .* pickled, .* choose 'every_save' or 'end'"),
+        ({"hub_strategy": "checkpoint"}, r"hub_strategy is 'checkpoint', which does nothing here: .* pickled, .* mrp push"),
         # of the trainer itself
         ({"eval_prompts": 2}, "eval_prompts is 2: give eval_dataset and processing_class"),
         ({"eval_prompts": 2, "without": "head"}, "eval_prompts is 2, but there is no head to decode them with"),
