@@ -1,6 +1,7 @@
 """`MRPTrainer` as a program uses it: records of any layout, the command's defaults, and the Trainer's own habits."""
 
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, TINY
-from hub_client import HubClient
-from hub_server import HubServer
+from hub_server import HubServer, run_python
 from mrp_trainer.data.rows import RecordRows
 from mrp_trainer.data.samples import samples_of
 from mrp_trainer.data.sources import open_source
@@ -157,7 +157,7 @@ def train(source, **options):
     trainer.train()
     trainer.push_to_hub()
 train({str(TINY)!r}, objective="block_diffusion", hub_model_id="org/whole")
-train("org/whole", objective="mrp", hub_model_id="org/head", hub_strategy="end", hub_private_repo=False)
+train("org/whole", objective="mrp", hub_model_id="org/head", hub_private_repo=False)
 # As elsewhere: with the repository's code alone.
 sys.modules["modeling_mrp"] = sys.modules["mrp_trainer"] = None
 model = AutoModel.from_pretrained("org/head", trust_remote_code=True)
@@ -167,10 +167,8 @@ print(model.backbone_source.name, model.generation_config.decoding, model.mrp_he
 
 def test_pushed_models_load_elsewhere(hub: HubServer, tmp_path: Path) -> None:
     """A backbone at every save and at the end; the head alone where the backbone is on the Hub. No pickle arrives."""
-    with HubClient(tmp_path, hub.environment(tmp_path, "hf_alice"), ROOT, ROOT / "trainer") as client:
-        done = client.run(PUSHED)
-    assert done.error is None, done.error
-    assert done.printed.split()[-3:] == ["org/whole", "mrp_spec", "True"]
+    environment = hub.environment(tmp_path, "hf_alice", PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'trainer'}")
+    assert run_python(PUSHED, tmp_path, environment).split()[-3:] == ["org/whole", "mrp_spec", "True"]
     whole, head = hub.repository("org/whole"), hub.repository("org/head")
     assert (whole.private, head.private) == (True, False)
     assert whole.history("main")[0].title == head.history("main")[0].title == "End of training"
