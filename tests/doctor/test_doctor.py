@@ -1,6 +1,5 @@
 """`mrp doctor` on a CPU: its page, and a broken kernel, graph, acceptance or head, each named in it."""
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +19,7 @@ from mrp_trainer.doctor.texts import gaps, published_config, random_model
 from tape import TapeRecorder, tapes
 from test_first_use import LAUNCHES, Stale, broken
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.generate import loop
@@ -83,21 +83,12 @@ def test_the_page(folder: Path) -> None:
     assert shown.strip().endswith(f"All {2 + len(SAMPLES) + len(DRAFTS)} checks passed.")
 
 
-def test_json_has_it_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_failed_is_the_status(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "check_kernels", lambda *_: [Check("kernel pick", False, 0.5, "of 0.1")])
-    result = (
-        __import__("typer.testing", fromlist=["CliRunner"])
-        .CliRunner()
-        .invoke(cli.app, ["doctor", "--model", str(folder), *LITTLE, "--json"])
-    )
+    result = CliRunner().invoke(cli.app, ["doctor", "--model", str(folder), *LITTLE])
     assert result.exit_code == 1
-    said = json.loads(result.stdout)
-    assert said["failed"] == ["kernel pick"]
-    assert {"name": "kernel pick", "ok": False, "difference": 0.5, "note": "of 0.1"} in said["checks"]
-    assert [(one["batch"], one["states"]) for one in said["rounds"]] == [(2, 1), (2, 3)]
-    assert all(one["seconds"] > 0 < one["floor"] and one["tokens_per_second"] > 0 for one in said["rounds"])
-    assert said["proposed"].keys() == {"2"}
-    assert said["machine"]["mrp"]
+    assert "**Failed: kernel pick.**" in result.stdout
+    assert "| kernel pick | **failed** | 0.5 | of 0.1 |" in result.stdout
 
 
 @interpreted

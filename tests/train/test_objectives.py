@@ -246,32 +246,6 @@ def test_what_a_training_step_reveals() -> None:
     assert abs(more - sure / 2) < 4.5 * math.sqrt(sure) / 2  # false-alarm rate 7e-6
 
 
-def test_a_share_of_blocks_goes_from_left_to_right() -> None:
-    """And stays on its way from step to step; the others reveal the most confident position."""
-    model, samples = confident_model(6), [sample(i, 44, 4) for i in range(30)]
-    batch = collate(samples)
-    with torch.no_grad():
-        hidden = model.backbone(batch.input_ids, batch.position_ids, batch.attention_mask(BLOCK))
-    sampler = Picker(model.lm_head.weight, MASK)
-    first, some = Reveals("on_policy", 0.0, BLOCK, 1.0), Reveals("on_policy", 0.0, BLOCK, 0.25)
-    best = Reveals("on_policy", 0.0, BLOCK)
-    of_rules = [
-        each(batch, batch.input_ids, batch.supervised, hidden, sampler, step)[1] for each, step in ((first, 0), (best, 0))
-    ]
-    mixed = [some(batch, batch.input_ids, batch.supervised, hidden, sampler, step)[1] for step in (0, 1)]
-    assert torch.equal(*mixed)
-    told = leftmost = 0
-    for row, at, _, _ in blocks_of(batch, samples):
-        candidates = [column for column in at if batch.supervised[row, column]]
-        assert [column for column in candidates if not of_rules[0][row, column]] == candidates[:1]
-        left, surest, found = (masked[row, at] for masked in (*of_rules, mixed[0]))
-        if not torch.equal(left, surest):
-            told, leftmost = told + 1, leftmost + int(torch.equal(found, left))
-            assert torch.equal(found, left) or torch.equal(found, surest)
-    assert told > 50
-    assert abs(leftmost - told / 4) < 4.5 * math.sqrt(told * 3 / 16)  # false-alarm rate 7e-6
-
-
 def test_of_equals_the_left_one_is_revealed() -> None:
     """One of each block, also where every probability rounds to 1."""
     model, samples = confident_model(60), [sample(i, 44, 4) for i in range(10)]

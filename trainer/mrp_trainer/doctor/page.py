@@ -1,11 +1,10 @@
 """`mrp doctor`: the machine, the checks, the times, and one page that tells all of it."""
 
 import copy
-import json
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -49,10 +48,6 @@ class Report:
     def failed(self) -> list[str]:
         """The checks that failed, by name."""
         return [check.name for check in self.checks if check.ok is False]
-
-    def json(self) -> str:
-        """All of it for programs."""
-        return json.dumps({**asdict(self), "failed": self.failed}, indent=1)
 
     def page(self) -> str:
         """All of it as Markdown."""
@@ -187,9 +182,9 @@ def examine(options: DoctorOptions, tell: Callable[[str], None] = lambda text: N
 
 
 def main(options: DoctorOptions) -> bool:
-    """Print the page, or JSON; return whether no check failed."""
+    """Print the page; return whether no check failed."""
     report = examine(options, partial(print, file=sys.stderr, flush=True))
-    print(report.json() if options.json else report.page())
+    print(report.page())
     return not report.failed
 
 
