@@ -57,6 +57,11 @@ class FakeAllocator:
         pages = torch.tensor([self.free_pages.pop(0) for _ in range(count // self.size)], dtype=torch.long)
         return (pages[:, None] * self.size + torch.arange(self.size)).flatten()
 
+    def free_segment(self, slots: Tensor, start_pos: int) -> None:
+        assert start_pos == 0
+        assert (slots.view(-1, self.size) % self.size == torch.arange(self.size)).all(), "pages in order"
+        self.free(slots)
+
     def free(self, slots: Tensor) -> None:
         pages = (slots // self.size).unique().tolist()
         assert len(pages) * self.size == len(slots), "whole pages only"
@@ -179,6 +184,11 @@ class FakeRequest:
         self.sampling_params = SimpleNamespace(
             max_new_tokens=self.max_new_tokens, stop_token_ids=None, ignore_eos=False, stop_strs=[], stop_regex_strs=[]
         )
+
+    @property
+    def kv(self) -> SimpleNamespace:
+        """Where its keys and values are."""
+        return SimpleNamespace(req_pool_idx=self.row)
 
     def text(self) -> list[int]:
         """What a client is shown: up to the first eos, or the limit."""

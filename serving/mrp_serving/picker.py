@@ -47,7 +47,8 @@ class EnginePicker(Picker):
         return EngineUnembedding(self.lm_head_weight, self.mask_token_id, unembed=self.unembed)
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
-        shown = logits.index_fill(1, torch.tensor([self.mask_token_id], device=logits.device), -torch.inf)
+        shown = logits.clone()
+        shown[:, self.mask_token_id] = -torch.inf
         token, odds = pick_rows(self.unembedding, shown, shown, None, None, self.dispatch)
         probability = logits.softmax(-1)
         if self.rounded:

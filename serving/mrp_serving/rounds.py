@@ -89,12 +89,12 @@ class Rounds:
             CUDA graph ran.
         """
         starts = list(batch.extend_prefix_lens_cpu)
-        names = self._names(engine, batch, starts)
+        names = self._names(engine, requests, starts)
         ids = [self.whole.pop(name, []) for name in names]
         grown, graph_ran = [self.block] * len(names), False
         if places := [place for place, known in enumerate(ids) if not known]:
-            some, own = [requests[place] for place in places], self._own(batch, places)
-            names = [names[place] for place in places]
+            some, names = [requests[place] for place in places], [names[place] for place in places]
+            own = Own(places, [name.row for name in names], [name.start for name in names])
             rows = [self._row(engine, req, name) for req, name in zip(some, names, strict=True)]
             graph_ran = self._round(engine, batch, own, rows, evict, sees_new)
             for place, block, size in zip(places, *self._come_to(rows, names, some), strict=True):
@@ -122,21 +122,16 @@ class Rounds:
                 self.whole[name] = behind
         return ids, grown
 
-    def _own(self, batch: Any, places: list[int]) -> Own:
-        slots = batch.out_cache_loc if batch.out_cache_loc_virtual is None else batch.out_cache_loc_virtual
-        at = torch.tensor(places, device=slots.device)
-        starts = [batch.extend_prefix_lens_cpu[place] for place in places]
-        return Own(places, batch.req_pool_indices[at].long(), slots.view(-1, self.block)[at].long(), starts)
-
-    def _names(self, engine: Any, batch: Any, starts: list[int]) -> list[Name]:
+    def _names(self, engine: Any, requests: Sequence[Any], starts: list[int]) -> list[Name]:
         pool = engine.req_to_token_pool
-        rows, turns, free = batch.req_pool_indices.tolist(), pool.req_generation, set(pool.free_slots)
+        turns, free = pool.req_generation.numpy(), set(pool.free_slots)  # both on the host
 
         def alive(name: Name) -> bool:
             return name.row not in free and int(turns[name.row]) == name.turn
 
         self.rows = {at: (name, row) for at, (name, row) in self.rows.items() if alive(name)}
         self.whole = {name: ids for name, ids in self.whole.items() if alive(name)}
+        rows = [req.kv.req_pool_idx for req in requests]
         return [Name(row, int(turns[row]), start) for row, start in zip(rows, starts, strict=True)]
 
     def _row(self, engine: Any, req: Any, name: Name) -> Row:
