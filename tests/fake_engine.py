@@ -122,11 +122,11 @@ class FakeModel(torch.nn.Module):
 
 
 class FakeEngine:
-    """The `ModelRunner`."""
+    """The `ModelRunner`; `graphs` leave what they made where the next one writes."""
 
     prefill_attention_backend_str = "torch_native"
 
-    def __init__(self, model: Any, rows: int, pages: int, context: int = 256) -> None:
+    def __init__(self, model: Any, rows: int, pages: int, context: int = 256, graphs: bool = False) -> None:
         self.model, self.block = FakeModel(model), model.config.block_size
         self.model_config = SimpleNamespace(context_len=context, vocab_size=model.config.vocab_size)
         self.req_to_token_pool = FakePool(rows, context)
@@ -136,12 +136,16 @@ class FakeEngine:
         self.ids, self.head_ids = torch.zeros(slots, dtype=torch.long), torch.zeros(slots, dtype=torch.long)
         self.positions = torch.zeros(slots, dtype=torch.long)
         self.hidden = torch.zeros(slots, model.config.hidden_size, dtype=model.dtype)
+        self.replayed = self.hidden.new_zeros(rows * self.block, self.hidden.shape[1]) if graphs else None
         self.widths: list[int] = []
 
     def forward(self, batch: FakeBatch, pp_proxy_tensors: Any = None) -> Any:
         self.widths.append(batch.batch_size)
         hidden = self.recompute(batch, self.ids, None)
-        return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=hidden), can_run_graph=False)
+        if self.replayed is not None:
+            self.replayed[: len(hidden)] = hidden.detach()
+            hidden = self.replayed[: len(hidden)]
+        return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=hidden), can_run_graph=self.replayed is not None)
 
     def recompute(self, batch: FakeBatch, ids: Tensor, hidden: Tensor | None) -> Tensor:
         """Compute hidden states of a batch, or of hidden states the head's residual: [tokens, hidden_size]."""

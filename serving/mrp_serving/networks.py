@@ -245,6 +245,7 @@ class EngineNetworks(Networks):
             output = self.engine.forward(batch, pp_proxy_tensors=None)
             self.graph_ran = bool(output.can_run_graph)
             made = output.logits_output.hidden_states
+            made = made.clone() if self.graph_ran else made  # the next replay writes there
         else:
             made = self._read(batch, joined(sources).index_select(0, there["sources"]).flatten(0, 1), residual)
         made = made.unflatten(0, (-1, block))

@@ -57,10 +57,16 @@ def stock(model: Any, prompts: list[list[int]]) -> Callable[[float], tuple[list[
 
 
 def served(
-    model: Any, prompts: list[list[int]], options: dict[str, Any], rows: int = 64, pages: int = 128, **kwargs: Any
+    model: Any,
+    prompts: list[list[int]],
+    options: dict[str, Any],
+    rows: int = 64,
+    pages: int = 128,
+    graphs: bool = False,
+    **kwargs: Any,
 ) -> Any:
     """Serve prompts side by side; returns the requests and the engine, in which everything is free again."""
-    engine = FakeEngine(model, rows, pages)
+    engine = FakeEngine(model, rows, pages, graphs=graphs)
     rounds = Rounds(
         settings_of(options, {}, model.config.block_size, True), model.config.block_size, model.config.mask_token_id
     )
@@ -110,6 +116,14 @@ def test_what_room_there_is_does_not_change_the_text(
     requests, engine = served(model, prompts, options, rows, pages, sees_new=sees_new)
     assert [req.text() for req in requests] == stock(0.9)[0]
     assert max(engine.widths) <= rows
+
+
+def test_texts_stay_where_forwards_are_graphs(model: Any, prompts: list[list[int]], stock: Any) -> None:
+    """And drafts are as right as without: what they start from is not what a later replay has left."""
+    options = {"target": "dynamic", "confidence_threshold": 0.9}
+    (requests, _), (others, _) = (served(model, prompts, options, graphs=graphs) for graphs in (True, False))
+    assert [req.text() for req in requests] == stock(0.9)[0]
+    assert forwards(requests) == forwards(others)
 
 
 @pytest.mark.parametrize(
