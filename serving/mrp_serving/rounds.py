@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from modeling_mrp.generate.budget import Amount, Budget, Fixed, budget_of
+from modeling_mrp.generate.budget import Amount, Budget
 from modeling_mrp.generate.loop import Decoder
 from modeling_mrp.rules.draft import Node
 from modeling_mrp.rules.state import Counts, Row
 
 from .networks import EngineNetworks, Own
 from .options import Settings
+from .pace import Share, pace_of
 from .picker import EnginePicker
 from .requests import block_is_text, committed_ids, end_of_text
 from .scratch import borrowed
@@ -59,6 +60,7 @@ class Rounds:
         settings: What is asked of the server.
         block: Tokens of a block.
         mask_id: The mask's id.
+        share: As of `pace_of`.
 
     Attributes:
         rows: The rows of requests between rounds, each with its name, by their rows of the engine's pool.
@@ -66,8 +68,9 @@ class Rounds:
         report: Notes what it costs.
     """
 
-    def __init__(self, settings: Settings, block: int, mask_id: int) -> None:
-        self.settings, self.block, self.mask_id = settings, block, mask_id
+    def __init__(self, settings: Settings, block: int, mask_id: int, share: Share | None = None) -> None:
+        self.settings, self.block, self.mask_id, self.share = settings, block, mask_id, share
+        self.budget: Budget | None = None
         self.rows: dict[int, tuple[Name, Row]] = {}
         self.whole: dict[Name, list[int]] = {}
         self.report = Report()
@@ -147,9 +150,7 @@ class Rounds:
     def _round(self, engine: Any, batch: Any, own: Own, rows: list[Row], evict: Callable[[int], Any], sees_new: bool) -> bool:
         """Draft as much as pays and finds room, verify, accept, commit; tells whether a CUDA graph ran."""
         mode, drafting = self.settings.mode, self.settings.mode.drafting
-        budget: Budget = Fixed(Amount())
-        if drafting is not None:
-            budget = budget_of(engine.model, mode, drafting.states, drafting.passes, drafting.paced)
+        budget = self.budget = self.budget or pace_of(engine.model, mode, self.share)
         amount = budget.choose(rows)
         pool, allocator = engine.req_to_token_pool, engine.token_to_kv_pool_allocator
         clean = any(not row.state.masks for row in rows)
