@@ -149,14 +149,15 @@ class Decoder:
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
         """Choose the states of the round: none for rows that have ended."""
-        drafting, rule = self.mode.drafting, self.mode.rule
+        drafting = self.mode.drafting
         if drafting is None or amount.states == 1:
             return [undrafted(row, amount.narrow) if row.stop is None else [] for row in rows]
         estimates: list[dict[Key, Scores]] = [{} for _ in rows]
 
         def grown(size: int) -> list[list[Node]]:
             known = zip(rows, estimates, strict=True)
-            return [build_draft(row, rule, size, drafting.branches, one) if row.stop is None else [] for row, one in known]
+            branches = drafting.branches
+            return [build_draft(row, self.rule_of(row), size, branches, one) if row.stop is None else [] for row, one in known]
 
         for turn, size in enumerate(growth(amount.states, amount.passes) if amount.passes else []):
             # Later passes leave out the row's own state: what it is read from stays the same.
@@ -194,7 +195,7 @@ class Decoder:
         return frontiers
 
     def rule_of(self, row: Row) -> RevealRule:
-        """Choose the rule by which a row's states are accepted: the mode's; other decoders may have one for each row."""
+        """Choose the rule of a row's text: the mode's; other decoders may have one for each row."""
         return self.mode.rule
 
     def write(self, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> None:

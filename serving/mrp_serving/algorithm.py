@@ -9,6 +9,7 @@ from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.dllm.algorithm.base import DllmAlgorithm
 from sglang.srt.dllm.config import DllmConfig
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -38,6 +39,7 @@ class MRP(DllmAlgorithm):
         super().__init__(config)
         self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id, share_in(get_tp_group().cpu_group))
         self.batch: Any = None  # the scheduler's, while it runs (`plugin.with_requests`)
+        SchedulerOutputStreamer.has_additional_customized_info = True  # `plugin.with_progress` gives it
         if get_observability().enable_metrics and get_parallel().tp_rank == 0:
             self.rounds.report.count_in(Counter)
 

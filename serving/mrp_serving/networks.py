@@ -10,7 +10,7 @@ map of positions to slots, the network, and one read of what was picked.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from modeling_mrp.networks.picker import Picker, Picks, Spots
 from modeling_mrp.rules.draft import Node
 from modeling_mrp.rules.state import Row, Scores, State
 
+from .picker import Pickers, Sampling
 from .scratch import Borrowed
 from .transfer import Part, sent
 
@@ -194,16 +195,20 @@ class EngineNetworks(Networks):
         own: The rows.
         lent: What is borrowed for the round.
         with_head: Whether the head takes part.
-        picker: Picks tokens, for reveals and drafts.
+        pickers: Pick tokens, for reveals and drafts.
         block: Tokens of a block.
 
     Attributes:
         graph_ran: Whether the last forward of the backbone was a CUDA graph's.
     """
 
-    def __init__(self, engine: Any, batch: Any, own: Own, lent: Borrowed, with_head: bool, picker: Picker, block: int) -> None:
+    def __init__(
+        self, engine: Any, batch: Any, own: Own, lent: Borrowed, with_head: bool, pickers: Pickers, block: int
+    ) -> None:
         self.engine, self.batch, self.own, self.lent = engine, batch, own, lent
-        self.with_head, self.picker, self.drafter, self.block = with_head, picker, picker, block
+        self.with_head, self.block = with_head, block
+        self.pickers, each = pickers, cast(Picker, pickers)  # they have all of it that `Networks` asks for
+        self.picker = self.drafter = each
         self.device, self.graph_ran, self.shifted = batch.input_ids.device, False, False
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         slots = batch.out_cache_loc if batch.out_cache_loc_virtual is None else batch.out_cache_loc_virtual
@@ -335,11 +340,31 @@ class EngineNetworks(Networks):
 
     def picked(
         self,
-        picker: Picker,
-        states: Sequence[tuple[Row, State]],
+        picker: Any,
+        states: Sequence[tuple[Any, State]],
         hidden: Sequence[Hidden],
         parents: Sequence[State | None] = (),
         shortlists: Sequence[Hidden | None] = (),
+    ) -> list[Scores]:
+        """See `Networks.picked`; rows with the same `Sampling` are picked for together, in one read."""
+        groups: dict[Sampling, list[int]] = {}
+        for at, (row, _) in enumerate(states):
+            groups.setdefault(row.sampling, []).append(at)
+        if len(groups) == 1:
+            return self._picked(self.pickers.of(next(iter(groups))), states, hidden, parents, shortlists)
+        found: dict[int, Scores] = {}
+        for sampling, places in groups.items():
+            part: list[Any] = [[of[at] for at in places] if of else of for of in (states, hidden, parents, shortlists)]
+            found |= zip(places, self._picked(self.pickers.of(sampling), *part), strict=True)
+        return [found[at] for at in range(len(states))]
+
+    def _picked(
+        self,
+        picker: Picker,
+        states: Sequence[tuple[Row, State]],
+        hidden: Sequence[Hidden],
+        parents: Sequence[State | None],
+        shortlists: Sequence[Hidden | None],
     ) -> list[Scores]:
         """See `Networks.picked`; one read, and no copy to the device behind a forward over those states."""
         block, spots = self.block, Spots(states, self.device, parents)
