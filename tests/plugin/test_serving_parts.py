@@ -94,9 +94,9 @@ def test_numbers_of_two_kinds_are_sent_in_one_copy() -> None:
 # ------------------------------------------------------------------------------------------------- picks
 
 
-def picker(stock: bool) -> Any:
+def picker(stock: bool, shortlist: int = 0) -> Any:
     fixed = {"lm_head_weight": torch.empty(11, 4), "mask_token_id": 3, "dispatch": AUTOMATIC}
-    return Sampling(stock=stock, entropy=True).picker(torch.Tensor.clone, 0, **fixed)
+    return Sampling(stock=stock, entropy=True).picker(torch.Tensor.clone, shortlist, **fixed)
 
 
 def test_picks_are_those_of_the_engines_own_algorithm() -> None:
@@ -117,6 +117,19 @@ def test_probabilities_that_round_to_the_same_number_tie() -> None:
     rounded, exact = picker(stock=True)(logits).odds, picker(stock=False)(logits).odds
     assert rounded[0] == rounded[1]
     assert exact[0] < exact[1]
+
+
+def test_the_shortlist_is_what_the_other_tokens_leave() -> None:
+    """The likeliest tokens with their scores, and the sum of all others, the mask id among these."""
+    logits = torch.randn(9, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+    found = picker(stock=True, shortlist=4)(logits.clone()).shortlist
+    scores, ids = logits.topk(4)
+    assert (ids == 3).any(), "the mask id has to be among the likeliest somewhere"
+    assert torch.equal(found[:, :4].long(), ids)
+    assert torch.equal(found[:, 4:8], scores.masked_fill(ids == 3, -torch.inf))
+    others = [[token for token in range(11) if token == 3 or token not in row] for row in ids.tolist()]
+    rest = torch.stack([row[these].logsumexp(0) for row, these in zip(logits, others, strict=True)])
+    assert torch.allclose(found[:, 8], rest)
 
 
 def test_penalties_count_generated_tokens() -> None:
