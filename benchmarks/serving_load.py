@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--acceptance", type=float, default=0.75, help="chance of a draft")
     parser.add_argument("--states", default="auto", help="K, or auto")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16], help="at once")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[128, 64, 32], help="by number of requests")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each")
     options = parser.parse_args(arguments)
