@@ -66,8 +66,9 @@ class ForcedDecoder(EngineDecoder):
         return super().accept(rows, drafts, scores, drafted)
 
 
-module: Any = mrp_serving.rounds
-module.EngineDecoder = ForcedDecoder
+if ACCEPTANCE in os.environ:  # in the engine's processes
+    module: Any = mrp_serving.rounds
+    module.EngineDecoder = ForcedDecoder
 
 if __name__ == "__main__":
     import runpy

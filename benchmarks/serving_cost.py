@@ -4,9 +4,9 @@
                        + what a forward of the engine took beyond its bytes, as published
                        + launches outside of graphs, copies and reads, as counted (`tests/plugin/test_serving_work.py`)
 
-printed as a table of the best K and its speed over stock `LowConfidence` by requests at once, for drafts that are right with one
-chance, each if those before it were. Stock takes a forward more for each block, to store its keys and values. No GPU was measured:
-the seconds of a launch, a copy and a read are suppositions, which options change.
+printed as a table of the best K and its speed over stock `LowConfidence` by requests at once, for drafts that are right with
+one chance, each if those before it were. Stock takes a forward more for each block, to store its keys and values. No GPU was
+measured: the seconds of a launch, a copy and a read are suppositions, which options change.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Beside:
 
 # With a head pass that drafts and one that reads a clean block, and without drafts.
 DRAFTED, ALONE = Beside(30, 4, 2), Beside(12, 1, 1)
-# Launches of a head pass outside of graphs: of a layer (norms, projections, rotary embedding, write, attention, sums), and around.
+# Launches of a head pass outside of graphs: of a layer (norms, projections, rotary embedding, write, attention), and around.
 HEAD_LAYER, HEAD_REST = 14, 12
 
 

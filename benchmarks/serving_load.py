@@ -8,6 +8,7 @@ vocabulary is not, so that it weighs more here than in the whole model.
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from .forced_engine import ACCEPTANCE
 from .server import CPU_ENVIRONMENT, HEAD_FIELDS, Measured, Server
 from .turns import faster, take_turns
 
+BLOCK = 16
+WARM_UPS = 2  # turns
 FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"),
     *("--max-total-tokens", "16384", "--context-length", "1024", "--dtype", "bfloat16", "--load-format", "dummy"),
@@ -38,6 +41,12 @@ def write_shape(shape: str, layers: int, head_layers: int, folder: Path) -> tupl
         for name in ("tokenizer.json", "tokenizer_config.json"):  # any: requests are ids
             (at / name).write_bytes((TINY / name).read_bytes())
     return made
+
+
+def asked(server: Server, prompts: list[list[int]], new_tokens: int, made: list[Measured], turn: int) -> float:
+    """Ask a server for a text of each prompt at once, and note the answers; returns the seconds of a token."""
+    made.append(server.measure(prompts, [new_tokens] * len(prompts), len(prompts), BLOCK))
+    return made[-1].seconds / made[-1].tokens
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -70,22 +79,18 @@ def main(arguments: list[str] | None = None) -> None:
                 prompts = torch.randint(5, 151000, (count, options.prompt), generator=draw).tolist()
                 made: dict[str, list[Measured]] = {"stock": [], "mrp": []}
 
-                def asking(name: str, server: Server, prompts: Any = prompts, size: int = new_tokens, made: Any = made) -> Any:
-                    def turn(_: int) -> float:
-                        made[name].append(server.measure(prompts, [size] * len(prompts), len(prompts), 16))
-                        return float(made[name][-1].seconds / made[name][-1].tokens)
-
-                    return turn
-
-                ways = {"stock": asking("stock", stock), "mrp": asking("mrp", mrp)}
-                taken = take_turns(ways, options.rounds, warm_ups=2)
+                ways = {
+                    name: partial(asked, server, prompts, new_tokens, made[name])
+                    for name, server in (("stock", stock), ("mrp", mrp))
+                }
+                taken = take_turns(ways, options.rounds, WARM_UPS)
                 line: dict[str, Any] = {"requests": count, "speed_over_stock": faster(taken["mrp"], taken["stock"])}
                 for name, turns in made.items():
                     line[f"{name}_tokens_per_forward"] = round(
-                        sum(t.tokens for t in turns[2:]) / sum(t.forwards for t in turns[2:]), 3
+                        sum(t.tokens for t in turns[WARM_UPS:]) / sum(t.forwards for t in turns[WARM_UPS:]), 3
                     )
                     line[f"{name}_seconds_per_token"] = round(sorted(taken[name])[len(taken[name]) // 2], 4)
-                costs = [reply["meta_info"]["mrp"] for turn in made["mrp"][2:] for reply in turn.replies]
+                costs = [reply["meta_info"]["mrp"] for turn in made["mrp"][WARM_UPS:] for reply in turn.replies]
                 accepted, offered = (sum(cost[name] for cost in costs) for name in ("accepted", "drafted"))
                 emit({**line, "accepted_of_scored": round(accepted / max(1, offered), 3)})
 

@@ -15,6 +15,7 @@ from mrp_serving.rounds import Rounds
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from benchmarks.serving_cost import ALONE, DRAFTED
 from modeling_mrp import MRPForCausalLM
 
 LAUNCHES, COPIES, READS, FORWARDS, SHORTLISTS = "launches", "copies", "reads", "forwards", "shortlists"
@@ -141,6 +142,8 @@ def test_a_round_does_little_beside_its_networks(model: Any, monkeypatch: pytest
     scheduler.run()
     most = {kind: max(counts[kind] for counts in rounds.found) for kind in (LAUNCHES, COPIES, READS, FORWARDS)}
     assert most[LAUNCHES] <= MOST_LAUNCHES, most
+    least = ALONE if case == "none" else DRAFTED  # what predictions are made from
+    assert (most[LAUNCHES], most[COPIES], most[READS]) <= (least.launches, least.copies, least.reads)
     for counts in rounds.found:
         assert counts[COPIES] <= counts[FORWARDS] + counts[SHORTLISTS] + (case == "stale")  # for a block that is kept
         assert counts[READS] <= counts[FORWARDS]
