@@ -172,7 +172,14 @@ class FakeEngine:
 SAMPLING_PARAMS: dict[str, Any] = {
     **{"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "sampling_seed": None},
     **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None},
-    **{"min_new_tokens": 0, "stop_token_ids": None, "ignore_eos": False, "stop_strs": [], "stop_regex_strs": []},
+    **{
+        "max_new_tokens": 40,
+        "min_new_tokens": 0,
+        "stop_token_ids": None,
+        "ignore_eos": False,
+        "stop_strs": [],
+        "stop_regex_strs": [],
+    },
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "custom_params")),
 }
 
@@ -195,9 +202,7 @@ class FakeRequest:
 
     def __post_init__(self) -> None:
         self.eos_token_ids = set(self.stop)
-        self.sampling_params = SimpleNamespace(
-            **{**SAMPLING_PARAMS, "max_new_tokens": self.max_new_tokens, **self.asked},
-        )
+        self.sampling_params = SimpleNamespace(**{**SAMPLING_PARAMS, "max_new_tokens": self.max_new_tokens, **self.asked})
         self.logprob = SimpleNamespace(
             output_token_logprobs_val=[], output_token_logprobs_idx=[], top_logprobs_num=0, token_ids_logprob=None
         )

@@ -1,6 +1,6 @@
 """Picks from the engine's logits: as its own algorithms make them, or as `generate` does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from transformers.generation import (
 
 from modeling_mrp.kernels.pick import Unembedding, widened
 from modeling_mrp.networks.picker import Picker, Picks, Spots
+from modeling_mrp.rules.state import State
 
 
 @dataclass(frozen=True)
@@ -214,11 +215,11 @@ class Pickers:
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
         """See `Picker.token_odds`."""
-        owner: list[Sampling] = [row.sampling for row, state in spots.states for _ in state.free]  # type: ignore[attr-defined]
+        states: Sequence[tuple[Any, State]] = spots.states
+        owner: list[Sampling] = [row.sampling for row, state in states for _ in state.free]
         found = None
         for sampling in dict.fromkeys(owner):
-            part = [place for place, (row, _) in enumerate(spots.states) if row.sampling == sampling]  # type: ignore[attr-defined]
-            some = Spots([spots.states[place] for place in part], spots.device)
+            some = Spots([one for one in states if one[0].sampling == sampling], spots.device)
             at = torch.tensor([place for place, other in enumerate(owner) if other == sampling], device=hidden.device)
             odds = self.of(sampling).token_odds(hidden[at], token[at], some)
             found = odds.new_empty(len(token)) if found is None else found

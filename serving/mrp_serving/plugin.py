@@ -139,6 +139,8 @@ def with_requests(original: Callable[..., Any], worker: Any, forward_batch: Any,
 
 def with_progress(original: Callable[..., dict[str, list[Any]]], streamer: Any, reqs: Sequence[Any]) -> dict[str, list[Any]]:
     """Send with what requests have come to what it took."""
+    for req in reqs:  # of an answer without tokens the engine supposes one sent, and would keep its log-probability back
+        req.send_output_token_logprobs_offset = len(req.output_ids_through_stop)
     return {**original(streamer, reqs), SHOWN: [shown_of(req) for req in reqs]}
 
 
