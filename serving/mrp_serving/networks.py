@@ -371,12 +371,12 @@ class EngineNetworks(Networks):
         columns = np.array([at * block + column for at, (_, state) in enumerate(states) for column in state.free], np.int64)
         if not len(columns):
             return [Scores([0] * block, [-torch.inf] * block, hidden=one) for one in hidden]
-        whole, there = self._at(states, hidden, columns)
-        blocks = whole.index_select(0, there)
+        whole, places, there = self._at(states, hidden, columns)
+        blocks = whole.index_select(0, places)
         known: list[Hidden] = [one for one in shortlists if one is not None]
         if len(known) == len(states):
-            all_listed, where = self._places_of(known, columns)
-            picks = picker.among(blocks, all_listed.index_select(0, where), spots)
+            all_listed, places, _ = self._places_of(known, columns)
+            picks = picker.among(blocks, all_listed.index_select(0, places), spots)
         else:
             picks = picker(blocks, spots)
         few: Sequence[Hidden | None] = shortlists or [None] * len(states)
@@ -387,22 +387,29 @@ class EngineNetworks(Networks):
         found = zip(on_host(picks, columns, len(states), block), hidden, few, strict=True)
         return [Scores(*said, one, short) for said, one, short in found]
 
-    def _at(self, states: Sequence[tuple[Row, State]], hidden: Sequence[Hidden], columns: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Find columns of states: hidden states [tokens, hidden_size], and their places there, [n] long."""
+    def _at(
+        self, states: Sequence[tuple[Row, State]], hidden: Sequence[Hidden], columns: np.ndarray
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_places_of`, of the hidden states of states; those of the last forward are there already."""
         if self._last is not None:
             made, scored, free = self._last
             same = len(states) == len(scored) and all(one is other for (_, one), other in zip(states, scored, strict=True))
             if same and all(tensor is made and place == at for at, (tensor, place) in enumerate(hidden)):
-                return made.flatten(0, 1), free
+                return made.flatten(0, 1), free, free
         return self._places_of(hidden, columns)
 
-    def _places_of(self, blocks: Sequence[Hidden], columns: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Find columns of blocks that lie in a few tensors: all of these, [tokens, size], and places there, [n] long."""
+    def _places_of(self, blocks: Sequence[Hidden], columns: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """Find columns of blocks that lie in a few tensors.
+
+        Returns:
+            All of these, [tokens, size], the places of the columns there, [n] long, and the columns.
+        """
         tensors = {id(tensor): tensor for tensor, _ in blocks}
         begins = begins_of(tensors)
         firsts = np.array([begins[id(tensor)] + place for tensor, place in blocks], np.int64) * self.block
-        there, _ = sent({"places": Part(firsts[columns // self.block] + columns % self.block)}, self.device)
-        return joined(tensors).flatten(0, 1), there["places"]
+        places = firsts[columns // self.block] + columns % self.block
+        there, _ = sent({"places": Part(places), "columns": Part(columns)}, self.device)
+        return joined(tensors).flatten(0, 1), there["places"], there["columns"]
 
 
 def begins_of(tensors: dict[int, Tensor]) -> dict[int, int]:
