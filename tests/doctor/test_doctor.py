@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, make_model
+from faults import LAUNCHES, Stale, broken
 from mrp_trainer import cli
 from mrp_trainer.doctor import page, rounds, texts
 from mrp_trainer.doctor.kernels import attention_cases
@@ -19,7 +20,6 @@ from mrp_trainer.doctor.rounds import Timed, proposed
 from mrp_trainer.doctor.texts import gaps, published_config, random_model
 from tape import TapeRecorder, tapes
 from test_cli import mrp
-from test_first_use import LAUNCHES, Stale, broken
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPConfig, MRPForCausalLM

@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import make_model
 from fresh import Fresh
-from helpers import close
+from helpers import SHA, close, in_hub_cache
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_heads import PROMPT, SHA, SPEC, in_hub_cache, speculate
+from test_heads import PROMPT, SPEC, speculate
 
 from modeling_mrp import MRPForCausalLM
 

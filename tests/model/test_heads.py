@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from helpers import SHA, in_hub_cache, same_tensors
 from mrp_trainer.heads import new_head, with_new_head
 from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
 from safetensors.torch import load_file, save_file
@@ -19,28 +20,14 @@ from modeling_mrp.model.layouts import backbone_location
 from modeling_mrp.model.saving import written_beside
 
 PROMPT = torch.tensor([[5, 17, 40, 3, 44, 9]])
-SHA = "89abcdef0123456789abcdef0123456789abcdef"
 SPEC: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 4, "max_new_tokens": 12}
 SPEC |= {"pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True}
-
-
-def in_hub_cache(folder: Path, cache: Path, name: str, sha: str = SHA) -> None:
-    """Puts a folder where a download would have put it."""
-    repository = cache / f"models--{name.replace('/', '--')}"
-    shutil.copytree(folder, repository / "snapshots" / sha)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(sha)
 
 
 def speculate(model: MRPForCausalLM) -> tuple[list[int], list[int], list[int]]:
     """Tokens, and how many drafts were made and right: these depend on the head."""
     out = model.generate(PROMPT, **SPEC)
     return out.sequences[0].tolist(), out.stats.drafted.tolist(), out.stats.accepted.tolist()
-
-
-def same_tensors(a: Any, b: Any) -> bool:
-    a, b = a.state_dict(), b.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.fixture(scope="module")
