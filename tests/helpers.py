@@ -119,6 +119,16 @@ def same_tensors(a: Any, b: Any) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+SPEC: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 4, "max_new_tokens": 12, "eos_token_id": None}
+SPEC |= {"pad_token_id": 0, "return_dict_in_generate": True}
+
+
+def speculate(model: MRPForCausalLM, prompt: Tensor) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, and how many drafts were made and right: these depend on the head."""
+    out: Any = model.generate(prompt, **SPEC)
+    return out.sequences[0].tolist(), out.stats.drafted.tolist(), out.stats.accepted.tolist()
+
+
 def sample(index: int, length: int, response_start: int) -> Sample:
     """A sample of random ids, the same for the same index."""
     rng = np.random.default_rng(index)
