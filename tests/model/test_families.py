@@ -18,7 +18,6 @@ from helpers import close, generate, left_padded, same_tensors
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.heads import new_head
 from mrp_trainer.publish.card import render_card
-from mrp_trainer.publish.convert import convert
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.packed import PackedBatch
 from mrp_trainer.train.trainer import MRPTrainer
@@ -181,8 +180,6 @@ def test_sdar_moe(tmp_path: Path) -> None:
     model, _ = loaded(tmp_path / "whole", SDAR_MOE, shapes, 0)
     with pytest.raises(ValueError, match="layers are Qwen3MoeDecoderLayers and a head's Qwen3DecoderLayers: use 'identity'"):
         new_head(model, 1, "backbone")
-    with pytest.raises(ValueError, match="of the family 'sdar_moe', and these layouts are of 'sdar'"):
-        convert(tmp_path / "whole", tmp_path / "converted", "sdar")
     with pytest.raises(ValueError, match="tp_plan: a model of the family 'sdar_moe' is not divided over processes: use dev"):
         MRPForCausalLM.from_pretrained(tmp_path / "whole", tp_plan="auto")
 
