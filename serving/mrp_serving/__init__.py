@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.specifiers import SpecifierSet
 
 # The hooks, and what a forward batch consists of, were read in this version; they are no public interface.
-SUPPORTED_SGLANG = SpecifierSet(">=0.5.23,<0.5.24")
+SUPPORTED_SGLANG = SpecifierSet(">=0.5.22,<0.5.24")
 ALGORITHM = "MRP"
 
 log = logging.getLogger(__name__)

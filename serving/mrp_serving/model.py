@@ -95,7 +95,7 @@ class MRPForCausalLM(SDARForCausalLM):
     def run_head(self, engine: Any, batch: Any, hidden: Tensor) -> Tensor:
         """Compute h_C [tokens, hidden_size] of a batch, from hidden states of that shape, outside of the engine's graphs."""
         assert self.mrp_head is not None
-        with forward_context(ForwardContext(attn_backend=engine.attn_backend), forward_batch=batch):
+        with forward_context(ForwardContext(attn_backend=engine.attn_backend)):
             engine.attn_backend.init_forward_metadata(batch)
             return self.mrp_head(self.model.embed_tokens(batch.input_ids), hidden, batch.positions, batch)
 
