@@ -22,6 +22,7 @@ from .checkpoint import ARCHITECTURES, open_checkpoint
 from .model import MRPForCausalLM, SDARMRPForCausalLM
 from .options import settings_of
 from .requests import GREEDY
+from .room import fetch_what_fits, whole_blocks
 from .usage import RAW, SHOWN, shown_usage
 
 
@@ -40,6 +41,8 @@ def register_parts() -> None:
     hooks: dict[str, Callable[..., Any]] = {
         "sglang.srt.dllm.config.DllmConfig.from_server_args": dllm_config,
         "sglang.srt.managers.tp_worker.TpModelWorker._forward_batch_generation_dllm": with_requests,
+        "sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin._fetch_waiting_reqs": fetch_what_fits,
+        "sglang.srt.managers.schedule_policy.PrefillAdder._get_dllm_remain_tokens": whole_blocks,
         "sglang.srt.configs.model_config.ModelConfig.get_default_sampling_params": sampling_defaults,
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": with_usage,
     }
