@@ -14,10 +14,10 @@ picture: $(VENV)/.demo
 	$(BIN)/python -m mrp_trainer.cli show --animated --dtype float64 --output ./hub_configs/sdar-tiny-mrp/decode.svg
 
 check: $(VENV)/.dev
-	$(PYTEST) $(CHECKED:%=tests/test_%.py)
+	$(PYTEST) $(wildcard $(CHECKED:%=tests/*/test_%.py))
 
 test: $(VENV)/.dev
-	$(PYTEST) --ignore=tests/test_compiled.py
+	$(PYTEST) --ignore=tests/kernels/test_compiled.py
 
 # Small faults put into the engine one at a time: which tests find them, in tests/mutants.json. Half an hour on one core; ONLY=...
 # tries those whose file or text it names.
@@ -29,7 +29,7 @@ mutants: $(VENV)/.dev
 EXTRAS := quantized serve serve_attacks docs notebooks other_trainers trackers compiled
 
 test-extras: $(VENV)/.extras
-	$(PYTEST) -rs $(EXTRAS:%=tests/test_%.py)
+	$(PYTEST) -rs $(wildcard $(EXTRAS:%=tests/*/test_%.py))
 	$(MAKE) peers
 
 # transformers' and PEFT's own tests, which their source distributions carry, on our model. What is expected to fail, and why, is
@@ -51,7 +51,7 @@ $(PEERS)/.unpacked: constraints.txt
 
 # The Space in headless Chromium; says why where there is none.
 test-space: $(VENV)/.extras
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/test_space.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/project/test_space.py
 
 # Of the plugin in SGLang, which runs on a CPU: an environment of its own, servers on loopback. 30 minutes on two cores.
 SERVING := .venv-serving

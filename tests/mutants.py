@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "mutants.json"
 # The tests, the quickest to find something first: a few seeds of the fuzz, those of a room, the other rooms', the whole fuzz.
-FIRST = [f"tests/test_fuzz.py::test_random_decodes[{seed}]" for seed in range(8)]
+FIRST = [f"tests/generate/test_fuzz.py::test_random_decodes[{seed}]" for seed in range(8)]
 SELECTION = {
     "rules": ("rules", "bans"),
     "generate": ("remask", "infilling", "active_rows"),
@@ -43,10 +43,10 @@ def selected(mutant: Mutant) -> list[list[str]]:
     """The tests to run, in order, as so many calls of pytest; the one that found it before comes first."""
     room = mutant["file"].split("/")[0]
     names = dict.fromkeys(name for one in (room, *SELECTION) for name in SELECTION[one])
-    files = [[f"tests/test_{name}.py"] for name in names]
+    files = [[str(next(ROOT.glob(f"tests/*/test_{name}.py")))] for name in names]
     files.insert({"rules": 2, "kernels": 6}.get(room, 0), FIRST)
     found = [[mutant["found_by"]]] if mutant["found_by"].startswith("tests/") else []
-    return [*found, *files, ["tests/test_fuzz.py"]]
+    return [*found, *files, ["tests/generate/test_fuzz.py"]]
 
 
 def outcome(mutant: Mutant, text: str, folder: Path) -> str:

@@ -471,7 +471,7 @@ class Row:
                 yield made, told, chance
 
     def target_rule(self) -> RevealRule:
-        """The target's, for its guesses, which `tests/test_rules.py` derives by hand."""
+        """The target's, for its guesses, which `tests/rules/test_rules.py` derives by hand."""
         options = {option.name: getattr(self.options, option.name, None) for option in OPTIONS}
         config = MRPGenerationConfig(**{**options, "decoding": self.options.target}, eos_token_id=self.options.eos_ids)
         config.check(self.block, has_head=True)

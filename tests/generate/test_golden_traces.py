@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from golden_traces import MODES, of_mode, of_others
 
-EXPECTED = json.loads(Path(__file__).with_name("golden_traces.json").read_text())
+EXPECTED = json.loads((Path(__file__).parents[1] / "golden_traces.json").read_text())
 
 
 @pytest.mark.parametrize("mode", [*MODES, None])

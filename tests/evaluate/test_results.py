@@ -108,9 +108,9 @@ def test_a_digest_changes_with_its_part_alone() -> None:
 def test_a_header_says_commit_and_weights() -> None:
     torch.manual_seed(0)
     model = Parts()
-    said = header("sweep", SimpleNamespace(model=str(Path(__file__).parents[1] / "hub_configs"), count=3), model)
+    said = header("sweep", SimpleNamespace(model=str(Path(__file__).parents[2] / "hub_configs"), count=3), model)
     assert {part: said[part] for part in ("backbone", "head")} == digests(model)
     assert said["options"] == {"model": "hub_configs", "count": 3}
     assert {part: header("compiled", SimpleNamespace())[part] for part in ("backbone", "head")} == dict.fromkeys(digests(model))
-    checkout = (Path(__file__).parents[1] / ".git").exists()
+    checkout = (Path(__file__).parents[2] / ".git").exists()
     assert re.fullmatch(r"[0-9a-f]{7,}( with changes)?", said["commit"]) if checkout else said["commit"] is None

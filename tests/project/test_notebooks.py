@@ -68,7 +68,7 @@ def test_there_are_two() -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_is_committed_was_run_from_first_to_last_and_tells_of_no_machine(path: Path) -> None:
-    """``python tests/test_notebooks.py`` runs them, and writes their outputs into them."""
+    """``python tests/project/test_notebooks.py`` runs them, and writes their outputs into them."""
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run it again"

@@ -123,7 +123,7 @@ def test_published_repositories_load_and_run_none_of_their_code_unasked(tmp_path
     names = run_page(
         "docs/loading.md",
         **{trusting: f"from pathlib import Path\nuntouched = not Path({str(marks)!r}).exists()\n{trusting}"},
-        **{  # custom generation needs a Hub: tests/test_custom_generate.py
+        **{  # custom generation needs a Hub: tests/model/test_custom_generate.py
             'sdar.generate(**inputs, custom_generate="org/sdar-4b-mrp-head"': "dict(head=1",
             "JetLM/SDAR-4B-Chat-b16": str(backbone),
             "heavyball/sdar-4b-mrp-3lyr": str(both),
