@@ -111,7 +111,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--trust-remote-code"]
+        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
         self._command += ["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], "--enable-metrics", "--sleep-on-idle"]
         self._command += ["--max-running-requests", str(max_running_requests), "--dllm-algorithm", algorithm]
         self._command += ["--dllm-algorithm-config", str(folder / "options.yaml"), *flags]

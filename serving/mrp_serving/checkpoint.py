@@ -107,14 +107,9 @@ def head_weight(name: str) -> str | None:
 
 
 def backbone_weights(config: Any, source: str) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors of the backbone that the config of the head repository `source` names.
-
-    Raises:
-        ValueError: if it names none.
-    """
-    backbone = named_backbone(config, source)
-    if backbone is None:
-        raise ValueError(f"{source} holds no backbone, and its config names none: download it again")
+    """Read the tensors of the backbone that the config of the head repository `source` names; none where it names none."""
+    if (backbone := named_backbone(config, source)) is None:
+        return
     for file in weight_files(backbone.where, revision=backbone.revision):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
