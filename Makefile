@@ -107,7 +107,8 @@ $(VENV)/.docs: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
-$(SERVING)/.installed: pyproject.toml tests/serving/requirements.txt tests/serving/engine.txt
+$(SERVING)/.installed: pyproject.toml tests/serving/requirements.txt tests/serving/engine.txt \
+		tests/serving/cpu_engine/mrp_cpu_engine.py
 	$(PYTHON) -m venv $(SERVING)
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/serving/requirements.txt -e .
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/serving/engine.txt

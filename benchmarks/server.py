@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
+import psutil
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -202,6 +203,12 @@ class Server:
             mode = re.search(r'\bmode="(\w+)"', labels)
             found[f"{name}/{mode[1]}" if mode else name] += float(value)
         return found
+
+    def resident_bytes(self) -> int:
+        """Sum up the memory of the engine's processes, in so far as no other shares it."""
+        assert self._process is not None
+        engine = psutil.Process(self._process.pid)
+        return sum(process.memory_full_info().uss for process in (engine, *engine.children(recursive=True)))
 
     def load(self) -> dict[str, Any]:
         """Read what the engine is at: `num_running_reqs`, `num_waiting_reqs`, `num_used_tokens` and more."""

@@ -1,9 +1,10 @@
 """The engine's side of the plugin: its registries and hooks."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import yaml
+from fastapi import HTTPException
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.dllm.algorithm import algo_name_to_cls
@@ -44,6 +45,7 @@ def register_parts() -> None:
         "sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin._fetch_waiting_reqs": fetch_what_fits,
         "sglang.srt.managers.schedule_policy.PrefillAdder._get_dllm_remain_tokens": whole_blocks,
         "sglang.srt.configs.model_config.ModelConfig.get_default_sampling_params": sampling_defaults,
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation": pause_in_place,
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": with_usage,
     }
     for target, hook in hooks.items():
@@ -141,6 +143,13 @@ def with_requests(original: Callable[..., Any], worker: Any, forward_batch: Any,
         worker.dllm_algorithm.batch = None
 
 
+async def pause_in_place(original: Callable[..., Awaitable[None]], manager: Any, asked: Any) -> None:
+    """Refuse to take running requests back, which would end the engine, with an `HTTPException` 400."""
+    if asked.mode == "retract" and get_exec().dllm.dllm_algorithm == ALGORITHM:
+        raise HTTPException(400, "mode 'retract' is not served with MRP: use 'in_place', which goes on, or 'abort', which ends")
+    await original(manager, asked)
+
+
 def with_usage(
     original: Callable[..., None],
     manager: Any,
@@ -163,6 +172,7 @@ def with_usage(
 __all__ = [
     "PublishedConfig",
     "dllm_config",
+    "pause_in_place",
     "register_parts",
     "sampling_defaults",
     "with_requests",

@@ -4,17 +4,23 @@ So they are after a restart, too, as each engine is one. `make test-serving TEST
 ENGINE=0.5.22 for that version.
 """
 
+import copy
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from asking import BLOCK, ENVIRONMENT, STATES, Asked, target_of
+import torch
+from asking import BLOCK, CONCURRENCY, ENVIRONMENT, STATES, Asked, target_of, up_to_eos
+from mrp_trainer.evaluate.decoded import decode_prompts
 from mrp_trainer.publish.convert import convert
+from safetensors.torch import load_file, save_file
 from test_texts import explained
+from torch import Tensor
 
 from benchmarks.common import TINY
 from benchmarks.server import CPU_FLAGS, Measured, Server
@@ -105,3 +111,40 @@ def test_texts_stay_and_no_slot_is_lost(
     assert len(reasons) <= requests // 16
     assert again.ids == served.ids[:8]
     assert (pool["kv_used_tokens"], free) == (0, slots)
+
+
+def rounded_to_int8(folder: Path) -> dict[str, Tensor]:
+    """Write the embedded checkpoint with its backbone's projections as int8, a scale a row; returns the weights it means."""
+    shutil.copytree(TINY, folder)
+    stored, meant = load_file(TINY / "model.safetensors"), load_file(TINY / "model.safetensors")
+    for name, weight in list(stored.items()):
+        if name.startswith("model.layers.") and name.endswith("_proj.weight"):
+            scale = weight.float().abs().amax(1, keepdim=True) / 127
+            stored[name] = (weight.float() / scale).round().to(torch.int8)
+            stored[f"{name}_scale"] = scale
+            meant[name] = stored[name] * scale
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "w8a8_int8"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+def test_an_int8_backbone(
+    asked: Asked, tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, tmp_path: Path, report: Callable[[str], None]
+) -> None:
+    """Texts are those of `generate` with the weights that int8 stands for; head and lm_head are as they were."""
+    model = copy.deepcopy(tiny_model_float64)
+    model.load_state_dict(rounded_to_int8(tmp_path / "int8"))
+    some = Asked(asked.problems[::20], asked.prompts[::20], [48] * len(asked.prompts[::20]))
+    options = {"decoding": "mrp_spec", "num_draft_states": STATES, **target_of(0.9)}
+    with Server(tmp_path / "int8", tmp_path / "server", "MRP", options, environment=ENVIRONMENT) as server:
+        served = server.measure(some.prompts, some.budgets, CONCURRENCY, BLOCK)
+    expected = decode_prompts(model, tiny_tokenizer, some.prompts, None, 48, CONCURRENCY, **options).ids
+    eos = model.generation_config.eos_token_id
+    reasons = explained(model, some, 0.9, [up_to_eos(ids, eos) for ids in served.ids], expected, eos)
+    report(
+        f"sglang {sglang.__version__} | int8 backbone: {len(reasons)} of {len(expected)} texts differ from those of generate; "
+        f"{served.tokens_per_forward:.3f} tokens a forward"
+    )
+    report("\n".join(reasons))
+    assert len(reasons) <= 1
