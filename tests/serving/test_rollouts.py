@@ -13,10 +13,9 @@ import pytest
 import torch
 import yaml
 from asking import ENVIRONMENT, STATES, target_of
-from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
-from benchmarks.common import TINY
+from benchmarks.common import ROOT, TINY
 from benchmarks.server import Server
 
 pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
