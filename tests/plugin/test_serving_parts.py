@@ -238,6 +238,14 @@ def test_a_head_that_does_not_fit_is_refused(fields: dict[str, Any], message: st
         open_checkpoint(changed_config(head_folder, **fields), None)
 
 
+def test_a_head_says_how_its_backbone_is_quantized(head_folder: Path) -> None:
+    quantized = {"quantization_config": {"quant_method": "w8a8_int8"}}
+    changed_config(head_folder.parent / "backbone", **quantized)
+    with pytest.raises(ValueError, match=r"has another quantization_config.*copy the backbone's into its config\.json"):
+        open_checkpoint(str(head_folder), None)
+    assert open_checkpoint(changed_config(head_folder, **quantized), None).has_head
+
+
 def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "no-head")
     tensors = {name: each for name, each in load_file(TINY / "model.safetensors").items() if head_weight(name) is None}
