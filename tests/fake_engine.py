@@ -159,9 +159,18 @@ class FakeEngine:
         return outputs.flatten(0, 1)
 
 
+# The engine's, of a request that says nothing but that its temperature is 0.
+SAMPLING_PARAMS: dict[str, Any] = {
+    **{"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "sampling_seed": None},
+    **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None},
+    **{"min_new_tokens": 0, "stop_token_ids": None, "ignore_eos": False, "stop_strs": [], "stop_regex_strs": []},
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "custom_params")),
+}
+
+
 @dataclass(eq=False)
 class FakeRequest:
-    """The fields of a request that the plugin reads, and the scheduler's."""
+    """The fields of a request that the plugin reads, and the scheduler's; `asked` are fields of its `SamplingParams`."""
 
     origin_input_ids: list[int]
     max_new_tokens: int = 40
@@ -170,20 +179,33 @@ class FakeRequest:
     output_ids: list[int] = field(default_factory=list)
     row: int = 0
     length: int = 0  # tokens with slots
-    finished: bool = False
-    customized_info: dict[str, Any] | None = None
+    ended: bool = False
     tokenizer: Any = None
+    asked: dict[str, Any] = field(default_factory=dict)
+    return_logprob: bool = True
 
     def __post_init__(self) -> None:
         self.eos_token_ids = set(self.stop)
         self.sampling_params = SimpleNamespace(
-            max_new_tokens=self.max_new_tokens, stop_token_ids=None, ignore_eos=False, stop_strs=[], stop_regex_strs=[]
+            **{**SAMPLING_PARAMS, "max_new_tokens": self.max_new_tokens, **self.asked},
         )
+        self.logprob = SimpleNamespace(
+            output_token_logprobs_val=[], output_token_logprobs_idx=[], top_logprobs_num=0, token_ids_logprob=None
+        )
+
+    def finished(self) -> bool:
+        """As the engine's."""
+        return self.ended
+
+    @property
+    def output_ids_through_stop(self) -> list[int]:
+        """As the engine's."""
+        return self.text()
 
     def text(self) -> list[int]:
         """What a client is shown: up to the first eos, or the limit."""
         shown = self.output_ids[: self.max_new_tokens]
-        ends = [place for place, token in enumerate(shown) if token in self.stop]
+        ends = [] if self.sampling_params.ignore_eos else [place for place, token in enumerate(shown) if token in self.stop]
         return shown[: ends[0] + 1] if ends else shown
 
 
@@ -235,7 +257,7 @@ class FakeScheduler:
             if size and start + size > known:
                 req.output_ids += tokens[max(0, known - start) :]
                 if len(req.text()) < len(req.output_ids) or len(req.output_ids) >= req.max_new_tokens:
-                    req.finished = True
+                    req.ended = True
                     self.release(req)
 
     def _batch(self, requests: Sequence[FakeRequest], ids: Tensor, starts: list[int]) -> FakeBatch:

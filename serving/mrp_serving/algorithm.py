@@ -6,6 +6,7 @@ from typing import Any
 from prometheus_client import Counter
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.dllm.algorithm.base import DllmAlgorithm
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.utils import enable_fused_set_kv_buffer
@@ -31,6 +32,7 @@ class MRP(DllmAlgorithm):
         super().__init__(config)
         self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id)
         self.batch: Any = None  # the scheduler's, while it runs (`plugin.with_requests`)
+        SchedulerOutputStreamer.has_additional_customized_info = True  # `plugin.with_progress` gives it
         if get_observability().enable_metrics and get_parallel().tp_rank == 0:
             self.rounds.report.count_in(Counter)
 

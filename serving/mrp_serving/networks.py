@@ -7,15 +7,16 @@ writes keys and values before it reads them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from modeling_mrp.networks.networks import Hidden, Networks, gathered
 from modeling_mrp.networks.picker import Picker
-from modeling_mrp.rules.state import Row, State
+from modeling_mrp.rules.state import Row, Scores, State
 
+from .picker import Pickers, Sampling
 from .scratch import Borrowed
 
 # States of a row, each with the place of the clean one that it looks at, or -1.
@@ -169,16 +170,20 @@ class EngineNetworks(Networks):
         own: The rows.
         lent: What is borrowed for the round.
         with_head: Whether the head takes part.
-        picker: Picks tokens, for reveals and drafts.
+        pickers: Pick tokens, for reveals and drafts.
         block: Tokens of a block.
 
     Attributes:
         graph_ran: Whether the last forward of the backbone was a CUDA graph's.
     """
 
-    def __init__(self, engine: Any, batch: Any, own: Own, lent: Borrowed, with_head: bool, picker: Picker, block: int) -> None:
+    def __init__(
+        self, engine: Any, batch: Any, own: Own, lent: Borrowed, with_head: bool, pickers: Pickers, block: int
+    ) -> None:
         self.engine, self.batch, self.own, self.lent = engine, batch, own, lent
-        self.with_head, self.picker, self.drafter, self.block = with_head, picker, picker, block
+        self.with_head, self.block = with_head, block
+        self.pickers, each = pickers, cast(Picker, pickers)  # they have all of it that `Networks` asks for
+        self.picker = self.drafter = each
         self.device, self.graph_ran, self.shifted = batch.input_ids.device, False, False
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._scored: Tensor | None = None
@@ -205,6 +210,24 @@ class EngineNetworks(Networks):
         spread = made.new_zeros(len(packed) * width, self.block, made.shape[-1])
         spread[places] = made.unflatten(0, (-1, self.block))
         return spread
+
+    def picked(
+        self,
+        picker: Any,
+        states: Sequence[tuple[Any, State]],
+        hidden: Sequence[Hidden],
+        parents: Sequence[State | None] = (),
+        shortlists: Sequence[Hidden | None] = (),
+    ) -> list[Scores]:
+        """See `Networks.picked`; rows with the same `Sampling` are picked for together."""
+        groups: dict[Sampling, list[int]] = {}
+        for at, (row, _) in enumerate(states):
+            groups.setdefault(row.sampling, []).append(at)
+        found: dict[int, Scores] = {}
+        for sampling, places in groups.items():
+            part: list[Any] = [[of[at] for at in places] if of else of for of in (states, hidden, parents, shortlists)]
+            found |= zip(places, super().picked(self.pickers.of(sampling), *part), strict=True)
+        return [found[at] for at in range(len(states))]
 
     def head(
         self, rows: Sequence[Row], asked: Sequence[Sequence[tuple[State, Hidden]]], residual: bool = False

@@ -1,6 +1,6 @@
 """The engine's side of the plugin: its registries and hooks."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import yaml
@@ -15,7 +15,6 @@ from sglang.srt.runtime_context import get_exec
 from transformers import AutoConfig
 
 from modeling_mrp import MRPConfig
-from modeling_mrp.generate.refine import ResidualRemask
 
 from . import ALGORITHM
 from .algorithm import MRP
@@ -24,7 +23,7 @@ from .model import MRPForCausalLM, SDARMRPForCausalLM
 from .options import settings_of
 from .requests import GREEDY
 from .room import fetch_what_fits, whole_blocks
-from .usage import RAW, SHOWN, shown_usage
+from .usage import SHOWN, shown_of
 
 
 class PublishedConfig(MRPConfig):
@@ -46,7 +45,10 @@ def register_parts() -> None:
         "sglang.srt.managers.schedule_policy.PrefillAdder._get_dllm_remain_tokens": whole_blocks,
         "sglang.srt.configs.model_config.ModelConfig.get_default_sampling_params": sampling_defaults,
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation": pause_in_place,
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": with_usage,
+        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.build_additional_customized_info": (
+            with_progress
+        ),
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": with_text,
     }
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
@@ -88,11 +90,7 @@ def dllm_config(original: Callable[[Any], DllmConfig | None], server_args: Any) 
             raise ValueError(
                 f"--page-size is {args.page_size}: MRP keeps blocks in whole pages, so use {block}, or leave it out"
             )
-        config.mrp_settings = settings_of(options, found.defaults, block, found.has_head)
-        if args.tp_size > 1 and isinstance(config.mrp_settings.mode.refine, ResidualRemask):
-            raise ValueError(
-                "remask_rule is 'residual', which needs the whole vocabulary on one device: use another, or --tp-size 1"
-            )
+        config.mrp_settings = settings_of(options, found.defaults, block, found.has_head, args.tp_size)
     return config
 
 
@@ -150,7 +148,14 @@ async def pause_in_place(original: Callable[..., Awaitable[None]], manager: Any,
     await original(manager, asked)
 
 
-def with_usage(
+def with_progress(original: Callable[..., dict[str, list[Any]]], streamer: Any, reqs: Sequence[Any]) -> dict[str, list[Any]]:
+    """Send with what requests have come to what it took."""
+    for req in reqs:  # of an answer without tokens the engine supposes one sent, and would keep its log-probability back
+        req.send_output_token_logprobs_offset = len(req.output_ids_through_stop)
+    return {**original(streamer, reqs), SHOWN: [shown_of(req) for req in reqs]}
+
+
+def with_text(
     original: Callable[..., None],
     manager: Any,
     meta_info: dict[str, Any],
@@ -159,14 +164,14 @@ def with_usage(
     index: int,
     *rest: Any,
 ) -> None:
-    """Sum up in a response's metadata what the request has cost so far."""
-    others = {key: values for key, values in info.items() if key != RAW}
+    """Put what a request took into its metadata, with the text of what is provisional."""
+    others = {key: values for key, values in info.items() if key != SHOWN}
     if others:
         original(manager, meta_info, state, others, index, *rest)
-    if RAW in info:
-        blocks = state.customized_info_accumulated.setdefault(RAW, [])
-        blocks.extend(info[RAW][index])
-        meta_info[SHOWN] = shown_usage(blocks, meta_info.get("completion_tokens", 0))
+    if SHOWN in info and (shown := info[SHOWN][index]) is not None:
+        meta_info[SHOWN] = shown
+        if "provisional_ids" in shown and manager.tokenizer is not None:
+            shown["provisional_text"] = manager.tokenizer.decode(shown["provisional_ids"])
 
 
 __all__ = [
@@ -175,7 +180,8 @@ __all__ = [
     "pause_in_place",
     "register_parts",
     "sampling_defaults",
+    "with_progress",
     "with_requests",
-    "with_usage",
+    "with_text",
     "yaml_mapping",
 ]

@@ -12,15 +12,18 @@ from conftest import TINY
 from fake_engine import FakeAllocator, FakePool, FakeRequest
 from mrp_serving.checkpoint import ARCHITECTURES, backbone_weights, head_weight, open_checkpoint
 from mrp_serving.networks import Own, place_states, share_prefixes
-from mrp_serving.picker import EnginePicker
+from mrp_serving.options import settings_of
+from mrp_serving.picker import CountPenalties, Sampling
+from mrp_serving.requests import Progress, interpreted
 from mrp_serving.room import count_fitting, fetch_what_fits, whole_blocks
 from mrp_serving.rounds import fresh_row
 from mrp_serving.scratch import Borrowed, affordable, borrowed
-from mrp_trainer.publish.convert import published_name
+from published import as_published
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp.kernels.dispatch import AUTOMATIC
 from modeling_mrp.rules.draft import build_draft
 from modeling_mrp.rules.reveal import Static
 from modeling_mrp.rules.state import Counts, State
@@ -117,13 +120,14 @@ def test_the_head_sees_no_clean_state_of_the_round(parents: bool, prefix: int, t
 # ------------------------------------------------------------------------------------------------- picks
 
 
-def picker(**options: Any) -> EnginePicker:
-    return EnginePicker(torch.empty(11, 4), 3, entropy=True, unembed=lambda hidden: hidden, **options)
+def picker(stock: bool) -> Any:
+    fixed = {"lm_head_weight": torch.empty(11, 4), "mask_token_id": 3, "dispatch": AUTOMATIC}
+    return Sampling(stock=stock, entropy=True).picker(torch.Tensor.clone, 0, **fixed)
 
 
 def test_picks_are_those_of_the_engines_own_algorithm() -> None:
     logits = torch.randn(9, 11, generator=torch.Generator().manual_seed(0)) * 3
-    picks = picker()(logits)
+    picks = picker(stock=True)(logits)
     probability = logits.softmax(-1)
     other = logits.argmax(-1) != 3
     assert torch.equal(picks.token[other], logits.argmax(-1)[other])
@@ -136,16 +140,34 @@ def test_picks_are_those_of_the_engines_own_algorithm() -> None:
 def test_probabilities_that_round_to_the_same_number_tie() -> None:
     logits = torch.zeros(2, 11)
     logits[0, 5], logits[1, 5] = 30.0, 40.0
-    rounded, exact = picker()(logits).odds, picker(rounded=False)(logits).odds
+    rounded, exact = picker(stock=True)(logits).odds, picker(stock=False)(logits).odds
     assert rounded[0] == rounded[1]
     assert exact[0] < exact[1]
+
+
+def test_penalties_count_generated_tokens() -> None:
+    """Of positions with the ids [1, 5 | 5, 6, 5] and [1, 5 | 6, 3, 3] before them, the prompt of two tokens not counted."""
+    made = CountPenalties(2, 0.5, 0.25)(torch.tensor([[1, 5, 5, 6, 5], [1, 5, 6, 3, 3]]), torch.zeros(2, 8))
+    wanted = torch.zeros(2, 8)
+    wanted[0, 5], wanted[0, 6], wanted[1, 6], wanted[1, 3] = -1.25, -0.75, -0.75, -1.25
+    assert torch.equal(made, wanted)
+
+
+def test_the_processors_of_a_request_are_those_of_transformers() -> None:
+    asked = {"logit_bias": ((5, 1.0),), "repetition_penalty": 1.2, "frequency_penalty": 0.1}
+    sampling = Sampling(sample=True, top_k=4, top_p=0.5, min_p=0.1, **asked)
+    assert [type(one).__name__ for one in (*sampling.processors(), *sampling.truncation())] == [
+        *("SequenceBiasLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "CountPenalties"),
+        *("TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- rows between rounds
 
 
 def test_a_fresh_row_stands_where_the_engine_is() -> None:
-    row = fresh_row([5] * 6, 4, 8, 4, 3, Counts(2, True))
+    asked = interpreted(FakeRequest([5] * 6), settings_of({}, {}, 4, True))
+    row = fresh_row([5] * 6, 6, 4, 8, 4, 3, Progress(asked, Counts(2, True)))
     assert row.state.ids == (5, 5, 3, 3)
     assert (row.held, row.head_held, row.source, row.memory) == (4, 4, None, {})
     clean = row.after(row.state, (2, 3), [0, 0, 7, 8])
@@ -169,26 +191,9 @@ def head_folder(tmp_path: Path, tiny_model: MRPForCausalLM) -> Path:
     return tmp_path / "head"
 
 
-def published_folder(at: Path) -> Path:
-    """The embedded checkpoint in the published layout."""
-    at.mkdir()
-    save_file(
-        {published_name(name): tensor for name, tensor in load_file(TINY / "model.safetensors").items()},
-        at / "model.safetensors",
-    )
-    fields = json.loads((TINY / "config.json").read_text())
-    fields |= {
-        "model_type": "sdar",
-        "architectures": ["SDARMRPForCausalLM"],
-        "rope_theta": fields.pop("rope_parameters")["rope_theta"],
-    }
-    (at / "config.json").write_text(json.dumps({name: value for name, value in fields.items() if name != "auto_map"}))
-    return at
-
-
 def test_the_three_layouts_are_opened(head_folder: Path, tmp_path: Path) -> None:
     whole, head, published = (
-        open_checkpoint(str(at), None) for at in (TINY, head_folder, published_folder(tmp_path / "published"))
+        open_checkpoint(str(at), None) for at in (TINY, head_folder, as_published(TINY, tmp_path / "published"))
     )
     assert all(
         each.has_head and each.config.block_size == 16 and each.config.mask_token_id == 3 for each in (whole, head, published)
