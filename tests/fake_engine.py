@@ -57,6 +57,11 @@ class FakeAllocator:
         pages = torch.tensor([self.free_pages.pop(0) for _ in range(count // self.size)], dtype=torch.long)
         return (pages[:, None] * self.size + torch.arange(self.size)).flatten()
 
+    def free_segment(self, slots: Tensor, start_pos: int) -> None:
+        assert start_pos == 0
+        assert (slots.view(-1, self.size) % self.size == torch.arange(self.size)).all(), "pages in order"
+        self.free(slots)
+
     def free(self, slots: Tensor) -> None:
         pages = (slots // self.size).unique().tolist()
         assert len(pages) * self.size == len(slots), "whole pages only"
@@ -117,11 +122,11 @@ class FakeModel(torch.nn.Module):
 
 
 class FakeEngine:
-    """The `ModelRunner`."""
+    """The `ModelRunner`; `graphs` leave what they made where the next one writes."""
 
     prefill_attention_backend_str = "torch_native"
 
-    def __init__(self, model: Any, rows: int, pages: int, context: int = 256) -> None:
+    def __init__(self, model: Any, rows: int, pages: int, context: int = 256, graphs: bool = False) -> None:
         self.model, self.block = FakeModel(model), model.config.block_size
         self.model_config = SimpleNamespace(context_len=context, vocab_size=model.config.vocab_size)
         self.req_to_token_pool = FakePool(rows, context)
@@ -131,12 +136,16 @@ class FakeEngine:
         self.ids, self.head_ids = torch.zeros(slots, dtype=torch.long), torch.zeros(slots, dtype=torch.long)
         self.positions = torch.zeros(slots, dtype=torch.long)
         self.hidden = torch.zeros(slots, model.config.hidden_size, dtype=model.dtype)
+        self.replayed = self.hidden.new_zeros(rows * self.block, self.hidden.shape[1]) if graphs else None
         self.widths: list[int] = []
 
     def forward(self, batch: FakeBatch, pp_proxy_tensors: Any = None) -> Any:
         self.widths.append(batch.batch_size)
         hidden = self.recompute(batch, self.ids, None)
-        return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=hidden), can_run_graph=False)
+        if self.replayed is not None:
+            self.replayed[: len(hidden)] = hidden.detach()
+            hidden = self.replayed[: len(hidden)]
+        return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=hidden), can_run_graph=self.replayed is not None)
 
     def recompute(self, batch: FakeBatch, ids: Tensor, hidden: Tensor | None) -> Tensor:
         """Compute hidden states of a batch, or of hidden states the head's residual: [tokens, hidden_size]."""
@@ -163,7 +172,14 @@ class FakeEngine:
 SAMPLING_PARAMS: dict[str, Any] = {
     **{"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "sampling_seed": None},
     **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None},
-    **{"min_new_tokens": 0, "stop_token_ids": None, "ignore_eos": False, "stop_strs": [], "stop_regex_strs": []},
+    **{
+        "max_new_tokens": 40,
+        "min_new_tokens": 0,
+        "stop_token_ids": None,
+        "ignore_eos": False,
+        "stop_strs": [],
+        "stop_regex_strs": [],
+    },
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "custom_params")),
 }
 
@@ -186,9 +202,7 @@ class FakeRequest:
 
     def __post_init__(self) -> None:
         self.eos_token_ids = set(self.stop)
-        self.sampling_params = SimpleNamespace(
-            **{**SAMPLING_PARAMS, "max_new_tokens": self.max_new_tokens, **self.asked},
-        )
+        self.sampling_params = SimpleNamespace(**{**SAMPLING_PARAMS, "max_new_tokens": self.max_new_tokens, **self.asked})
         self.logprob = SimpleNamespace(
             output_token_logprobs_val=[], output_token_logprobs_idx=[], top_logprobs_num=0, token_ids_logprob=None
         )
@@ -201,6 +215,11 @@ class FakeRequest:
     def output_ids_through_stop(self) -> list[int]:
         """As the engine's."""
         return self.text()
+
+    @property
+    def kv(self) -> SimpleNamespace:
+        """Where its keys and values are."""
+        return SimpleNamespace(req_pool_idx=self.row)
 
     def text(self) -> list[int]:
         """What a client is shown: up to the first eos, or the limit."""

@@ -55,6 +55,8 @@ class Settings:
         Raises:
             ValueError: with value and remedy, for what is no option of a request, or cannot be honoured.
         """
+        if not isinstance(asked, Mapping):
+            raise ValueError(f"custom_params is {asked!r}: it must be an object of options")
         asked = {name: value for name, value in asked.items() if value is not None and not name.startswith("__")}
         wrong = [
             f"{name} is one of the server's options (--dllm-algorithm-config)"

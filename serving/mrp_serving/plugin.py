@@ -82,7 +82,7 @@ def dllm_config(original: Callable[[Any], DllmConfig | None], server_args: Any) 
         algorithm_config=options,
         block_size=block,
         mask_id=found.config.mask_token_id,
-        max_running_requests=args.max_running_requests or 1,
+        max_running_requests=args.max_running_requests or 1,  # rows of a forward: see `rows_of`
         first_done_first_out_mode=args.dllm_fdfo,
     )
     if args.dllm_algorithm == ALGORITHM:
@@ -91,6 +91,7 @@ def dllm_config(original: Callable[[Any], DllmConfig | None], server_args: Any) 
                 f"--page-size is {args.page_size}: MRP keeps blocks in whole pages, so use {block}, or leave it out"
             )
         config.mrp_settings = settings_of(options, found.defaults, block, found.has_head, args.tp_size)
+        config.max_running_requests = max(1, config.max_running_requests // config.mrp_settings.mode.width)
     return config
 
 
@@ -100,8 +101,8 @@ def check_arguments(args: Any) -> None:
         "--no-dllm-fdfo is given, and MRP needs first-done-first-out scheduling, in which no row waits: leave it out": (
             not args.dllm_fdfo
         ),
-        "--max-running-requests is not given, and the engine would take one at a time: set it to the rows that a forward may "
-        "have, those of requests and of their drafts (64, for instance)": args.max_running_requests is None,
+        "--max-running-requests is not given, and the engine would take one at a time: set it to the requests that "
+        "may be decoded together (16, for instance)": args.max_running_requests is None,
         "--enable-dp-attention is given, and MRP does not serve with it: leave it out": args.enable_dp_attention,
     }
     if reasons := [reason for reason, is_so in wrong.items() if is_so]:

@@ -110,7 +110,7 @@ def interpreted(req: Any, settings: Settings) -> Asked:
         top_k=asked.top_k if drawn and asked.top_k < _TOP_ALL else 0,
         top_p=asked.top_p if drawn else 1.0,
         min_p=asked.min_p if drawn else 0.0,
-        repetition_penalty=asked.repetition_penalty,
+        repetition_penalty=float(asked.repetition_penalty),
         frequency_penalty=asked.frequency_penalty,
         presence_penalty=asked.presence_penalty,
         prompt=len(req.origin_input_ids) if penalised else 0,
@@ -131,9 +131,23 @@ def seed_of(rid: str) -> int:
 
 def refusal(req: Any) -> str | None:
     """Say why the algorithm cannot serve a request, and the remedy; None if it can."""
+    try:
+        if wrong := [what for what, asked_for in _unserved(req).items() if asked_for]:
+            return f"MRP does not serve requests with {'; '.join(wrong)}. Leave that out"
+        sampling = interpreted(req, req.dllm_config.mrp_settings).sampling
+        sampling.processors(), sampling.truncation()
+    except ValueError as error:
+        return str(error)
+    except (AttributeError, TypeError) as error:
+        return f"sampling_params hold a value of another type than they should: {error}"
+    return None
+
+
+def _unserved(req: Any) -> dict[str, Any]:
+    """Tell by name of what is not served whether a request asks for it."""
     asked = req.sampling_params
-    biases = (asked.logit_bias or {}).values()
-    unserved = {
+    counts = {name: getattr(asked, name) for name in ("max_new_tokens", "min_new_tokens", "top_k")}
+    return {
         "json_schema, regex, ebnf or structural_tag": asked.json_schema or asked.regex or asked.ebnf or asked.structural_tag,
         "a custom logits processor": getattr(req, "custom_logit_processor", None),
         "a watermark": getattr(asked, "watermark", None),
@@ -144,16 +158,11 @@ def refusal(req: Any) -> str | None:
         "hidden states": getattr(req, "return_hidden_states", False),
         "several beams": (getattr(asked, "beam_width", None) or 1) > 1,
         "the mask token in its prompt": req.dllm_config.mask_id in req.origin_input_ids,
-        "a logit_bias outside -100 to 100": any(not -100 <= bias <= 100 for bias in biases),
+        "a logit_bias outside -100 to 100": any(not -100 <= bias <= 100 for bias in (asked.logit_bias or {}).values()),
         "a repetition_penalty below 0.01": asked.repetition_penalty < 0.01,
+        "min_new_tokens where every token ends the text": asked.min_new_tokens and len(stop_ids(req)) >= req.vocab_size - 1,
+        **{f"a {name} that is no int": value is not None and not isinstance(value, int) for name, value in counts.items()},
     }
-    if wrong := [what for what, asked_for in unserved.items() if asked_for]:
-        return f"MRP does not serve requests with {'; '.join(wrong)}. Leave that out"
-    try:
-        interpreted(req, req.dllm_config.mrp_settings)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def committed_ids(req: Any) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from modeling_mrp.generate.budget import Amount, Budget, Fixed, budget_of
+from modeling_mrp.generate.budget import Amount, Budget
 from modeling_mrp.generate.loop import Decoder
 from modeling_mrp.generate.refine import Refinement, refined
 from modeling_mrp.rules.draft import Node
@@ -17,6 +17,7 @@ from modeling_mrp.rules.state import Counts, Frontier, Key, Scores
 
 from .networks import EngineNetworks, Own
 from .options import Settings
+from .pace import Share, pace_of
 from .picker import Pickers
 from .requests import EngineRow, Progress, committed_ids, end_of_text, interpreted, text_of_block
 from .scratch import borrowed
@@ -87,6 +88,7 @@ class Rounds:
         settings: What is asked of the server.
         block: Tokens of a block.
         mask_id: The mask's id.
+        share: As of `pace_of`.
 
     Attributes:
         rows: The rows of requests between rounds, each with its name, by their rows of the engine's pool.
@@ -94,8 +96,9 @@ class Rounds:
         report: Notes what it costs.
     """
 
-    def __init__(self, settings: Settings, block: int, mask_id: int) -> None:
-        self.settings, self.block, self.mask_id = settings, block, mask_id
+    def __init__(self, settings: Settings, block: int, mask_id: int, share: Share | None = None) -> None:
+        self.settings, self.block, self.mask_id, self.share = settings, block, mask_id, share
+        self.budget: Budget | None = None
         self.rows: dict[int, tuple[Name, EngineRow]] = {}
         self.whole: dict[Name, list[int]] = {}
         self.report = Report()
@@ -117,12 +120,13 @@ class Rounds:
             CUDA graph ran.
         """
         starts = list(batch.extend_prefix_lens_cpu)
-        names = self._names(engine, batch, starts)
+        names = self._names(engine, requests, starts)
         ids = [self.whole.pop(name, []) for name in names]
         grown, graph_ran = [self.block] * len(names), False
         if places := [place for place, known in enumerate(ids) if not known]:
-            some, own = [requests[place] for place in places], self._own(batch, places)
-            rows = [self._row(engine, requests[place], names[place]) for place in places]
+            some, names_of = [requests[place] for place in places], [names[place] for place in places]
+            own = Own(places, [name.row for name in names_of], [name.start for name in names_of])
+            rows = [self._row(engine, req, name) for req, name in zip(some, names_of, strict=True)]
             before = totals(rows)
             graph_ran = self._round(engine, batch, own, rows, evict, sees_new)
             self.report.count(**{name: number - before[name] for name, number in totals(rows).items()})
@@ -160,21 +164,16 @@ class Rounds:
             max(start, row.prompt) : min(start + self.block, row.prompt + req.sampling_params.max_new_tokens)
         ]
 
-    def _own(self, batch: Any, places: list[int]) -> Own:
-        slots = batch.out_cache_loc if batch.out_cache_loc_virtual is None else batch.out_cache_loc_virtual
-        at = torch.tensor(places, device=slots.device)
-        starts = [batch.extend_prefix_lens_cpu[place] for place in places]
-        return Own(places, batch.req_pool_indices[at].long(), slots.view(-1, self.block)[at].long(), starts)
-
-    def _names(self, engine: Any, batch: Any, starts: list[int]) -> list[Name]:
+    def _names(self, engine: Any, requests: Sequence[Any], starts: list[int]) -> list[Name]:
         pool = engine.req_to_token_pool
-        rows, turns, free = batch.req_pool_indices.tolist(), pool.req_generation, set(pool.free_slots)
+        turns, free = pool.req_generation.numpy(), set(pool.free_slots)  # both on the host
 
         def alive(name: Name) -> bool:
             return name.row not in free and int(turns[name.row]) == name.turn
 
         self.rows = {at: (name, row) for at, (name, row) in self.rows.items() if alive(name)}
         self.whole = {name: ids for name, ids in self.whole.items() if alive(name)}
+        rows = [req.kv.req_pool_idx for req in requests]
         return [Name(row, int(turns[row]), start) for row, start in zip(rows, starts, strict=True)]
 
     def _row(self, engine: Any, req: Any, name: Name) -> EngineRow:
@@ -193,9 +192,7 @@ class Rounds:
     ) -> bool:
         """Draft as much as pays and finds room, verify, accept, commit; tells whether a CUDA graph ran."""
         mode, drafting = self.settings.mode, self.settings.mode.drafting
-        budget: Budget = Fixed(Amount())
-        if drafting is not None:
-            budget = budget_of(engine.model, mode, drafting.states, drafting.passes, drafting.paced)
+        budget = self.budget = self.budget or pace_of(engine.model, mode, self.share)
         amount = budget.choose(rows)
         pool, allocator = engine.req_to_token_pool, engine.token_to_kv_pool_allocator
         clean = any(not row.state.masks for row in rows)

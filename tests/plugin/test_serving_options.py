@@ -60,6 +60,7 @@ SERVER = settings_of({"target": "dynamic", "confidence_threshold": 0.7, "num_dra
 
 def request_with(settings: Settings = SERVER, **asked: Any) -> Any:
     req: Any = FakeRequest([4, 5], asked={name: value for name, value in asked.items() if name in SAMPLING_PARAMS})
+    req.vocab_size = 64
     req.return_logprob, req.dllm_config = False, SimpleNamespace(mask_id=3, mrp_settings=settings)
     for name, value in asked.items():
         if name not in SAMPLING_PARAMS:
@@ -87,6 +88,7 @@ def test_a_request_has_options_of_its_own() -> None:
     assert (asked.seed, asked.provisional, asked.reveal_step) == (9, True, False)
     biased = {"logit_bias": ((7, 2.0),), "presence_penalty": 0.5, "prompt": 2}
     assert asked.sampling == Sampling(sample=True, temperature=0.5, top_k=20, drafts=True, **biased)
+    assert refusal(request_with(repetition_penalty=2, top_k=5, min_p=1)) is None  # ints, for which transformers wants floats
     assert interpreted(request_with(top_k=1 << 30), SERVER).seed == seed_of("request") != seed_of("other")
 
 
@@ -101,6 +103,11 @@ def test_a_request_has_options_of_its_own() -> None:
         ({"origin_input_ids": [4, 3]}, "the mask token in its prompt"),
         ({"logit_bias": {"5": float("nan")}}, "a logit_bias outside -100 to 100"),
         ({"repetition_penalty": 1e-30}, "a repetition_penalty below 0.01"),
+        ({"logit_bias": {"5": "1"}}, "sampling_params hold a value of another type than they should: '<=' not supported"),
+        ({"top_k": 5.5}, "a top_k that is no int"),
+        ({"max_new_tokens": 5.5}, "a max_new_tokens that is no int"),
+        ({"min_new_tokens": 1, "stop_token_ids": {*range(63)}}, "min_new_tokens where every token ends the text"),
+        ({"custom_params": [1]}, "custom_params is [1]: it must be an object of options"),
         ({"custom_params": {"tau": 1}}, "custom_params: tau is no option of a request. They may hold decoding, target"),
         ({"custom_params": {"targets": "static"}}, "targets is no option of a request (did you mean target?)"),
         ({"custom_params": {"draft_passes": 2}}, "draft_passes is one of the server's options (--dllm-algorithm-config)"),
