@@ -1,4 +1,4 @@
-"""Two thousand requests, cut, aborted, malformed, long: slots and memory are whole at the end, and texts are what they were."""
+"""Two thousand requests, mixed, cut, aborted, malformed: slots and memory are whole at the end, and texts are what they were."""
 
 import json
 import random
@@ -27,9 +27,21 @@ MALFORMED: tuple[dict[str, Any], ...] = (
     {"input_ids": [5, 100_000]},
     {"input_ids": [5, -3]},
     {"input_ids": []},
+    {"sampling_params": {"custom_params": {"num_draft_state": 2}}},
+    {"sampling_params": {"custom_params": {"confidence_threshold": "high"}}},
     {"input_ids": [[5], ["text"]]},
     {"input_ids": [5] * 5000},
     {"text": 5},
+)
+# What requests that are decoded together ask for.
+MIXED: tuple[dict[str, Any], ...] = (
+    {},
+    {"custom_params": {"num_draft_states": 1}},
+    {"custom_params": {"target": "sequential", "num_draft_states": 2}},
+    {"temperature": 0.7, "sampling_seed": 3},
+    {"temperature": 1.0, "top_p": 0.8, "custom_params": {"target": "entropy_bound", "return_reveal_step": True}},
+    {"temperature": 1.2, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1},
+    {"presence_penalty": 0.5, "logit_bias": {"457": -5.0}, "custom_params": {"return_provisional": True}},
 )
 
 
@@ -46,8 +58,9 @@ def ask(server: Server, asked: Asked, number: int) -> str:
     if way == "long":
         prompt = [*prompt, *rng.choices(range(10, 500), k=rng.randrange(100, 400))]
     limit = rng.choice((8, 24, 40)) if way in ("whole", "long") else 200
-    sampling = {"max_new_tokens": limit, "temperature": 0, "ignore_eos": True}
+    sampling = {"max_new_tokens": limit, "temperature": 0, "ignore_eos": True, **rng.choice(MIXED)}
     body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling, "rid": f"leak-{number}"}
+    body["return_logprob"] = rng.random() < 0.2
     if way in ("whole", "long"):
         assert len(server.ask("/generate", body)["output_ids"]) == limit
         return way

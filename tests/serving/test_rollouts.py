@@ -58,14 +58,22 @@ def test_rollouts_follow_the_weights(tiny_tokenizer: Any, tmp_path: Path, report
     chats = [[{"role": "user", "content": question}] for question in questions]
     prompts = [tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
     before, after = json.loads((tmp_path / "rollouts.json").read_text())
-    assert len(before) == len(after) == 128
-    texts = [[answer["output_ids"] for answer in answers] for answers in (before, after)]
+    told = {"temperature": 1.0, "max_new_tokens": 64, "custom_params": {"return_reveal_step": True}}
+    body = {"text": prompts, "sampling_params": [{**told, "sampling_seed": n} for n in range(128)], "return_logprob": True}
     with (
         Server(trained, tmp_path / "fresh", "MRP", OPTIONS, environment=ENVIRONMENT) as fresh,
-        fresh.open("/generate", {"text": prompts, "sampling_params": {"temperature": 0, "max_new_tokens": 64}}) as got,
+        fresh.open("/generate", body) as got,
     ):
-        expected = [answer["output_ids"] for answer in json.load(got)]
-    differ = sum(ours != theirs for ours, theirs in zip(texts[1], expected, strict=True))
+        expected = json.load(got)
+    differ = 0
+    for ours, theirs in zip(after, expected, strict=True):
+        assert len(ours["ids"]) == len(ours["logprobs"]) == len(ours["steps"])
+        if ours["ids"] != theirs["output_ids"]:
+            differ += 1
+            continue
+        assert ours["steps"] == theirs["meta_info"]["mrp"]["reveal_step"]
+        logprobs = [logprob for logprob, *_ in theirs["meta_info"]["output_token_logprobs"]]
+        assert ours["logprobs"] == pytest.approx(logprobs, rel=1e-3, abs=1e-4)
     report(f"rollouts: {differ} of 128 texts differ from those of an engine that was started with the new weights")
     assert differ <= 2, "float32 may decide a near tie otherwise"
-    assert sum(old != new for old, new in zip(*texts, strict=True)) > 64
+    assert sum(old["ids"] != new["ids"] for old, new in zip(before, after, strict=True)) > 64
