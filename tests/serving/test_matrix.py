@@ -113,6 +113,25 @@ def test_texts_stay_and_no_slot_is_lost(
     assert (pool["kv_used_tokens"], free) == (0, slots)
 
 
+@pytest.mark.parametrize(("first", "then"), [(1, STATES), (STATES, 1)])
+def test_requests_share_prefixes_whatever_they_draft(first: int, then: int, server: Server, asked: Asked) -> None:
+    """Answers continue where another request, drafted otherwise, left keys and values of backbone and head."""
+    server.open("/flush_cache?timeout=30", {}).close()
+    for prompt in asked.prompts[first::60]:
+
+        def answer(ids: list[int], limit: int, states: int) -> dict[str, Any]:
+            sampling = {"max_new_tokens": limit, "temperature": 0, "ignore_eos": True}
+            sampling["custom_params"] = {"num_draft_states": states}
+            return server.ask("/generate", {"input_ids": ids, "sampling_params": sampling})
+
+        text = answer(prompt, 64, first)["output_ids"]
+        cut = 2 * BLOCK - len(prompt) % BLOCK
+        rest = answer([*prompt, *text[:cut]], 64 - cut, then)
+        assert rest["output_ids"] == text[cut:]
+        assert rest["meta_info"]["cached_tokens"] >= len(prompt) + cut - BLOCK
+        assert bool(rest["meta_info"]["mrp"]["drafted"]) == (then > 1)
+
+
 def rounded_to_int8(folder: Path) -> dict[str, Tensor]:
     """Write the embedded checkpoint with its backbone's projections as int8, a scale a row; returns the weights it means."""
     shutil.copytree(TINY, folder)
