@@ -1,4 +1,4 @@
-"""Two thousand requests, mixed, cut, aborted, malformed: slots and memory are whole afterwards, and texts are what they were."""
+"""Two thousand requests, mixed, cut, aborted, malformed: slots and memory are whole afterwards, and texts as before."""
 
 import json
 import random
