@@ -20,7 +20,7 @@ from .server import CPU_ENVIRONMENT, HEAD_FIELDS, Measured, Server
 from .turns import faster, take_turns
 
 BLOCK = 16
-WARM_UPS = 2  # turns
+WARM_UPS = 1  # turns
 FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"),
     *("--max-total-tokens", "16384", "--context-length", "1024", "--dtype", "bfloat16", "--load-format", "dummy"),
@@ -58,9 +58,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--acceptance", type=float, default=0.75, help="chance of a draft")
     parser.add_argument("--states", default="auto", help="K, or auto")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16], help="at once")
-    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
-    parser.add_argument("--new-tokens", type=int, nargs="+", default=[128, 64, 32], help="by number of requests")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
+    parser.add_argument("--new-tokens", type=int, nargs="+", default=[32, 16, 16], help="by number of requests")
+    parser.add_argument("--learn", type=int, nargs="+", default=[192, 48, 32], help="tokens before, by which `auto` learns")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
     options = parser.parse_args(arguments)
     emit(header("serving_load", options))
     drafted = {"decoding": "mrp_spec", "target": "static", "draft_branches": 1}
@@ -75,8 +76,9 @@ def main(arguments: list[str] | None = None) -> None:
             Server(backbone, folder / "of_stock", "LowConfidence", {"threshold": 1.0}, **more) as stock,
             Server(full, folder / "of_mrp", "MRP", drafted, **more) as mrp,
         ):
-            for count, new_tokens in zip(options.requests, options.new_tokens, strict=True):
+            for count, new_tokens, before in zip(options.requests, options.new_tokens, options.learn, strict=True):
                 prompts = torch.randint(5, 151000, (count, options.prompt), generator=draw).tolist()
+                asked(mrp, prompts, before, [], 0)
                 made: dict[str, list[Measured]] = {"stock": [], "mrp": []}
 
                 ways = {
