@@ -12,9 +12,9 @@ from mrp_trainer.data.samples import Sample
 from mrp_trainer.train.collator import DiffusionCollator
 from mrp_trainer.train.packed import PackedBatch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import PreTrainedTokenizerFast, StoppingCriteria, set_seed
 
-from modeling_mrp import MRPForCausalLM
+from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS, PUBLISHED
 from tests.random_cases import batch_of
 
@@ -114,3 +114,22 @@ def python_function(source: str) -> Callable[[Any], Any]:
 def hashes(folder: Path) -> dict[str, str]:
     """SHA-256 of every file under a folder, by path."""
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
+
+
+def word_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, head_layers: int = 1) -> MRPForCausalLM:
+    """One layer of random weights for a tokenizer, blocks of 8."""
+    set_seed(seed)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    ids = {name: getattr(tokenizer, name) for name in ("mask_token_id", "pad_token_id", "eos_token_id")}
+    return MRPForCausalLM(
+        MRPConfig(
+            **shape,
+            **ids,
+            vocab_size=len(tokenizer),
+            num_key_value_heads=1,
+            block_size=8,
+            max_position_embeddings=256,
+            initializer_range=0.1,
+            num_nextn_predict_layers=head_layers,
+        )
+    )

@@ -216,7 +216,7 @@ def _decode(
         model.lm_head.weight.device,
         model.config.mask_token_id,
     )
-    input_ids, mode, new = input_ids.to(device), config.mode(block), config.max_length - input_ids.shape[1]
+    input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - input_ids.shape[1]
     picker, real = _picker(model, logits_processor, config, mode), torch.ones_like(input_ids, dtype=torch.bool)
     if config.do_sample and config.seed is None and (getattr(model, "_tp_size", None) or 1) > 1:
         raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")

@@ -9,46 +9,24 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-import typer
+from commands import command, mrp
 from conftest import ROOT, TINY
+from helpers import word_model
 from mrp_trainer import cli
 from mrp_trainer.evaluate import command as evaluate
 from mrp_trainer.evaluate.options import EvaluateOptions
 from mrp_trainer.evaluate.questions import JUDGES
 from mrp_trainer.heads import NEW_HEADS
-from mrp_trainer.publish.convert import LAYOUTS
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.options import RunOptions, TrainCommand
 from mrp_trainer.train.reveals import REVEAL_RULES
 from mrp_trainer.train.settings import known_names, read_settings
-from test_trainer import small_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 from modeling_mrp import MRPForCausalLM
 
 TRAIN = ["--model", "m", "--output-dir", "o"]
 OBJECTIVES = {"head": "mrp", "backbone": "block_diffusion"}
-# The console's width decides where lines break.
-RUNNER = CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"})
-
-
-def mrp(*arguments: str, fails: bool = False) -> str:
-    """What a command prints; of one that fails, on standard error."""
-    result = RUNNER.invoke(cli.app, list(arguments))
-    if fails:
-        assert result.exit_code == 1, result.output
-        assert "Traceback" not in result.output
-        return result.stderr
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def command(*path: str) -> Any:
-    found: Any = typer.main.get_command(cli.app)
-    for name in path:
-        found = found.commands[name]
-    return found
 
 
 def choices(function: Any, name: str) -> set[str]:
@@ -113,11 +91,10 @@ def test_choices_are_those_of_the_modules() -> None:
     assert choices(cli.train_head, "head_init") == set(NEW_HEADS)
     assert choices(cli.train_head, "reveal_rule") == set(REVEAL_RULES)
     assert choices(cli.evaluate, "judge") == set(JUDGES)
-    assert choices(cli.convert, "layout") == set(LAYOUTS)
 
 
 def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -> None:
-    model = small_model(word_tokenizer, head_layers=0)
+    model = word_model(word_tokenizer, head_layers=0)
     model.generation_config.eos_token_id = word_tokenizer.eos_token_id
     backbone, head, data = tmp_path / "backbone", tmp_path / "head", {}
     model.save_pretrained(backbone)
@@ -202,8 +179,10 @@ def test_tasks(tmp_path: Path) -> None:
         (["train", "backbone", *TRAIN, "--data", str(ROOT / "LICENSE"), "--eval-data", "no.jsonl"], "no.jsonl: there is no"),
         (["train", "backbone", "--config", "sdar-4b-mrp", "--output-dir", "o"], "nothing is called 'head_layers' here"),
         (["tasks", "--family", "math", "--count", "1", "--output", "."], "Is a directory"),
-        (["push", str(TINY), "org/name", "--head-only", "--adapter"], "--head-only and --adapter: give one"),
-        (["push", str(TINY), "org/name", "--branch", "b", "--pull-request"], "--branch and --pull-request: give one"),
+        (
+            ["push", str(TINY), "org/name", "--branch", "b", "--pull-request"],
+            "create_pr=True: push to a branch, or open a pull request",
+        ),
     ],
 )
 def test_errors_in_a_line(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from commands import main
 from conftest import TINY, make_model
 from helpers import close
 from mrp_trainer.loading import load_config, load_model, load_tokenizer
-from mrp_trainer.publish.convert import convert
 from peft import LoraConfig, get_peft_model
+from published import as_published
 from test_heads import in_hub_cache
 
 from modeling_mrp import MRPForCausalLM
@@ -30,7 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.nn.init.normal_(adapted.base_model.model.mrp_head.eh_proj.lora_B["default"].weight)
     model.save_pretrained(root / "mrp")
     model.save_pretrained(root / "head", head_only=True, base_model_name_or_path=str(root / "mrp"))
-    convert(str(root / "mrp"), root / "heavyball", "heavyball")
+    as_published(root / "mrp", root / "heavyball")
     adapted.base_model.model.name_or_path = adapted.peft_config["default"].base_model_name_or_path = str(root / "mrp")
     adapted.save_pretrained(root / "adapter", save_embedding_layers=False)
     return {path.name: path for path in root.iterdir()}
@@ -120,7 +120,7 @@ def test_a_damaged_tokenizer(name: str, text: str, tmp_path: Path) -> None:
 def trapped(tmp_path: Path) -> Path:
     """The embedded checkpoint in the published layout, and code beside it, which leaves a mark if it runs."""
     folder, mark = tmp_path / "published", tmp_path / "it ran"
-    convert(str(TINY), folder, "heavyball")
+    as_published(TINY, folder)
     config = json.loads((folder / "config.json").read_text())
     names = {
         "AutoConfig": "configuration_sdar.SDARConfig",

@@ -130,12 +130,12 @@ def test_an_option_counts_in_its_modes_only(name: str) -> None:
 
 
 def test_the_evaluations_flags_begin_with_the_defaults() -> None:
-    """But for the number of drafts, with which counts can be repeated."""
+    """But for drafts, of which counts can be repeated: their number, and a tree of them in batches of any size."""
     flags = EvaluateOptions(decoding=["mrp_spec", "dynamic"])
     spec, dynamic = flags.settings()
     assert spec == {"decoding": "mrp_spec", "target": "static", "num_draft_states": 4, "draft_branches": 3}
     assert dynamic == {"decoding": "dynamic", "confidence_threshold": 0.9}
-    same = {**spec, **dynamic}.items() - {("num_draft_states", 4), ("decoding", "dynamic")}
+    same = {**spec, **dynamic}.items() - {("num_draft_states", 4), ("draft_branches", 3), ("decoding", "dynamic")}
     assert all(NAMED[name].default == value for name, value in same)
 
 
@@ -144,3 +144,12 @@ def test_the_evaluation_sweeps_a_targets_options_with_it() -> None:
     spec = {"decoding": "self_spec", "target": "static", "num_draft_states": 4, "draft_branches": 3}
     of_dynamic = {**spec, "target": "dynamic"}
     assert flags.settings() == [spec, *({**of_dynamic, "confidence_threshold": tau} for tau in (0.5, 0.9))]
+
+
+def test_drafts_are_chains_where_rows_are_many() -> None:
+    def branches(rows: int, **options: int) -> int:
+        drafting = checked(decoding="self_spec", **options).mode(4, rows).drafting
+        assert drafting is not None
+        return drafting.branches
+
+    assert (branches(15), branches(16), branches(64, draft_branches=2)) == (3, 1, 2)

@@ -19,7 +19,6 @@ from families import (
     twin_config,
 )
 from mrp_trainer.heads import new_head
-from mrp_trainer.publish.convert import convert
 from published import write
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -102,8 +101,6 @@ def test_a_head_is_trained(tmp_path: Path) -> None:
     assert_saved_and_loaded(model.double(), tmp_path)
     with pytest.raises(ValueError, match="layers are Qwen3MoeDecoderLayers and a head's Qwen3DecoderLayers: use 'identity'"):
         new_head(model, 1, "backbone")
-    with pytest.raises(ValueError, match="of the family 'sdar_moe', and these layouts are of 'sdar'"):
-        convert(tmp_path / "whole", tmp_path / "converted", "sdar")
 
 
 def test_the_published_size_has_the_published_tensors() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import ROOT, make_model
 from helpers import close
-from mrp_trainer.publish.convert import published_name
 from published import (
     BLOCK,
     HEAD,
@@ -137,7 +136,6 @@ def test_name_and_shape_maps_are_complete_both_ways(size: str) -> None:
     ours = SHAPES[size].parameter_shapes()
     theirs = {name.replace("mrp_head.", f"{HEAD}."): shape for name, shape in ours.items()}
     assert {our_name(name): shape for name, shape in theirs.items()} == ours
-    assert {published_name(name): shape for name, shape in ours.items()} == theirs
     found = {our_name(name): StoredTensor(name, Path(), shape, "BF16") for name, shape in theirs.items()}
     config = MRPConfig.from_pretrained(ROOT / "hub_configs" / f"sdar-{size}-mrp")
     MRPForCausalLM.check_tensors(config, found)

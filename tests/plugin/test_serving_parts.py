@@ -17,7 +17,7 @@ from mrp_serving.requests import Progress, interpreted
 from mrp_serving.rounds import fresh_row
 from mrp_serving.scratch import Borrowed, affordable, borrowed
 from mrp_serving.transfer import Part, sent
-from mrp_trainer.publish.convert import published_name
+from published import as_published
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -178,26 +178,9 @@ def head_folder(tmp_path: Path, tiny_model: MRPForCausalLM) -> Path:
     return tmp_path / "head"
 
 
-def published_folder(at: Path) -> Path:
-    """The embedded checkpoint in the published layout."""
-    at.mkdir()
-    save_file(
-        {published_name(name): tensor for name, tensor in load_file(TINY / "model.safetensors").items()},
-        at / "model.safetensors",
-    )
-    fields = json.loads((TINY / "config.json").read_text())
-    fields |= {
-        "model_type": "sdar",
-        "architectures": ["SDARMRPForCausalLM"],
-        "rope_theta": fields.pop("rope_parameters")["rope_theta"],
-    }
-    (at / "config.json").write_text(json.dumps({name: value for name, value in fields.items() if name != "auto_map"}))
-    return at
-
-
 def test_the_three_layouts_are_opened(head_folder: Path, tmp_path: Path) -> None:
     whole, head, published = (
-        open_checkpoint(str(at), None) for at in (TINY, head_folder, published_folder(tmp_path / "published"))
+        open_checkpoint(str(at), None) for at in (TINY, head_folder, as_published(TINY, tmp_path / "published"))
     )
     assert all(
         each.has_head and each.config.block_size == 16 and each.config.mask_token_id == 3 for each in (whole, head, published)

@@ -60,7 +60,9 @@ def read_folder(path: Path | str) -> Folder:
     """
     path = Path(path)
     if not path.is_dir():
-        raise ValueError(f"{path} is not a folder: save the model there first, with save_pretrained")
+        raise ValueError(
+            f"{path} is not a folder: save the model there first, with save_pretrained, or fetch it by hf download"
+        )
     names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     flat = {name for name in names if "/" not in name}
     check_links(path, filter(_is_published, flat))

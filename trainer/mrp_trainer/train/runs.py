@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
-from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from modeling_mrp.model.configuration import MRPConfig
@@ -133,16 +132,10 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
 
 
 def _check_given(settings: Settings) -> None:
-    """Refuse data that are not there, and a tracker that is not installed, before anything is loaded."""
+    """Refuse data that are not there before anything is loaded."""
     if not settings.options.data:
         raise ValueError("no data: give --data, or data in the YAML file")
     check_paths([*settings.options.data, *settings.options.eval_data])
-    names = settings.training.get("report_to") or []
-    for name in [names] if isinstance(names, str) else names:
-        if name not in (known := [*get_available_reporting_integrations(), "all", "none"]):
-            raise ImportError(
-                f"report_to is {name!r}, which is not installed: pip install {name}, or name one of {', '.join(known)}"
-            )
 
 
 def _data_digest(paths: Sequence[str]) -> str | None:
