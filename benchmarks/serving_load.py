@@ -10,6 +10,7 @@ import json
 import tempfile
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -60,8 +61,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16], help="at once")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[32, 16, 16], help="by number of requests")
-    parser.add_argument("--learn", type=int, nargs="+", default=[192, 48, 32], help="tokens before, by which `auto` learns")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
+    parser.add_argument("--learn", type=int, nargs="+", default=[192, 48, 16], help="tokens before, by which `auto` learns")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each")
     options = parser.parse_args(arguments)
     emit(header("serving_load", options))
     drafted = {"decoding": "mrp_spec", "target": "static", "draft_branches": 1}
@@ -86,12 +87,13 @@ def main(arguments: list[str] | None = None) -> None:
                     for name, server in (("stock", stock), ("mrp", mrp))
                 }
                 taken = take_turns(ways, options.rounds, WARM_UPS)
+                worked = {name: [each.cpu_seconds / each.tokens for each in of[WARM_UPS:]] for name, of in made.items()}
                 line: dict[str, Any] = {"requests": count, "speed_over_stock": faster(taken["mrp"], taken["stock"])}
+                line["speed_over_stock_by_cpu_time"] = faster(worked["mrp"], worked["stock"])
                 for name, turns in made.items():
-                    line[f"{name}_tokens_per_forward"] = round(
-                        sum(t.tokens for t in turns[WARM_UPS:]) / sum(t.forwards for t in turns[WARM_UPS:]), 3
-                    )
-                    line[f"{name}_seconds_per_token"] = round(sorted(taken[name])[len(taken[name]) // 2], 4)
+                    tokens, forwards = (sum(getattr(turn, of) for turn in turns[WARM_UPS:]) for of in ("tokens", "forwards"))
+                    line[f"{name}_tokens_per_forward"] = round(tokens / forwards, 3)
+                    line[f"{name}_seconds_per_token"] = round(median(taken[name]), 4)
                 costs = [reply["meta_info"]["mrp"] for turn in made["mrp"][WARM_UPS:] for reply in turn.replies]
                 accepted, offered = (sum(cost[name] for cost in costs) for name in ("accepted", "drafted"))
                 emit({**line, "accepted_of_scored": round(accepted / max(1, offered), 3)})
