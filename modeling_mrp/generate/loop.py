@@ -167,17 +167,21 @@ class Decoder:
     def read(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
         """Let the head read drafted states in one pass: an estimate for each, from what its source has."""
         read = [
-            [(node.state, said) for node in nodes if node.state.masks and (said := node.source) and said.hidden]
+            [
+                (node.state, said.hidden, said.shortlist)
+                for node in nodes
+                if node.state.masks and (said := node.source) and said.hidden
+            ]
             for nodes in drafts
         ]
         if any(read):
-            made = self.networks.head(rows, [[(state, said.hidden) for state, said in part] for part in read])
-            states = [(row, state) for row, part in zip(rows, read, strict=True) for state, _ in part]
-            few = [said.shortlist for part in read for _, said in part]
+            made = self.networks.head(rows, [[(state, hidden) for state, hidden, _ in part] for part in read])
+            states = [(row, state) for row, part in zip(rows, read, strict=True) for state, _, _ in part]
+            few = [shortlist for part in read for _, _, shortlist in part]
             hidden = [one for part in made for one in part]
             scores = iter(self.networks.picked(self.networks.drafter, states, hidden, shortlists=few))
             for part, known in zip(read, estimates, strict=True):
-                for state, _ in part:
+                for state, _, _ in part:
                     known[state.key] = next(scores)
 
     def accept(
