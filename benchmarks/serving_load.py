@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[32, 16, 16], help="by number of requests")
     parser.add_argument("--learn", type=int, nargs="+", default=[192, 48, 16], help="tokens before, by which `auto` learns")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each")
+    parser.add_argument("--rounds", type=int, nargs="+", default=[7, 5, 3], help="turns, by number of requests")
     options = parser.parse_args(arguments)
     emit(header("serving_load", options))
     drafted = {"decoding": "mrp_spec", "target": "static", "draft_branches": 1}
@@ -77,7 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
             Server(backbone, folder / "of_stock", "LowConfidence", {"threshold": 1.0}, **more) as stock,
             Server(full, folder / "of_mrp", "MRP", drafted, **more) as mrp,
         ):
-            for count, new_tokens, before in zip(options.requests, options.new_tokens, options.learn, strict=True):
+            by_count = options.new_tokens, options.learn, options.rounds
+            for count, new_tokens, before, rounds in zip(options.requests, *by_count, strict=True):
                 prompts = torch.randint(5, 151000, (count, options.prompt), generator=draw).tolist()
                 asked(mrp, prompts, before, [], 0)
                 made: dict[str, list[Measured]] = {"stock": [], "mrp": []}
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
                     name: partial(asked, server, prompts, new_tokens, made[name])
                     for name, server in (("stock", stock), ("mrp", mrp))
                 }
-                taken = take_turns(ways, options.rounds, WARM_UPS)
+                taken = take_turns(ways, rounds, WARM_UPS)
                 worked = {name: [each.cpu_seconds / each.tokens for each in of[WARM_UPS:]] for name, of in made.items()}
                 line: dict[str, Any] = {"requests": count, "speed_over_stock": faster(taken["mrp"], taken["stock"])}
                 line["speed_over_stock_by_cpu_time"] = faster(worked["mrp"], worked["stock"])
