@@ -1,11 +1,13 @@
 """The algorithm `MRP`, as the engine knows algorithms."""
 
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from prometheus_client import Counter
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.dllm.algorithm.base import DllmAlgorithm
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -30,7 +32,7 @@ class MRP(DllmAlgorithm):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id)
+        self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id, abort)
         self.batch: Any = None  # the scheduler's, while it runs (`plugin.with_requests`)
         SchedulerOutputStreamer.has_additional_customized_info = True  # `plugin.with_progress` gives it
         if get_observability().enable_metrics and get_parallel().tp_rank == 0:
@@ -60,6 +62,11 @@ class MRP(DllmAlgorithm):
         return None, ids, grown, [None] * len(ids), graph_ran
 
 
+def abort(req: Any, message: str) -> None:
+    """End a request with a message once its block is done."""
+    req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+
+
 def writes_first(engine: Any, batch: Any) -> bool:
     """Tell if a layer writes the keys and values of all rows before attention reads any."""
     if engine.prefill_attention_backend_str in _WRITES_FIRST:
@@ -68,4 +75,4 @@ def writes_first(engine: Any, batch: Any) -> bool:
         return enable_fused_set_kv_buffer(batch)  # written with the rotary embedding
 
 
-__all__ = ["MRP", "writes_first"]
+__all__ = ["MRP", "abort", "writes_first"]

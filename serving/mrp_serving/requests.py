@@ -159,6 +159,7 @@ def _unserved(req: Any) -> dict[str, Any]:
         "several beams": (getattr(asked, "beam_width", None) or 1) > 1,
         "the mask token in its prompt": req.dllm_config.mask_id in req.origin_input_ids,
         "a logit_bias outside -100 to 100": any(not -100 <= bias <= 100 for bias in (asked.logit_bias or {}).values()),
+        "a temperature above 1000": asked.temperature > 1000,
         "a repetition_penalty below 0.01": asked.repetition_penalty < 0.01,
         "min_new_tokens where every token ends the text": asked.min_new_tokens and len(stop_ids(req)) >= req.vocab_size - 1,
         **{f"a {name} that is no int": value is not None and not isinstance(value, int) for name, value in counts.items()},
