@@ -46,9 +46,11 @@ class EngineRow(Row):
 
     Attributes:
         asked: How its text is made.
+        alone: Whether it has one state a round.
     """
 
     asked: Asked
+    alone: bool
 
     @property
     def sampling(self) -> Sampling:
@@ -64,6 +66,7 @@ class Progress:
         counts: What its drafts came to.
         logprob, step: Of each token of finished blocks its log-confidence, and the denoising step that revealed it.
         block: The ids of the block that is being decoded, from the first generated one on.
+        alone: Whether its rows have one state a round.
     """
 
     def __init__(self, asked: Asked, counts: Counts) -> None:
@@ -71,6 +74,7 @@ class Progress:
         self.logprob: list[float] = []
         self.step: list[int] = []
         self.block: list[int] = []
+        self.alone = False
 
     @property
     def steps(self) -> int:

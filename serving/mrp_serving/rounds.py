@@ -67,6 +67,7 @@ class EngineDecoder(Decoder):
             drafting = row.asked.mode.drafting
             # Alone, the first state of the next block still rides along with a clean one.
             most = drafting.states if drafting is not None else 1 + (not row.state.masks and not amount.narrow)
+            most = 1 if row.alone else most
             drafts[at] = [node for node in nodes[:most] if self.sees_new or node.parent < 0]
         return drafts
 
@@ -135,14 +136,18 @@ class Rounds:
             try:
                 graph_ran = self._round(engine, batch, own, rows, evict, sees_new)
             except UnscoredError as error:
-                failed = places[[row.place for row in rows].index(error.place)]
+                place = places[[row.place for row in rows].index(error.place)]
+                if starts[place] + self.block > len(requests[place].origin_input_ids):
+                    failed = place
+                    self.abort(requests[place], UNSCORED.format(error.position))
+                else:
+                    requests[place].mrp.alone = True  # the next block, which rode along, will fail by itself
                 rows = self._begun_anew(engine, requests, names, places)
-                self.abort(requests[failed], UNSCORED.format(error.position))
             self.report.count(**{name: number - before[name] for name, number in totals(rows).items()})
             for place, row, req in zip(places, rows, some, strict=True):
                 ids[place], grown[place] = self._come_to(row, names[place], req)
-                if place == failed:  # what it has is no text
-                    ids[place], grown[place] = [self.mask_id] * self.block, self.block
+                if place == failed:  # the engine looks at it behind a block: of masks, it is shared by nobody
+                    grown[place] = self.block
         for name, req, start, size in zip(names, requests, starts, grown, strict=True):
             self._finish(self.rows[name.row][1], req, start + size if size else 0)
         return ids, grown, graph_ran
@@ -265,7 +270,7 @@ def fresh_row(
     # The engine ends texts itself: no row has an end.
     ends = (prompt, prompt, len(text), NEVER, prompt + asked.least)
     row = EngineRow(place, text, block, mask_id, asked.eos, *ends, asked.seed)
-    row.asked, row.counts, row.steps = asked, progress.counts, progress.steps
+    row.asked, row.alone, row.counts, row.steps = asked, progress.alone, progress.counts, progress.steps
     row.state = row.opened(start)
     row.held = row.head_held = start
     return row

@@ -202,11 +202,12 @@ def test_a_stop_string_behind_an_eos(model: Any, prompt: list[int], greedy: bool
 
 
 @torch.inference_mode()
-def test_a_request_without_a_finite_score_is_aborted_alone(model: Any, prompt: list[int]) -> None:
+@pytest.mark.parametrize("length", [9, 16, 23])
+def test_a_request_without_a_finite_score_is_aborted_alone(model: Any, prompt: list[int], length: int) -> None:
     """No such request passes the checks; weights may overflow at some text all the same."""
     asked, barred = sampled(1), {str(token): -torch.inf for token in range(model.config.vocab_size)}
     whole, other = (FakeRequest(prompt, NEW, EOS, rid, asked=asked) for rid in ("whole", "other"))
-    broken = FakeRequest(prompt[:9], NEW, EOS, "broken", asked={**asked, "logit_bias": barred})
+    broken = FakeRequest(prompt[:length], NEW, EOS, "broken", asked={**asked, "logit_bias": barred})
     served(model, [whole])
     served(model, [broken, other])
     assert broken.to_finish is not None
