@@ -103,6 +103,7 @@ def test_a_request_has_options_of_its_own() -> None:
         ({"origin_input_ids": [4, 3]}, "the mask token in its prompt"),
         ({"origin_input_ids": [4, -3]}, "ids below 0 in its prompt"),
         ({"logit_bias": {"5": float("nan")}}, "a logit_bias outside -100 to 100"),
+        ({"temperature": 1e300}, "a temperature above 1000"),
         ({"repetition_penalty": 1e-30}, "a repetition_penalty below 0.01"),
         ({"logit_bias": {"5": "1"}}, "sampling_params hold a value of another type than they should: '<=' not supported"),
         ({"top_k": 5.5}, "a top_k that is no int"),

@@ -201,7 +201,7 @@ def test_the_processors_of_a_request_are_those_of_transformers() -> None:
 
 def test_a_fresh_row_stands_where_the_engine_is() -> None:
     asked = interpreted(FakeRequest([5] * 6), settings_of({}, {}, 4, True))
-    row = fresh_row([5] * 6, 6, 4, 8, 4, 3, Progress(asked, Counts(2, True)))
+    row = fresh_row([5] * 6, 6, 4, 8, 4, 3, 1, Progress(asked, Counts(2, True)))
     assert row.state.ids == (5, 5, 3, 3)
     assert (row.held, row.head_held, row.source, row.memory) == (4, 4, None, {})
     clean = row.after(row.state, (2, 3), [0, 0, 7, 8])
