@@ -129,7 +129,7 @@ def serve(**given: Any) -> None:
 @app.command()
 @takes_flags(ShowOptions)
 def show(**given: Any) -> None:
-    """Decode a prompt, and draw which forward revealed each token: one SVG, the modes side by side."""
+    """Decode a prompt, and draw which forward revealed each token: one picture, the modes side by side."""
     options = ShowOptions(**given)
     from ..picture.modes import show_model
 
