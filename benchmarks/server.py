@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
+import psutil
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -59,6 +60,7 @@ class Measured:
     Attributes:
         replies: By prompt, as the native endpoint gives them.
         seconds: From the first request to the last answer.
+        cpu_seconds: CPU time of the engine's processes meanwhile.
         forwards: Forwards of the backbone in which a request took part, all requests together, without those of whole blocks
             of its prompt.
     """
@@ -66,6 +68,7 @@ class Measured:
     replies: list[dict[str, Any]]
     seconds: float
     forwards: int
+    cpu_seconds: float = 0.0
 
     @property
     def ids(self) -> list[list[int]]:
@@ -114,7 +117,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        self._command = [sys.executable, "-m", module, "--model-path", str(model), "--trust-remote-code"]
+        self._command = [sys.executable, "-m", module, "--model-path", str(model)]
         self._command += ["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], "--enable-metrics", "--sleep-on-idle"]
         self._command += ["--max-running-requests", str(max_running_requests), "--dllm-algorithm", algorithm]
         self._command += ["--dllm-algorithm-config", str(folder / "options.yaml"), *flags]
@@ -183,10 +186,10 @@ class Server:
             block: The model's block size.
         """
         self.open("/flush_cache?timeout=30", {}).close()
-        before, begun = self.metrics(), time.perf_counter()
+        before, begun, worked = self.metrics(), time.perf_counter(), self.cpu_seconds()
         with ThreadPoolExecutor(concurrency) as clients:
             replies = list(clients.map(self.generate, prompts, budgets))
-        seconds = time.perf_counter() - begun
+        seconds, worked = time.perf_counter() - begun, self.cpu_seconds() - worked
         time.sleep(0.5)  # the last batch is counted after it is answered
         after = self.metrics()
         blocks = sum(len(prompt) // block for prompt in prompts)
@@ -194,7 +197,17 @@ class Server:
         # The engine's own algorithms take one forward whenever a row is scheduled; ours says how many it took.
         name = "mrp_forwards_total" if "mrp_forwards_total" in after else "realtime_tokens_total/prefill_compute"
         forwards = (after[name] - before[name]) / (1 if name.startswith("mrp_") else block)
-        return Measured(replies, seconds, round(forwards + cached) - blocks)
+        return Measured(replies, seconds, round(forwards + cached) - blocks, worked)
+
+    def cpu_seconds(self) -> float:
+        """Sum up the CPU time of the engine's processes so far, those of its session."""
+        assert self._process is not None
+        ticks = 0
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has ended
+                fields = file.read_text().rpartition(") ")[2].split()  # from the third one on
+                ticks += int(fields[11]) + int(fields[12]) if int(fields[3]) == self._process.pid else 0
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def metrics(self) -> defaultdict[str, float]:
         """Read the counters and gauges, each summed over its labels but `mode`: "realtime_tokens_total/decode":"""
@@ -205,6 +218,12 @@ class Server:
             mode = re.search(r'\bmode="(\w+)"', labels)
             found[f"{name}/{mode[1]}" if mode else name] += float(value)
         return found
+
+    def resident_bytes(self) -> int:
+        """Sum up the memory of the engine's processes, in so far as no other shares it."""
+        assert self._process is not None
+        engine = psutil.Process(self._process.pid)
+        return sum(process.memory_full_info().uss for process in (engine, *engine.children(recursive=True)))
 
     def load(self) -> dict[str, Any]:
         """Read what the engine is at: `num_running_reqs`, `num_waiting_reqs`, `num_used_tokens` and more."""
