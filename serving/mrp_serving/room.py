@@ -34,8 +34,8 @@ def count_fitting(waiting: Iterable[Any], running: Iterable[Any], slots: int, bl
 def fetch_what_fits(original: Callable[[Any], None], scheduler: Any) -> None:
     """Have the engine take no more waiting requests into its rounds than have room.
 
-    The first has it where none runs: its limit is set to what the pool holds, where it is beyond. Three blocks are left over, as
-    the engine counts a request's next block, and a page, twice, and else would wait forever.
+    The first has it where none runs: its limit is set to what the pool holds, where it is beyond. Three blocks are left over,
+    as the engine counts a request's next block, and a page, twice, and else would wait forever.
     """
     if scheduler.dllm_config.algorithm != ALGORITHM:
         return original(scheduler)
