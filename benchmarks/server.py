@@ -60,6 +60,7 @@ class Measured:
     Attributes:
         replies: By prompt, as the native endpoint gives them.
         seconds: From the first request to the last answer.
+        cpu_seconds: CPU time of the engine's processes meanwhile.
         forwards: Forwards of the backbone in which a request took part, all requests together, without those of whole blocks
             of its prompt.
     """
@@ -67,6 +68,7 @@ class Measured:
     replies: list[dict[str, Any]]
     seconds: float
     forwards: int
+    cpu_seconds: float = 0.0
 
     @property
     def ids(self) -> list[list[int]]:
@@ -184,10 +186,10 @@ class Server:
             block: The model's block size.
         """
         self.open("/flush_cache?timeout=30", {}).close()
-        before, begun = self.metrics(), time.perf_counter()
+        before, begun, worked = self.metrics(), time.perf_counter(), self.cpu_seconds()
         with ThreadPoolExecutor(concurrency) as clients:
             replies = list(clients.map(self.generate, prompts, budgets))
-        seconds = time.perf_counter() - begun
+        seconds, worked = time.perf_counter() - begun, self.cpu_seconds() - worked
         time.sleep(0.5)  # the last batch is counted after it is answered
         after = self.metrics()
         blocks = sum(len(prompt) // block for prompt in prompts)
@@ -195,7 +197,17 @@ class Server:
         # The engine's own algorithms take one forward whenever a row is scheduled; ours says how many it took.
         name = "mrp_forwards_total" if "mrp_forwards_total" in after else "realtime_tokens_total/prefill_compute"
         forwards = (after[name] - before[name]) / (1 if name.startswith("mrp_") else block)
-        return Measured(replies, seconds, round(forwards + cached) - blocks)
+        return Measured(replies, seconds, round(forwards + cached) - blocks, worked)
+
+    def cpu_seconds(self) -> float:
+        """Sum up the CPU time of the engine's processes so far, those of its session."""
+        assert self._process is not None
+        ticks = 0
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has ended
+                fields = file.read_text().rpartition(") ")[2].split()  # from the third one on
+                ticks += int(fields[11]) + int(fields[12]) if int(fields[3]) == self._process.pid else 0
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def metrics(self) -> defaultdict[str, float]:
         """Read the counters and gauges, each summed over its labels but `mode`: "realtime_tokens_total/decode":"""

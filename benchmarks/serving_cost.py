@@ -96,7 +96,7 @@ def table(chance: float, prefix: int, launch: float, crossing: float) -> str:
     """Predict the best K and its speed by requests at once, on devices that wait as published and that never wait."""
     waits = PUBLISHED_FORWARD - round_seconds(PUBLISHED["8B"], RTX_PRO, Counts(1, 1), 1, prefix)
     cases = [
-        ("8B, RTX PRO 6000, forwards as published", PUBLISHED["8B"], RTX_PRO, waits),
+        ("8B, RTX PRO 6000, as published", PUBLISHED["8B"], RTX_PRO, waits),
         ("8B, RTX PRO 6000, no waits", PUBLISHED["8B"], RTX_PRO, 0.0),
         ("4B, H200, no waits", PUBLISHED["4B"], DEVICES["H200"], 0.0),
         ("1.7B, H200, no waits", PUBLISHED["1.7B"], DEVICES["H200"], 0.0),

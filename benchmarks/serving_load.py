@@ -10,6 +10,7 @@ import json
 import tempfile
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .server import CPU_ENVIRONMENT, HEAD_FIELDS, Measured, Server
 from .turns import faster, take_turns
 
 BLOCK = 16
-WARM_UPS = 2  # turns
+WARM_UPS = 1  # turns
 FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"),
     *("--max-total-tokens", "16384", "--context-length", "1024", "--dtype", "bfloat16", "--load-format", "dummy"),
@@ -58,9 +59,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--acceptance", type=float, default=0.75, help="chance of a draft")
     parser.add_argument("--states", default="auto", help="K, or auto")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16], help="at once")
-    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
-    parser.add_argument("--new-tokens", type=int, nargs="+", default=[128, 64, 32], help="by number of requests")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
+    parser.add_argument("--new-tokens", type=int, nargs="+", default=[32, 16, 16], help="by number of requests")
+    parser.add_argument("--learn", type=int, nargs="+", default=[192, 48, 16], help="tokens before, by which `auto` learns")
+    parser.add_argument("--rounds", type=int, nargs="+", default=[7, 5, 3], help="turns, by number of requests")
     options = parser.parse_args(arguments)
     emit(header("serving_load", options))
     drafted = {"decoding": "mrp_spec", "target": "static", "draft_branches": 1}
@@ -75,21 +77,24 @@ def main(arguments: list[str] | None = None) -> None:
             Server(backbone, folder / "of_stock", "LowConfidence", {"threshold": 1.0}, **more) as stock,
             Server(full, folder / "of_mrp", "MRP", drafted, **more) as mrp,
         ):
-            for count, new_tokens in zip(options.requests, options.new_tokens, strict=True):
+            by_count = options.new_tokens, options.learn, options.rounds
+            for count, new_tokens, before, rounds in zip(options.requests, *by_count, strict=True):
                 prompts = torch.randint(5, 151000, (count, options.prompt), generator=draw).tolist()
+                asked(mrp, prompts, before, [], 0)
                 made: dict[str, list[Measured]] = {"stock": [], "mrp": []}
 
                 ways = {
                     name: partial(asked, server, prompts, new_tokens, made[name])
                     for name, server in (("stock", stock), ("mrp", mrp))
                 }
-                taken = take_turns(ways, options.rounds, WARM_UPS)
+                taken = take_turns(ways, rounds, WARM_UPS)
+                worked = {name: [each.cpu_seconds / each.tokens for each in of[WARM_UPS:]] for name, of in made.items()}
                 line: dict[str, Any] = {"requests": count, "speed_over_stock": faster(taken["mrp"], taken["stock"])}
+                line["speed_over_stock_by_cpu_time"] = faster(worked["mrp"], worked["stock"])
                 for name, turns in made.items():
-                    line[f"{name}_tokens_per_forward"] = round(
-                        sum(t.tokens for t in turns[WARM_UPS:]) / sum(t.forwards for t in turns[WARM_UPS:]), 3
-                    )
-                    line[f"{name}_seconds_per_token"] = round(sorted(taken[name])[len(taken[name]) // 2], 4)
+                    tokens, forwards = (sum(getattr(turn, of) for turn in turns[WARM_UPS:]) for of in ("tokens", "forwards"))
+                    line[f"{name}_tokens_per_forward"] = round(tokens / forwards, 3)
+                    line[f"{name}_seconds_per_token"] = round(median(taken[name]), 4)
                 costs = [reply["meta_info"]["mrp"] for turn in made["mrp"][WARM_UPS:] for reply in turn.replies]
                 accepted, offered = (sum(cost[name] for cost in costs) for name in ("accepted", "drafted"))
                 emit({**line, "accepted_of_scored": round(accepted / max(1, offered), 3)})

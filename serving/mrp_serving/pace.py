@@ -47,8 +47,9 @@ def pace_of(model: Any, mode: Mode, share: Share | None) -> Budget:
     drafting = mode.drafting
     if drafting is None:
         return Fixed(Amount())
-    if share is not None and drafting.paced and not torch.are_deterministic_algorithms_enabled():
-        return Led(Auto(drafting.states, drafting.passes), share)
+    if drafting.paced and not torch.are_deterministic_algorithms_enabled():
+        by_clock = Auto(drafting.states, drafting.passes, records=False)  # the engine recorded its graphs as it started
+        return by_clock if share is None else Led(by_clock, share)
     return budget_of(model, mode, drafting.states, drafting.passes, drafting.paced)
 
 
