@@ -225,8 +225,10 @@ def test_picks_among_a_few(sample: bool, at_once: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(unembedding_file, "_LOGITS_AT_ONCE", at_once)
     options = {"temperature": 0.7, "sample": sample, "shortlist": 5, "eos_token_ids": (3, 30), "likeliest": sample}
     picker, hidden = random_picker(300, truncation=LogitsProcessorList([TopKLogitsWarper(3)]), **options)
-    shortlist, now = picker(hidden, spots(300)).shortlist, hidden.flip(0)
+    before, now = picker(hidden, spots(300)), hidden.flip(0)
+    shortlist = before.shortlist
     assert shortlist is not None
+    assert before.likeliest is None or before.likeliest[0].shape[1] == 31, "sampled drafts choose among more"
     stale, fresh = (states @ picker.lm_head_weight.T / 0.7 for states in (hidden, now))
     stale[:, 17] = -torch.inf
     kept = stale.topk(3).indices
