@@ -28,7 +28,7 @@ CPU_FLAGS = (
     *("--max-total-tokens", "65536", "--dtype", "float32"),
 )
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1"}
-_HEAD_FIELDS = ("auto_map", "num_mrp_heads", "num_nextn_predict_layers", "head_predicts")
+HEAD_FIELDS = ("auto_map", "num_mrp_heads", "num_nextn_predict_layers", "head_predicts")
 _GAUGE = re.compile(r"^(?:sglang:)?(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
@@ -38,7 +38,7 @@ def backbone_for_stock(source: Path, target: Path) -> Path:
     tensors = load_file(source / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if not name.startswith("mrp_head.")}, target / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
-    kept = {name: value for name, value in config.items() if name not in _HEAD_FIELDS}
+    kept = {name: value for name, value in config.items() if name not in HEAD_FIELDS}
     # The shape is Qwen3's; `sdar` would need code from the checkpoint.
     (target / "config.json").write_text(json.dumps({**kept, "architectures": ["SDARForCausalLM"], "model_type": "qwen3"}))
     ends = {"eos_token_id": json.loads((source / "generation_config.json").read_text())["eos_token_id"]}
@@ -93,6 +93,8 @@ class Server:
         options: What `--dllm-algorithm-config` says.
         flags: More of them.
         environment: Variables beside this process's own.
+        max_running_requests: `--max-running-requests`.
+        module: Starts the engine.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Server:
         flags: Sequence[str] = CPU_FLAGS,
         environment: Mapping[str, str] = CPU_ENVIRONMENT,
         max_running_requests: int = 64,
+        module: str = "sglang.launch_server",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "log.txt"
@@ -111,7 +114,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--trust-remote-code"]
+        self._command = [sys.executable, "-m", module, "--model-path", str(model), "--trust-remote-code"]
         self._command += ["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], "--enable-metrics", "--sleep-on-idle"]
         self._command += ["--max-running-requests", str(max_running_requests), "--dllm-algorithm", algorithm]
         self._command += ["--dllm-algorithm-config", str(folder / "options.yaml"), *flags]

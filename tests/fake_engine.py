@@ -57,6 +57,11 @@ class FakeAllocator:
         pages = torch.tensor([self.free_pages.pop(0) for _ in range(count // self.size)], dtype=torch.long)
         return (pages[:, None] * self.size + torch.arange(self.size)).flatten()
 
+    def free_segment(self, slots: Tensor, start_pos: int) -> None:
+        assert start_pos == 0
+        assert (slots.view(-1, self.size) % self.size == torch.arange(self.size)).all(), "pages in order"
+        self.free(slots)
+
     def free(self, slots: Tensor) -> None:
         pages = (slots // self.size).unique().tolist()
         assert len(pages) * self.size == len(slots), "whole pages only"
@@ -117,11 +122,11 @@ class FakeModel(torch.nn.Module):
 
 
 class FakeEngine:
-    """The `ModelRunner`."""
+    """The `ModelRunner`; `graphs` leave what they made where the next one writes."""
 
     prefill_attention_backend_str = "torch_native"
 
-    def __init__(self, model: Any, rows: int, pages: int, context: int = 256) -> None:
+    def __init__(self, model: Any, rows: int, pages: int, context: int = 256, graphs: bool = False) -> None:
         self.model, self.block = FakeModel(model), model.config.block_size
         self.model_config = SimpleNamespace(context_len=context, vocab_size=model.config.vocab_size)
         self.req_to_token_pool = FakePool(rows, context)
@@ -131,12 +136,16 @@ class FakeEngine:
         self.ids, self.head_ids = torch.zeros(slots, dtype=torch.long), torch.zeros(slots, dtype=torch.long)
         self.positions = torch.zeros(slots, dtype=torch.long)
         self.hidden = torch.zeros(slots, model.config.hidden_size, dtype=model.dtype)
+        self.replayed = self.hidden.new_zeros(rows * self.block, self.hidden.shape[1]) if graphs else None
         self.widths: list[int] = []
 
     def forward(self, batch: FakeBatch, pp_proxy_tensors: Any = None) -> Any:
         self.widths.append(batch.batch_size)
         hidden = self.recompute(batch, self.ids, None)
-        return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=hidden), can_run_graph=False)
+        if self.replayed is not None:
+            self.replayed[: len(hidden)] = hidden.detach()
+            hidden = self.replayed[: len(hidden)]
+        return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=hidden), can_run_graph=self.replayed is not None)
 
     def recompute(self, batch: FakeBatch, ids: Tensor, hidden: Tensor | None) -> Tensor:
         """Compute hidden states of a batch, or of hidden states the head's residual: [tokens, hidden_size]."""
@@ -159,9 +168,25 @@ class FakeEngine:
         return outputs.flatten(0, 1)
 
 
+# The engine's, of a request that says nothing but that its temperature is 0.
+SAMPLING_PARAMS: dict[str, Any] = {
+    **{"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "sampling_seed": None},
+    **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None},
+    **{
+        "max_new_tokens": 40,
+        "min_new_tokens": 0,
+        "stop_token_ids": None,
+        "ignore_eos": False,
+        "stop_strs": [],
+        "stop_regex_strs": [],
+    },
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "custom_params")),
+}
+
+
 @dataclass(eq=False)
 class FakeRequest:
-    """The fields of a request that the plugin reads, and the scheduler's."""
+    """The fields of a request that the plugin reads, and the scheduler's; `asked` are fields of its `SamplingParams`."""
 
     origin_input_ids: list[int]
     max_new_tokens: int = 40
@@ -170,20 +195,36 @@ class FakeRequest:
     output_ids: list[int] = field(default_factory=list)
     row: int = 0
     length: int = 0  # tokens with slots
-    finished: bool = False
-    customized_info: dict[str, Any] | None = None
+    ended: bool = False
     tokenizer: Any = None
+    asked: dict[str, Any] = field(default_factory=dict)
+    return_logprob: bool = True
 
     def __post_init__(self) -> None:
         self.eos_token_ids = set(self.stop)
-        self.sampling_params = SimpleNamespace(
-            max_new_tokens=self.max_new_tokens, stop_token_ids=None, ignore_eos=False, stop_strs=[], stop_regex_strs=[]
+        self.sampling_params = SimpleNamespace(**{**SAMPLING_PARAMS, "max_new_tokens": self.max_new_tokens, **self.asked})
+        self.logprob = SimpleNamespace(
+            output_token_logprobs_val=[], output_token_logprobs_idx=[], top_logprobs_num=0, token_ids_logprob=None
         )
+
+    def finished(self) -> bool:
+        """As the engine's."""
+        return self.ended
+
+    @property
+    def output_ids_through_stop(self) -> list[int]:
+        """As the engine's."""
+        return self.text()
+
+    @property
+    def kv(self) -> SimpleNamespace:
+        """Where its keys and values are."""
+        return SimpleNamespace(req_pool_idx=self.row)
 
     def text(self) -> list[int]:
         """What a client is shown: up to the first eos, or the limit."""
         shown = self.output_ids[: self.max_new_tokens]
-        ends = [place for place, token in enumerate(shown) if token in self.stop]
+        ends = [] if self.sampling_params.ignore_eos else [place for place, token in enumerate(shown) if token in self.stop]
         return shown[: ends[0] + 1] if ends else shown
 
 
@@ -235,7 +276,7 @@ class FakeScheduler:
             if size and start + size > known:
                 req.output_ids += tokens[max(0, known - start) :]
                 if len(req.text()) < len(req.output_ids) or len(req.output_ids) >= req.max_new_tokens:
-                    req.finished = True
+                    req.ended = True
                     self.release(req)
 
     def _batch(self, requests: Sequence[FakeRequest], ids: Tensor, starts: list[int]) -> FakeBatch:

@@ -1,24 +1,28 @@
-"""The options of the algorithm: the YAML file of `--dllm-algorithm-config`, with the names of `MRPGenerationConfig`."""
+"""The options of the algorithm, with the names of `MRPGenerationConfig`.
 
-from collections.abc import Mapping
+A server's are those of the YAML file of `--dllm-algorithm-config`; a request may set some anew by its `custom_params`.
+"""
+
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from modeling_mrp import MRPGenerationConfig
 from modeling_mrp.generate.loop import Mode
 from modeling_mrp.generate.option_table import DRAFTING, OPTIONS, closest_name
+from modeling_mrp.generate.refine import ResidualRemask
 from modeling_mrp.kernels.dispatch import Dispatch
-from modeling_mrp.rules.reveal import Dynamic, logit
 
 _NOT_SERVED = {
-    "seed": "the engine decodes greedily",
+    "seed": "requests have one each (sampling_seed)",
     "graphs": "the engine records graphs itself (--disable-cuda-graph)",
 }
-# Rules that ask which token ends a text.
-_READ_EOS = ("cad", "eoser")
 SERVED = tuple(option.name for option in OPTIONS if option.name not in _NOT_SERVED)
+# Of these, those of the server alone: they say how rounds are made, not what a text is.
+_OF_SERVER = ("draft_branches", "draft_passes", "draft_shortlist", "kernels")
+OF_REQUEST = tuple(name for name in SERVED if name not in _OF_SERVER)
+# What else a request may ask for by `custom_params`: that its answer tells more.
+TOLD = ("return_reveal_step", "return_provisional")
 
 
 @dataclass(frozen=True)
@@ -26,15 +30,78 @@ class Settings:
     """The meaning of a server's options.
 
     Attributes:
-        mode: What is revealed, refined and drafted; a threshold is rounded to float32, as the engine's own algorithms compare.
+        mode: What is revealed, refined and drafted where a request says nothing; no request drafts more.
         dispatch: Kernels or PyTorch.
+        options: What `mode` was made of.
+        block_size: The checkpoint's.
+        has_head: Whether it has a head.
+        devices: How many its vocabulary is divided among.
     """
 
     mode: Mode
     dispatch: Dispatch
+    options: Mapping[str, Any]
+    block_size: int
+    has_head: bool
+    devices: int = 1
+
+    def config_of(self, asked: Mapping[str, Any], eos: Collection[int]) -> MRPGenerationConfig:
+        """Make the checked options of a request.
+
+        Args:
+            asked: Its `custom_params`; they go before the server's.
+            eos: Ids that end its text.
+
+        Raises:
+            ValueError: with value and remedy, for what is no option of a request, or cannot be honoured.
+        """
+        if not isinstance(asked, Mapping):
+            raise ValueError(f"custom_params is {asked!r}: it must be an object of options")
+        asked = {name: value for name, value in asked.items() if value is not None and not name.startswith("__")}
+        wrong = [
+            f"{name} is one of the server's options (--dllm-algorithm-config)"
+            if name in _OF_SERVER
+            else f"{name} is no option of a request{closest_name(name, (*OF_REQUEST, *TOLD))}"
+            for name in asked
+            if name not in (*OF_REQUEST, *TOLD)
+        ]
+        wrong += [
+            f"{name} is {asked[name]!r}, not true or false" for name in TOLD if not isinstance(asked.get(name, True), bool)
+        ]
+        if wrong:
+            raise ValueError(f"custom_params: {'; '.join(wrong)}. They may hold {', '.join((*OF_REQUEST, *TOLD))}")
+        given = {name: value for name, value in asked.items() if name not in TOLD}
+        config = MRPGenerationConfig(**{**self.options, **given, "eos_token_id": sorted(eos)})
+        config.check(self.block_size, self.has_head)
+        return config
+
+    def mode_of(self, config: MRPGenerationConfig) -> Mode:
+        """Make the mode of a request's checked options.
+
+        Raises:
+            ValueError: for one for which this server keeps or drafts too little.
+        """
+        mode, own, given = config.mode(self.block_size), self.mode, f"decoding is {config.decoding!r}"
+        check_devices(mode, self.devices)
+        if mode.uses_head and not own.uses_head:
+            raise ValueError(
+                f"{given}: this server has no use of its head. Start it with 'decoding: mrp_spec', or ask for less"
+            )
+        if mode.drafting is None:
+            return mode
+        if own.drafting is None:
+            raise ValueError(f"{given}: this server drafts nothing. Start it with a mode that does, or ask for less")
+        asked, most = config.num_draft_states, own.drafting.states
+        if asked != "auto" and asked is not None and int(asked) > most:
+            raise ValueError(
+                f"num_draft_states is {asked}: this server has {most} at most. Ask for less, or start it with more"
+            )
+        return replace(mode, drafting=replace(mode.drafting, states=min(mode.drafting.states, most)))
 
 
-def settings_of(given: Mapping[str, Any], defaults: Mapping[str, Any], block_size: int, has_head: bool) -> Settings:
+def settings_of(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], block_size: int, has_head: bool, devices: int = 1
+) -> Settings:
     """Interpret the options of a server.
 
     Args:
@@ -42,6 +109,7 @@ def settings_of(given: Mapping[str, Any], defaults: Mapping[str, Any], block_siz
         defaults: The checkpoint's generation config; of it count those that are served.
         block_size: The checkpoint's.
         has_head: Whether it has a head.
+        devices: How many its vocabulary is divided among.
 
     Raises:
         ValueError: for an unknown option, a value that cannot be honoured, or a mode that needs a head where there is none.
@@ -54,14 +122,23 @@ def settings_of(given: Mapping[str, Any], defaults: Mapping[str, Any], block_siz
     options |= {name: value for name, value in given.items() if name != "block_size" and value is not None}
     config = MRPGenerationConfig(**options)
     config.check(block_size, has_head)
-    if (rule := config.target if config.decoding in DRAFTING else config.decoding) in _READ_EOS:
-        raise ValueError(
-            f"the rule {rule!r} is not served: it reads the eos, which the engine keeps to itself; use one such as 'dynamic'"
-        )
     mode = config.mode(block_size)
-    if isinstance(mode.rule, Dynamic) and mode.refine is None:
-        mode = replace(mode, rule=Dynamic(logit(float(np.float32(config.confidence_threshold)))))
-    return Settings(mode, Dispatch(config.kernels))
+    check_devices(mode, devices)
+    return Settings(mode, Dispatch(config.kernels), options, block_size, has_head, devices)
+
+
+def check_devices(mode: Mode, devices: int) -> None:
+    """Raise `ValueError` for a mode that reads rows of `lm_head` where it is divided."""
+    if devices > 1 and isinstance(mode.refine, ResidualRemask):
+        raise ValueError(
+            "remask_rule is 'residual', which needs the whole vocabulary on one device: use another, or --tp-size 1"
+        )
+
+
+def decodes_as_stock(config: MRPGenerationConfig, block_size: int) -> bool:
+    """Tell if the rule of some options is one that the engine's own `LowConfidence` has."""
+    rule = config.target if config.decoding in DRAFTING else config.decoding
+    return rule == "dynamic" or (rule == "static" and config.denoising_steps in (None, block_size))
 
 
 def check_names(given: Mapping[str, Any]) -> None:
@@ -76,4 +153,4 @@ def check_names(given: Mapping[str, Any]) -> None:
         raise ValueError(f"the file of --dllm-algorithm-config: {'; '.join(wrong)}. Options are {', '.join(SERVED)}")
 
 
-__all__ = ["SERVED", "Settings", "check_names", "settings_of"]
+__all__ = ["OF_REQUEST", "SERVED", "TOLD", "Settings", "check_devices", "check_names", "decodes_as_stock", "settings_of"]

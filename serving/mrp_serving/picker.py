@@ -1,14 +1,126 @@
-"""Picks from the engine's logits, as its own algorithms make them."""
+"""Picks from the engine's logits: as its own algorithms make them, or as `generate` does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from modeling_mrp.kernels.pick import Unembedding, pick_rows
-from modeling_mrp.networks.picker import Picker, Picks
+from modeling_mrp.kernels.pick import Unembedding, widened
+from modeling_mrp.networks.picker import Picker, Picks, Spots
+from modeling_mrp.rules.state import State
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens of a request are picked; those of requests with equal ones are picked together.
+
+    Attributes:
+        stock: As the engine's own algorithms pick, which are greedy; all else below is then as it is by default.
+        sample: Whether tokens are drawn.
+        temperature, top_k, top_p, min_p: As in transformers, of which each has its meaning; 0: no top-k, no min-p.
+        repetition_penalty: Of all tokens before a position, the prompt's too.
+        frequency_penalty, presence_penalty: Of generated tokens before it.
+        prompt: Where these begin, a position; 0 where nothing asks.
+        logit_bias: Ids, each with what is added to its logit.
+        eos: Ids that positions before a minimum length must not take.
+        entropy: Whether the rule asks for it.
+        drafts: Whether drafts are made.
+    """
+
+    stock: bool = False
+    sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    prompt: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    eos: tuple[int, ...] = ()
+    entropy: bool = False
+    drafts: bool = False
+
+    def processors(self) -> LogitsProcessorList:
+        """Make the processors, in the order of transformers."""
+        found = LogitsProcessorList()
+        if self.logit_bias:
+            found.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in self.logit_bias}))
+        if self.repetition_penalty != 1:
+            found.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.frequency_penalty or self.presence_penalty:
+            found.append(CountPenalties(self.prompt, self.frequency_penalty, self.presence_penalty))
+        return found
+
+    def truncation(self) -> LogitsProcessorList:
+        """Make what says which tokens may be drawn, in the order of transformers."""
+        found = LogitsProcessorList()
+        if self.top_k:
+            found.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            found.append(TopPLogitsWarper(self.top_p))
+        if self.min_p:
+            found.append(MinPLogitsWarper(self.min_p))
+        return found
+
+    def picker(self, unembed: Callable[[Tensor], Tensor], shortlist: int, **fixed: Any) -> Picker:
+        """Make the picker.
+
+        Args:
+            unembed: As of `EngineUnembedding`.
+            shortlist: How many tokens a head's drafts choose among, where no processors act; 0: all.
+            fixed: What all requests share: `lm_head_weight`, `mask_token_id` and `dispatch`.
+        """
+        if self.stock:
+            return StockPicker(entropy=self.entropy, shortlist=shortlist, unembed=unembed, **fixed)
+        processors = self.processors()
+        return EnginePicker(
+            temperature=self.temperature,
+            sample=self.sample,
+            processors=processors or None,
+            truncation=self.truncation() or None,
+            eos_token_ids=self.eos,
+            entropy=self.entropy,
+            likeliest=self.sample and self.drafts,
+            shortlist=0 if processors else shortlist,
+            unembed=unembed,
+            **fixed,
+        )
+
+
+class CountPenalties(LogitsProcessor):
+    """Frequency and presence penalties, as OpenAI's, of which transformers has none.
+
+    A token that stands n times before a position, behind the prompt, loses n times the one and once the other.
+
+    Args:
+        prompt: Tokens of the prompt.
+        frequency, presence: What is taken from logits.
+    """
+
+    def __init__(self, prompt: int, frequency: float, presence: float) -> None:
+        self.prompt, self.frequency, self.presence = prompt, frequency, presence
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Penalise scores [n, vocab] by the ids before them, [n, length]."""
+        counts = torch.zeros_like(scores).scatter_add_(
+            1, behind := input_ids[:, self.prompt :], torch.ones_like(behind, dtype=scores.dtype)
+        )
+        made: Any = scores - self.frequency * counts - self.presence * (counts > 0)
+        return made
 
 
 @dataclass(frozen=True)
@@ -17,46 +129,103 @@ class EngineUnembedding(Unembedding):
 
     Attributes:
         unembed: Computes logits [n, vocab] of final hidden states [n, hidden_size].
+        with_mask: Whether the mask id stays in the softmax, as the engine's own algorithms have it.
     """
 
     unembed: Callable[[Tensor], Tensor] = field(kw_only=True)
+    with_mask: bool = field(default=False, kw_only=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `Unembedding.logits`; the mask id stays in the softmax, as the engine's own algorithms have it."""
-        return self.unembed(hidden).float()
+        """See `Unembedding.logits`."""
+        logits = widened(self.unembed(hidden))
+        if not self.with_mask:
+            logits[:, self.mask_token_id] = -torch.inf
+        return logits
 
 
 @dataclass(frozen=True)
 class EnginePicker(Picker):
-    """Greedy picks with the mask id in the softmax, judged by probabilities that are rounded to float32.
-
-    So compare the engine's own algorithms, and where probabilities round to the same number the leftmost position is revealed
-    first. The mask id is never picked: where it is the likeliest, they reveal nothing and go on forever.
+    """`Picker` on the engine's logits.
 
     Attributes:
         unembed: As of `EngineUnembedding`.
-        rounded: Whether `odds` are those of the rounded probability, else they are exact.
     """
 
     unembed: Callable[[Tensor], Tensor] = field(kw_only=True)
-    rounded: bool = field(default=True, kw_only=True)
 
     @cached_property
     def unembedding(self) -> Unembedding:
         """See `Picker.unembedding`."""
-        return EngineUnembedding(self.lm_head_weight, self.mask_token_id, unembed=self.unembed)
+        made = (self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids)
+        return EngineUnembedding(*made, unembed=self.unembed)
+
+
+@dataclass(frozen=True)
+class StockPicker(EnginePicker):
+    """Greedy picks with the mask id in the softmax, judged by probabilities, in float32 where logits are.
+
+    So compare the engine's own algorithms, and where probabilities round to the same number the leftmost position is revealed
+    first. The mask id is never picked: where it is the likeliest, they reveal nothing and go on forever.
+    """
+
+    @cached_property
+    def unembedding(self) -> Unembedding:
+        """See `Picker.unembedding`."""
+        return EngineUnembedding(self.lm_head_weight, self.mask_token_id, unembed=self.unembed, with_mask=True)
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
-        shown = logits.index_fill(1, torch.tensor([self.mask_token_id], device=logits.device), -torch.inf)
-        token, odds = pick_rows(self.unembedding, shown, shown, None, None, self.dispatch)
+        """Pick from logits [n, vocab], in few passes over them: a vocabulary has more numbers than a layer."""
+        own = logits[:, self.mask_token_id].clone()
+        logits[:, self.mask_token_id] = -torch.inf
+        token = logits.argmax(-1, keepdim=True)
+        logits[:, self.mask_token_id] = own
         probability = logits.softmax(-1)
-        if self.rounded:
-            odds = probability.gather(1, token[:, None])[:, 0].double().logit()
-        else:  # the mask id joins the others
-            own = logits.gather(1, token[:, None])[:, 0]
-            odds = own - torch.logaddexp(own - odds, logits[:, self.mask_token_id])
-        picks = Picks(token, odds, torch.special.entr(probability).sum(-1) if self.entropy else None)
-        return self._listed(picks, logits, shown, None)
+        odds = probability.gather(1, token)[:, 0].double().logit()
+        entropy = torch.special.entr(probability).sum(-1) if self.entropy else None
+        return Picks(token[:, 0], odds, entropy, shortlist=self._shortlist(logits, probability) if self.shortlist else None)
+
+    def _shortlist(self, logits: Tensor, probability: Tensor) -> Tensor:
+        """List the likeliest tokens of logits [n, vocab]: `Picks.shortlist`; their probabilities [n, vocab] are overwritten."""
+        top = logits.topk(min(self.shortlist, logits.shape[1]))
+        total = top.values[:, :1] - probability.gather(1, top.indices[:, :1]).log()
+        of_mask = probability[:, self.mask_token_id].clone()
+        others = probability.scatter_(1, top.indices, 0.0)
+        others[:, self.mask_token_id] = of_mask  # never picked, it counts among the others
+        kept = top.values.masked_fill(top.indices == self.mask_token_id, -torch.inf)
+        return torch.cat([top.indices.to(kept.dtype), kept, others.sum(-1, keepdim=True).log() + total], 1)
 
 
-__all__ = ["EnginePicker", "EngineUnembedding"]
+class Pickers:
+    """The pickers of a round, one for each `Sampling` that its requests have.
+
+    Args:
+        lm_head_weight: [vocab, hidden_size], for magnitudes of single tokens' logits.
+        make: Makes one.
+    """
+
+    def __init__(self, lm_head_weight: Tensor, make: Callable[[Sampling], Picker]) -> None:
+        self.lm_head_weight, self.make = lm_head_weight, make
+        self.made: dict[Sampling, Picker] = {}
+
+    def of(self, sampling: Sampling) -> Picker:
+        """Give the one of a request."""
+        if sampling not in self.made:
+            self.made[sampling] = self.make(sampling)
+        return self.made[sampling]
+
+    def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
+        """See `Picker.token_odds`."""
+        states: Sequence[tuple[Any, State]] = spots.states
+        owner: list[Sampling] = [row.sampling for row, state in states for _ in state.free]
+        found = None
+        for sampling in dict.fromkeys(owner):
+            some = Spots([one for one in states if one[0].sampling == sampling], spots.device)
+            at = torch.tensor([place for place, other in enumerate(owner) if other == sampling], device=hidden.device)
+            odds = self.of(sampling).token_odds(hidden[at], token[at], some)
+            found = odds.new_empty(len(token)) if found is None else found
+            found[at] = odds
+        assert found is not None
+        return found
+
+
+__all__ = ["CountPenalties", "EnginePicker", "EngineUnembedding", "Pickers", "Sampling", "StockPicker"]

@@ -1,6 +1,6 @@
 """The engine's side of the plugin: its registries and hooks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
@@ -14,7 +14,6 @@ from sglang.srt.runtime_context import get_exec
 from transformers import AutoConfig
 
 from modeling_mrp import MRPConfig
-from modeling_mrp.generate.refine import ResidualRemask
 
 from . import ALGORITHM
 from .algorithm import MRP
@@ -22,7 +21,7 @@ from .checkpoint import ARCHITECTURES, open_checkpoint
 from .model import MRPForCausalLM, SDARMRPForCausalLM
 from .options import settings_of
 from .requests import GREEDY
-from .usage import RAW, SHOWN, shown_usage
+from .usage import SHOWN, shown_of
 
 
 class PublishedConfig(MRPConfig):
@@ -41,7 +40,10 @@ def register_parts() -> None:
         "sglang.srt.dllm.config.DllmConfig.from_server_args": dllm_config,
         "sglang.srt.managers.tp_worker.TpModelWorker._forward_batch_generation_dllm": with_requests,
         "sglang.srt.configs.model_config.ModelConfig.get_default_sampling_params": sampling_defaults,
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": with_usage,
+        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.build_additional_customized_info": (
+            with_progress
+        ),
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": with_text,
     }
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
@@ -75,7 +77,7 @@ def dllm_config(original: Callable[[Any], DllmConfig | None], server_args: Any) 
         algorithm_config=options,
         block_size=block,
         mask_id=found.config.mask_token_id,
-        max_running_requests=args.max_running_requests or 1,
+        max_running_requests=args.max_running_requests or 1,  # rows of a forward: see `rows_of`
         first_done_first_out_mode=args.dllm_fdfo,
     )
     if args.dllm_algorithm == ALGORITHM:
@@ -83,11 +85,8 @@ def dllm_config(original: Callable[[Any], DllmConfig | None], server_args: Any) 
             raise ValueError(
                 f"--page-size is {args.page_size}: MRP keeps blocks in whole pages, so use {block}, or leave it out"
             )
-        config.mrp_settings = settings_of(options, found.defaults, block, found.has_head)
-        if args.tp_size > 1 and isinstance(config.mrp_settings.mode.refine, ResidualRemask):
-            raise ValueError(
-                "remask_rule is 'residual', which needs the whole vocabulary on one device: use another, or --tp-size 1"
-            )
+        config.mrp_settings = settings_of(options, found.defaults, block, found.has_head, args.tp_size)
+        config.max_running_requests = max(1, config.max_running_requests // config.mrp_settings.mode.width)
     return config
 
 
@@ -97,8 +96,8 @@ def check_arguments(args: Any) -> None:
         "--no-dllm-fdfo is given, and MRP needs first-done-first-out scheduling, in which no row waits: leave it out": (
             not args.dllm_fdfo
         ),
-        "--max-running-requests is not given, and the engine would take one at a time: set it to the rows that a forward may "
-        "have, those of requests and of their drafts (64, for instance)": args.max_running_requests is None,
+        "--max-running-requests is not given, and the engine would take one at a time: set it to the requests that "
+        "may be decoded together (16, for instance)": args.max_running_requests is None,
         "--enable-dp-attention is given, and MRP does not serve with it: leave it out": args.enable_dp_attention,
     }
     if reasons := [reason for reason, is_so in wrong.items() if is_so]:
@@ -138,7 +137,14 @@ def with_requests(original: Callable[..., Any], worker: Any, forward_batch: Any,
         worker.dllm_algorithm.batch = None
 
 
-def with_usage(
+def with_progress(original: Callable[..., dict[str, list[Any]]], streamer: Any, reqs: Sequence[Any]) -> dict[str, list[Any]]:
+    """Send with what requests have come to what it took."""
+    for req in reqs:  # of an answer without tokens the engine supposes one sent, and would keep its log-probability back
+        req.send_output_token_logprobs_offset = len(req.output_ids_through_stop)
+    return {**original(streamer, reqs), SHOWN: [shown_of(req) for req in reqs]}
+
+
+def with_text(
     original: Callable[..., None],
     manager: Any,
     meta_info: dict[str, Any],
@@ -147,14 +153,14 @@ def with_usage(
     index: int,
     *rest: Any,
 ) -> None:
-    """Sum up in a response's metadata what the request has cost so far."""
-    others = {key: values for key, values in info.items() if key != RAW}
+    """Put what a request took into its metadata, with the text of what is provisional."""
+    others = {key: values for key, values in info.items() if key != SHOWN}
     if others:
         original(manager, meta_info, state, others, index, *rest)
-    if RAW in info:
-        blocks = state.customized_info_accumulated.setdefault(RAW, [])
-        blocks.extend(info[RAW][index])
-        meta_info[SHOWN] = shown_usage(blocks, meta_info.get("completion_tokens", 0))
+    if SHOWN in info and (shown := info[SHOWN][index]) is not None:
+        meta_info[SHOWN] = shown
+        if "provisional_ids" in shown and manager.tokenizer is not None:
+            shown["provisional_text"] = manager.tokenizer.decode(shown["provisional_ids"])
 
 
 __all__ = [
@@ -162,7 +168,8 @@ __all__ = [
     "dllm_config",
     "register_parts",
     "sampling_defaults",
+    "with_progress",
     "with_requests",
-    "with_usage",
+    "with_text",
     "yaml_mapping",
 ]

@@ -1,32 +1,168 @@
-"""What a request asks for: whether it can be served, where its text ends, and whether it has."""
+"""What a request asks for: whether it can be served, how its text is made, where it ends, and what it has come to."""
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from modeling_mrp.generate.loop import Mode
+from modeling_mrp.rules.state import Counts, Row
+
+from .options import Settings, decodes_as_stock
+from .picker import Sampling
+
 GREEDY = {"temperature": 0.0}  # of requests that give none
+# What `SamplingParams` makes of a temperature of 0, and of no top-k.
+_TOP_1, _TOP_ALL = 1, 1 << 30
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a request's text is made.
+
+    Attributes:
+        mode: What is revealed, refined and drafted.
+        sampling: How tokens are picked.
+        seed: Of the noise.
+        eos: Ids that end the text; none where it is decoded as the engine's own algorithms do, which read on.
+        least: No eos is picked for so many tokens.
+        reveal_step: Whether the answer tells the step that revealed each token.
+        provisional: Whether it shows the block that is being decoded.
+    """
+
+    mode: Mode
+    sampling: Sampling
+    seed: int
+    eos: frozenset[int]
+    least: int
+    reveal_step: bool
+    provisional: bool
+
+
+class EngineRow(Row):
+    """A row of a request.
+
+    Attributes:
+        asked: How its text is made.
+    """
+
+    asked: Asked
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its tokens are picked."""
+        return self.asked.sampling
+
+
+class Progress:
+    """What a request has come to, in whichever rows it was decoded.
+
+    Attributes:
+        asked: How its text is made.
+        counts: What its drafts came to.
+        logprob, step: Of each token of finished blocks its log-confidence, and the denoising step that revealed it.
+        block: The ids of the block that is being decoded, from the first generated one on.
+    """
+
+    def __init__(self, asked: Asked, counts: Counts) -> None:
+        self.asked, self.counts = asked, counts
+        self.logprob: list[float] = []
+        self.step: list[int] = []
+        self.block: list[int] = []
+
+    @property
+    def steps(self) -> int:
+        """Denoising steps of finished blocks."""
+        return max(self.step, default=-1) + 1
+
+    def finish(self, row: Row, end: int) -> int:
+        """Note the tokens of a row before `end`, and tell how many are new."""
+        begin, size = len(self.step), max(0, end - row.prompt)
+        self.logprob += row.logprob[begin:size]
+        self.step += row.step[begin:size]
+        self.block = []
+        return len(self.step) - begin
+
+
+def interpreted(req: Any, settings: Settings) -> Asked:
+    """Interpret a request.
+
+    Raises:
+        ValueError: with value and remedy, for `custom_params` that cannot be honoured.
+    """
+    asked, told = req.sampling_params, req.sampling_params.custom_params or {}
+    ends = stop_ids(req)
+    config = settings.config_of(told, ends)
+    drawn = asked.top_k != _TOP_1
+    changed = asked.logit_bias or asked.min_new_tokens or asked.repetition_penalty != 1
+    penalised = bool(asked.frequency_penalty or asked.presence_penalty)
+    stock = not (drawn or changed or penalised) and decodes_as_stock(config, settings.block_size)
+    if stock:  # as the engine compares
+        config.confidence_threshold = float(np.float32(config.confidence_threshold))
+    mode = settings.mode_of(config)
+    stock = stock and mode.refine is None
+    sampling = Sampling(
+        stock=stock,
+        sample=drawn,
+        temperature=float(asked.temperature) if drawn else 1.0,
+        top_k=asked.top_k if drawn and asked.top_k < _TOP_ALL else 0,
+        top_p=asked.top_p if drawn else 1.0,
+        min_p=asked.min_p if drawn else 0.0,
+        repetition_penalty=float(asked.repetition_penalty),
+        frequency_penalty=asked.frequency_penalty,
+        presence_penalty=asked.presence_penalty,
+        prompt=len(req.origin_input_ids) if penalised else 0,
+        logit_bias=tuple((int(token), float(bias)) for token, bias in (asked.logit_bias or {}).items()),
+        eos=tuple(sorted(ends)) if asked.min_new_tokens else (),
+        entropy=mode.rule.needs_entropy,
+        drafts=mode.drafting is not None,
+    )
+    seed = seed_of(req.rid) if asked.sampling_seed is None else asked.sampling_seed
+    shown = [bool(told.get(name)) for name in ("return_reveal_step", "return_provisional")]
+    return Asked(mode, sampling, seed, frozenset() if stock else frozenset(ends), asked.min_new_tokens, *shown)
+
+
+def seed_of(rid: str) -> int:
+    """Make the seed of a request that gives none: that of its name, which all devices know."""
+    return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest()) >> 2
 
 
 def refusal(req: Any) -> str | None:
     """Say why the algorithm cannot serve a request, and the remedy; None if it can."""
+    try:
+        if wrong := [what for what, asked_for in _unserved(req).items() if asked_for]:
+            return f"MRP does not serve requests with {'; '.join(wrong)}. Leave that out"
+        sampling = interpreted(req, req.dllm_config.mrp_settings).sampling
+        sampling.processors(), sampling.truncation()
+    except ValueError as error:
+        return str(error)
+    except (AttributeError, TypeError) as error:
+        return f"sampling_params hold a value of another type than they should: {error}"
+    return None
+
+
+def _unserved(req: Any) -> dict[str, Any]:
+    """Tell by name of what is not served whether a request asks for it."""
     asked = req.sampling_params
-    unserved = {
-        "temperature above 0 (this server decodes greedily: send temperature=0, or top_k=1)": asked.temperature > 0
-        and asked.top_k != 1,
-        "frequency_penalty, presence_penalty or repetition_penalty": (
-            asked.frequency_penalty or asked.presence_penalty or asked.repetition_penalty != 1
-        ),
-        "logit_bias": asked.logit_bias,
-        "min_new_tokens": asked.min_new_tokens,
+    counts = {name: getattr(asked, name) for name in ("max_new_tokens", "min_new_tokens", "top_k")}
+    return {
         "json_schema, regex, ebnf or structural_tag": asked.json_schema or asked.regex or asked.ebnf or asked.structural_tag,
         "a custom logits processor": getattr(req, "custom_logit_processor", None),
+        "a watermark": getattr(asked, "watermark", None),
         "input_embeds": getattr(req, "input_embeds", None) is not None,
-        "logprobs": req.return_logprob,
+        "logprobs of other tokens than the text's (top_logprobs_num, token_ids_logprob)": req.return_logprob
+        and (req.logprob.top_logprobs_num or req.logprob.token_ids_logprob),
+        "a sampling mask": getattr(req, "return_sampling_mask", False),
         "hidden states": getattr(req, "return_hidden_states", False),
         "several beams": (getattr(asked, "beam_width", None) or 1) > 1,
         "the mask token in its prompt": req.dllm_config.mask_id in req.origin_input_ids,
+        "a logit_bias outside -100 to 100": any(not -100 <= bias <= 100 for bias in (asked.logit_bias or {}).values()),
+        "a repetition_penalty below 0.01": asked.repetition_penalty < 0.01,
+        "min_new_tokens where every token ends the text": asked.min_new_tokens and len(stop_ids(req)) >= req.vocab_size - 1,
+        **{f"a {name} that is no int": value is not None and not isinstance(value, int) for name, value in counts.items()},
     }
-    wrong = [what for what, asked_for in unserved.items() if asked_for]
-    return f"MRP does not serve requests with {'; '.join(wrong)}. Leave that out" if wrong else None
 
 
 def committed_ids(req: Any) -> list[int]:
@@ -48,27 +184,44 @@ def stop_ids(req: Any) -> set[int]:
     found = {*(asked.stop_token_ids or ()), *(req.eos_token_ids or ())}
     if tokenizer is not None:
         found |= {tokenizer.eos_token_id, *(tokenizer.additional_stop_token_ids or ())}
-    return found
+    return found - {None}
 
 
-def block_is_text(req: Any, ids: Sequence[int], start: int, mask_id: int) -> bool:
-    """Tell if the engine will show nothing more of a block than what is revealed.
+def text_of_block(req: Any, asked: Asked, ids: Sequence[int], start: int, mask_id: int) -> list[int] | None:
+    """Find the ids of a block of which the engine will show nothing more than what is revealed; None if it may.
 
     What lies behind an end is cut off, so it need not be decoded, and of a block that the text does not fill no keys and values
-    are kept. Not so where a stop string may end it first, by what lies behind an eos.
+    are kept. Where the engine's own algorithm reads on, a stop string may end the text first, by what lies behind an eos; else
+    what lies there is no text, and masks stand for it.
 
     Args:
         req: Whose block it is.
+        asked: How its text is made.
         ids: [block], where it is.
         start: Its absolute position.
         mask_id: The mask's id.
     """
-    asked, prompt, stops = req.sampling_params, len(req.origin_input_ids) - start, stop_ids(req)
-    if asked.stop_strs or asked.stop_regex_strs:
-        return False
+    given, prompt = req.sampling_params, len(req.origin_input_ids) - start
+    stops = asked.eos if not asked.sampling.stock else stop_ids(req)
+    if asked.sampling.stock and (given.stop_strs or given.stop_regex_strs):
+        return None
     first = next((column + 1 for column, token in enumerate(ids) if column >= prompt and token in stops), len(ids))
-    end = min(first, prompt + asked.max_new_tokens)
-    return end < len(ids) and mask_id not in ids[: max(end, 0)]
+    end = max(min(first, prompt + given.max_new_tokens), 0)
+    if end >= len(ids) or mask_id in ids[:end]:
+        return None
+    return list(ids) if asked.sampling.stock else [*ids[:end], *[mask_id] * (len(ids) - end)]
 
 
-__all__ = ["GREEDY", "block_is_text", "committed_ids", "end_of_text", "refusal", "stop_ids"]
+__all__ = [
+    "GREEDY",
+    "Asked",
+    "EngineRow",
+    "Progress",
+    "committed_ids",
+    "end_of_text",
+    "interpreted",
+    "refusal",
+    "seed_of",
+    "stop_ids",
+    "text_of_block",
+]

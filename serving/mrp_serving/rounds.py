@@ -1,23 +1,27 @@
 """Rounds of `modeling_mrp` on the batches of an engine, which owns requests, memory and attention."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 
-from modeling_mrp.generate.budget import Amount, Budget, Fixed, budget_of
+from modeling_mrp.generate.budget import Amount, Budget
 from modeling_mrp.generate.loop import Decoder
+from modeling_mrp.generate.refine import Refinement, refined
 from modeling_mrp.rules.draft import Node
-from modeling_mrp.rules.state import Counts, Row
+from modeling_mrp.rules.reveal import RevealRule
+from modeling_mrp.rules.state import Counts, Frontier, Key, Scores
 
 from .networks import EngineNetworks, Own
 from .options import Settings
-from .picker import EnginePicker
-from .requests import block_is_text, committed_ids, end_of_text
+from .pace import Share, pace_of
+from .picker import Pickers
+from .requests import EngineRow, Progress, committed_ids, end_of_text, interpreted, text_of_block
 from .scratch import borrowed
-from .usage import Report, Usage
+from .usage import Report, totals
 
 NEVER = 1 << 40  # a position behind every text: the engine ends texts itself
 
@@ -34,7 +38,7 @@ class Name(NamedTuple):
 
 
 class EngineDecoder(Decoder):
-    """A `Decoder` of one round on the engine.
+    """A `Decoder` of one round on the engine, in which each row has a mode of its own.
 
     Args:
         sees_new: Whether attention sees keys and values that the same forward writes in another row. Else no state looks at a
@@ -46,10 +50,35 @@ class EngineDecoder(Decoder):
         super().__init__(*args)
         self.sees_new = sees_new
 
-    def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
-        """See `Decoder.draft`."""
+    def rule_of(self, row: Any) -> RevealRule:
+        """See `Decoder.rule_of`."""
+        rule: RevealRule = row.asked.mode.rule
+        return rule
+
+    def draft(self, rows: Sequence[Any], amount: Amount) -> list[list[Node]]:
+        """See `Decoder.draft`; no row has more states than its request asks for."""
         drafts = super().draft(rows, amount)
-        return drafts if self.sees_new else [[node for node in nodes if node.parent < 0] for nodes in drafts]
+        for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
+            drafting = row.asked.mode.drafting
+            # Alone, the first state of the next block still rides along with a clean one.
+            most = drafting.states if drafting is not None else 1 + (not row.state.masks and not amount.narrow)
+            drafts[at] = [node for node in nodes[:most] if self.sees_new or node.parent < 0]
+        return drafts
+
+    def read(self, rows: Sequence[Any], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
+        """See `Decoder.read`; of rows that the head drafts for."""
+        drafted = [row.asked.mode.drafting for row in rows]
+        super().read(rows, [nodes if one and one.passes else [] for one, nodes in zip(drafted, drafts, strict=True)], estimates)
+
+    def write(self, rows: Sequence[Any], frontiers: Sequence[Frontier | None]) -> None:
+        """See `Decoder.write`."""
+        kept = list(frontiers)
+        asked: list[Refinement | None] = [row.asked.mode.refine for row in rows]
+        for refine in dict.fromkeys(one for one in asked if one is not None):
+            some = [frontier if one == refine else None for one, frontier in zip(asked, frontiers, strict=True)]
+            made = refined(refine, self.networks, rows, some)
+            kept = [old if new is None else new for old, new in zip(kept, made, strict=True)]
+        super().write(rows, kept)
 
 
 class Rounds:
@@ -59,6 +88,7 @@ class Rounds:
         settings: What is asked of the server.
         block: Tokens of a block.
         mask_id: The mask's id.
+        share: As of `pace_of`.
 
     Attributes:
         rows: The rows of requests between rounds, each with its name, by their rows of the engine's pool.
@@ -66,9 +96,10 @@ class Rounds:
         report: Notes what it costs.
     """
 
-    def __init__(self, settings: Settings, block: int, mask_id: int) -> None:
-        self.settings, self.block, self.mask_id = settings, block, mask_id
-        self.rows: dict[int, tuple[Name, Row]] = {}
+    def __init__(self, settings: Settings, block: int, mask_id: int, share: Share | None = None) -> None:
+        self.settings, self.block, self.mask_id, self.share = settings, block, mask_id, share
+        self.budget: Budget | None = None
+        self.rows: dict[int, tuple[Name, EngineRow]] = {}
         self.whole: dict[Name, list[int]] = {}
         self.report = Report()
 
@@ -89,72 +120,79 @@ class Rounds:
             CUDA graph ran.
         """
         starts = list(batch.extend_prefix_lens_cpu)
-        names = self._names(engine, batch, starts)
+        names = self._names(engine, requests, starts)
         ids = [self.whole.pop(name, []) for name in names]
         grown, graph_ran = [self.block] * len(names), False
         if places := [place for place, known in enumerate(ids) if not known]:
-            some, own = [requests[place] for place in places], self._own(batch, places)
-            names = [names[place] for place in places]
-            rows = [self._row(engine, req, name) for req, name in zip(some, names, strict=True)]
+            some, names_of = [requests[place] for place in places], [names[place] for place in places]
+            own = Own(places, [name.row for name in names_of], [name.start for name in names_of])
+            rows = [self._row(engine, req, name) for req, name in zip(some, names_of, strict=True)]
+            before = totals(rows)
             graph_ran = self._round(engine, batch, own, rows, evict, sees_new)
-            for place, block, size in zip(places, *self._come_to(rows, names, some), strict=True):
-                ids[place], grown[place] = block, size
-        self.report.count_tokens(requests, starts, grown)
+            self.report.count(**{name: number - before[name] for name, number in totals(rows).items()})
+            for place, row, req in zip(places, rows, some, strict=True):
+                ids[place], grown[place] = self._come_to(row, names[place], req)
+        for name, req, start, size in zip(names, requests, starts, grown, strict=True):
+            self._finish(self.rows[name.row][1], req, start + size if size else 0)
         return ids, grown, graph_ran
 
-    def _come_to(self, rows: list[Row], names: list[Name], requests: list[Any]) -> tuple[list[list[int]], list[int]]:
-        """Find what a round came to, [rows]: each row's block so far, and by how much its text has grown; and keep the rest.
+    def _come_to(self, row: EngineRow, name: Name, req: Any) -> tuple[list[int], int]:
+        """Find what a round came to: a row's block so far, and by how much its text has grown; and keep the rest.
 
         Where the next block's first state rode along, the text may end with what it reveals: that block takes no forward.
         """
-        ids, grown = [], []
-        for row, name, req in zip(rows, names, requests, strict=True):
-            counts = row.counts
-            self.report.note(req, Usage(counts.forwards, counts.head_forwards, counts.drafted, counts.accepted))
-            here, behind = (row.text[at : at + self.block] for at in (name.start, name.start + self.block))
-            kept = row.held > name.start
-            over = block_is_text(req, here, name.start, self.mask_id)
-            ids.append(here)
-            grown.append(self.block if kept or over else 0)
-            name = name._replace(start=name.start + grown[-1])
-            self.rows[name.row] = name, row
-            if kept and block_is_text(req, behind, name.start, self.mask_id):
-                self.whole[name] = behind
-        return ids, grown
+        row.stop = None  # the engine ends texts itself
+        here, behind = (row.text[at : at + self.block] for at in (name.start, name.start + self.block))
+        kept = row.held > name.start
+        text = text_of_block(req, row.asked, here, name.start, self.mask_id)
+        grown = self.block if kept or text else 0
+        name = name._replace(start=name.start + grown)
+        self.rows[name.row] = name, row
+        if kept and (whole := text_of_block(req, row.asked, behind, name.start, self.mask_id)):
+            self.whole[name] = whole
+        return here if kept else text or here, grown
 
-    def _own(self, batch: Any, places: list[int]) -> Own:
-        slots = batch.out_cache_loc if batch.out_cache_loc_virtual is None else batch.out_cache_loc_virtual
-        at = torch.tensor(places, device=slots.device)
-        starts = [batch.extend_prefix_lens_cpu[place] for place in places]
-        return Own(places, batch.req_pool_indices[at].long(), slots.view(-1, self.block)[at].long(), starts)
+    def _finish(self, row: EngineRow, req: Any, end: int) -> None:
+        """Note the tokens of a request that are finished, those before `end`, and what its row is at."""
+        progress: Progress = req.mrp
+        if (new := progress.finish(row, end)) and req.return_logprob:
+            req.logprob.output_token_logprobs_val += progress.logprob[-new:]
+            req.logprob.output_token_logprobs_idx += row.text[end - new : end]
+        self.report.count(tokens=new)
+        start = row.state.start
+        progress.block = row.text[
+            max(start, row.prompt) : min(start + self.block, row.prompt + req.sampling_params.max_new_tokens)
+        ]
 
-    def _names(self, engine: Any, batch: Any, starts: list[int]) -> list[Name]:
+    def _names(self, engine: Any, requests: Sequence[Any], starts: list[int]) -> list[Name]:
         pool = engine.req_to_token_pool
-        rows, turns, free = batch.req_pool_indices.tolist(), pool.req_generation, set(pool.free_slots)
+        turns, free = pool.req_generation.numpy(), set(pool.free_slots)  # both on the host
 
         def alive(name: Name) -> bool:
             return name.row not in free and int(turns[name.row]) == name.turn
 
         self.rows = {at: (name, row) for at, (name, row) in self.rows.items() if alive(name)}
         self.whole = {name: ids for name, ids in self.whole.items() if alive(name)}
+        rows = [req.kv.req_pool_idx for req in requests]
         return [Name(row, int(turns[row]), start) for row, start in zip(rows, starts, strict=True)]
 
-    def _row(self, engine: Any, req: Any, name: Name) -> Row:
+    def _row(self, engine: Any, req: Any, name: Name) -> EngineRow:
         """Find the row of a request, or make one that stands where the engine is."""
         found = self.rows.get(name.row)
         if found is not None and found[0] == name:
             return found[1]
-        self.report.begin(req)
+        if getattr(req, "mrp", None) is None:
+            mode = self.settings.mode
+            req.mrp = Progress(interpreted(req, self.settings), Counts(mode.width, mode.drafting is not None))
         ids, end = committed_ids(req), end_of_text(req, self.block, engine.model_config.context_len)
-        mode = self.settings.mode
-        return fresh_row(ids, name.start, end, self.block, self.mask_id, Counts(mode.width, mode.drafting is not None))
+        return fresh_row(ids, len(req.origin_input_ids), name.start, end, self.block, self.mask_id, req.mrp)
 
-    def _round(self, engine: Any, batch: Any, own: Own, rows: list[Row], evict: Callable[[int], Any], sees_new: bool) -> bool:
+    def _round(
+        self, engine: Any, batch: Any, own: Own, rows: Sequence[EngineRow], evict: Callable[[int], Any], sees_new: bool
+    ) -> bool:
         """Draft as much as pays and finds room, verify, accept, commit; tells whether a CUDA graph ran."""
         mode, drafting = self.settings.mode, self.settings.mode.drafting
-        budget: Budget = Fixed(Amount())
-        if drafting is not None:
-            budget = budget_of(engine.model, mode, drafting.states, drafting.passes, drafting.paced)
+        budget = self.budget = self.budget or pace_of(engine.model, mode, self.share)
         amount = budget.choose(rows)
         pool, allocator = engine.req_to_token_pool, engine.token_to_kv_pool_allocator
         clean = any(not row.state.masks for row in rows)
@@ -165,38 +203,41 @@ class Rounds:
             weight, vocab_size = engine.model.lm_head.weight, engine.model_config.vocab_size
             # Neither packed nor divided.
             whole = type(weight) in (torch.Tensor, torch.nn.Parameter) and len(weight) >= vocab_size
-            picker = EnginePicker(
+            fixed = {"lm_head_weight": weight, "mask_token_id": self.mask_id, "dispatch": self.settings.dispatch}
+            unembed = partial(engine.model.unembed, batch)
+            pickers = Pickers(
                 weight,
-                self.mask_id,
-                entropy=mode.rule.needs_entropy,
-                dispatch=self.settings.dispatch,
-                unembed=partial(engine.model.unembed, batch),
-                rounded=mode.refine is None,
-                shortlist=drafting.listed(vocab_size, False) if drafting is not None and whole else 0,
+                lambda one: one.picker(
+                    unembed, drafting.listed(vocab_size, one.sample) if drafting is not None and whole else 0, **fixed
+                ),
             )
-            networks = EngineNetworks(engine, batch, own, lent, mode.uses_head, picker, self.block)
+            networks = EngineNetworks(engine, batch, own, lent, mode.uses_head, pickers, self.block)
             begun = perf_counter()
-            steps = EngineDecoder(sees_new, mode, networks, budget).round(rows, amount)
+            steps = EngineDecoder(sees_new, replace(mode, refine=None), networks, budget).round(rows, amount)
             budget.learn(amount, rows, steps, perf_counter() - begun)
         return networks.graph_ran
 
 
-def fresh_row(ids: Sequence[int], start: int, end: int, block: int, mask_id: int, counts: Counts) -> Row:
+def fresh_row(ids: Sequence[int], prompt: int, start: int, end: int, block: int, mask_id: int, progress: Progress) -> EngineRow:
     """Make the row of a request of which nothing was scored.
 
     Args:
         ids: The text so far: the prompt, and what was generated.
+        prompt: Tokens of the prompt.
         start: Where its block starts; what comes before has keys and values.
         end: Where its last block ends; no state is drafted behind it.
         block: Tokens of a block.
         mask_id: The mask's id.
-        counts: Its counts.
+        progress: What the request has come to.
     """
     text = [*ids, *[mask_id] * (end - len(ids))]
     text += [0 if mask_id else 1] * (2 * block - len(text) % block)
-    # The engine reveals behind an eos too, and ends texts itself: no row has an eos or an end.
-    row = Row(0, text, block, mask_id, frozenset(), 0, 0, len(text), NEVER, 0, 0)
-    row.state, row.counts = row.opened(start), counts
+    asked = progress.asked
+    # The engine ends texts itself: no row has an end.
+    ends = (prompt, prompt, len(text), NEVER, prompt + asked.least)
+    row = EngineRow(0, text, block, mask_id, asked.eos, *ends, asked.seed)
+    row.asked, row.counts, row.steps = asked, progress.counts, progress.steps
+    row.state = row.opened(start)
     row.held = row.head_held = start
     return row
 

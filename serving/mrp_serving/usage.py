@@ -1,92 +1,59 @@
-"""Costs: of each request in its response's metadata, of all on the metrics endpoint."""
+"""Costs and traces: of each request in its response's metadata, of all on the metrics endpoint."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-RAW = "mrp_blocks"  # per token, as the engine carries it: the costs of the block that it begins, else None
+from modeling_mrp.rules.state import Row
+
+from .requests import Progress
+
 SHOWN = "mrp"
-
-
-class Usage(NamedTuple):
-    """Costs so far.
-
-    Attributes:
-        forwards: Forwards of the backbone in which the request took part,
-        head_forwards: and of the head.
-        drafted, accepted: Drafted states that were scored, and of these the right ones; remembered ones count.
-    """
-
-    forwards: int = 0
-    head_forwards: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    def minus(self, other: "Usage") -> "Usage":
-        """The costs since then."""
-        return Usage(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
-
-    def plus(self, other: "Usage") -> "Usage":
-        """Both together."""
-        return Usage(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+_COUNTED = {
+    "forwards": "Forwards of the backbone, one for each request that took part",
+    "head_forwards": "Forwards of the head, one for each request that took part",
+    "drafted": "Drafted states that were scored",
+    "accepted": "Drafted states that were accepted",
+}
 
 
 class Report:
-    """Notes what requests cost: for their responses on the requests themselves, for the endpoint in counters."""
+    """Counts for the metrics endpoint, once it has counters."""
 
     def __init__(self) -> None:
         self.counters: dict[str, Any] = {}
 
-    def begin(self, req: Any) -> None:
-        """Begin to count a request, or begin anew where the engine has taken its rows away."""
-        req.mrp_seen, req.mrp_open = Usage(), getattr(req, "mrp_open", Usage())
+    def count_in(self, make: Any) -> None:
+        """Count from now on; `make(name, documentation)` makes a counter."""
+        told = {**_COUNTED, "tokens": "Tokens of finished blocks, prompts not included"}
+        self.counters = {name: make(f"sglang:mrp_{name}", text) for name, text in told.items()}
 
-    def note(self, req: Any, usage: Usage) -> None:
-        """Note what a request has come to since its state was made."""
-        since = usage.minus(req.mrp_seen)
-        req.mrp_seen, req.mrp_open = usage, req.mrp_open.plus(since)
-        self._count(since._asdict())
-
-    def count_tokens(self, requests: Sequence[Any], starts: list[int], grown: list[int]) -> None:
-        """Lay the costs of blocks that are done to their tokens.
-
-        Args:
-            requests: The rows'.
-            starts: Where each one's block starts.
-            grown: By how many tokens, prompt included, each one's text has grown: a block or none.
-        """
-        for req, start, size in zip(requests, starts, grown, strict=True):
-            new = start + size - max(start, len(req.origin_input_ids))
-            if size and new > 0:
-                info = req.customized_info = req.customized_info or {}
-                info.setdefault(RAW, []).extend([tuple(req.mrp_open), *[None] * (new - 1)])
-                req.mrp_open = Usage()
-                self._count({"tokens": new})
-
-    def _count(self, numbers: dict[str, int]) -> None:
+    def count(self, **numbers: int) -> None:
+        """Add numbers."""
         for name, number in numbers.items() if self.counters else ():
             self.counters[name].inc(number)
 
-    def count_in(self, make: Any) -> None:
-        """Count for the endpoint from now on; `make(name, documentation)` makes a counter."""
-        told = {
-            "forwards": "Forwards of the backbone, one for each request that took part",
-            "head_forwards": "Forwards of the head, one for each request that took part",
-            "drafted": "Drafted states that were scored",
-            "accepted": "Drafted states that were accepted",
-            "tokens": "Tokens of finished blocks, prompts not included",
-        }
-        self.counters = {name: make(f"sglang:mrp_{name}", text) for name, text in told.items()}
+
+def totals(rows: Sequence[Row]) -> dict[str, int]:
+    """Sum up what rows have cost so far."""
+    return {name: sum(getattr(row.counts, name) for row in rows) for name in _COUNTED}
 
 
-def shown_usage(blocks: Sequence[Sequence[int] | None], tokens: int) -> dict[str, float | int]:
-    """Sum a response's blocks up: what its metadata show."""
-    total = Usage()
-    for each in blocks:
-        total = total if each is None else total.plus(Usage(*each))
-    shown: dict[str, float | int] = dict(total._asdict())
-    shown["tokens_per_forward"] = tokens / max(1, total.forwards)
-    shown["acceptance"] = total.accepted / max(1, total.drafted)
+def shown_of(req: Any) -> dict[str, Any] | None:
+    """Make what a request's metadata show of it; None if it has no row yet."""
+    progress: Progress | None = getattr(req, "mrp", None)
+    if progress is None:
+        return None
+    counts, text = progress.counts, req.output_ids_through_stop
+    shown: dict[str, Any] = {name: getattr(counts, name) for name in _COUNTED}
+    shown["revoked"] = counts.revoked
+    shown["tokens_per_forward"] = len(text) / max(1, counts.forwards)
+    shown["acceptance"] = counts.accepted / max(1, counts.drafted)
+    shown["offered_at_depth"], shown["accepted_at_depth"] = list(counts.offered_at_depth), list(counts.accepted_at_depth)
+    if progress.asked.reveal_step:
+        shown["reveal_step"] = progress.step[: len(text)]
+    if progress.asked.provisional:
+        shown["provisional_ids"] = [] if req.finished() else progress.block
     return shown
 
 
-__all__ = ["RAW", "SHOWN", "Report", "Usage", "shown_usage"]
+__all__ = ["SHOWN", "Report", "shown_of", "totals"]

@@ -9,8 +9,9 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-import typer
+from commands import command, mrp
 from conftest import ROOT, TINY
+from helpers import word_model
 from mrp_trainer import cli
 from mrp_trainer.evaluate import command as evaluate
 from mrp_trainer.evaluate.options import EvaluateOptions
@@ -20,34 +21,12 @@ from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.options import RunOptions, TrainCommand
 from mrp_trainer.train.reveals import REVEAL_RULES
 from mrp_trainer.train.settings import known_names, read_settings
-from test_trainer import small_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 from modeling_mrp import MRPForCausalLM
 
 TRAIN = ["--model", "m", "--output-dir", "o"]
 OBJECTIVES = {"head": "mrp", "backbone": "block_diffusion"}
-# The console's width decides where lines break.
-RUNNER = CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"})
-
-
-def mrp(*arguments: str, fails: bool = False) -> str:
-    """What a command prints; of one that fails, on standard error."""
-    result = RUNNER.invoke(cli.app, list(arguments))
-    if fails:
-        assert result.exit_code == 1, result.output
-        assert "Traceback" not in result.output
-        return result.stderr
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def command(*path: str) -> Any:
-    found: Any = typer.main.get_command(cli.app)
-    for name in path:
-        found = found.commands[name]
-    return found
 
 
 def choices(function: Any, name: str) -> set[str]:
@@ -115,7 +94,7 @@ def test_choices_are_those_of_the_modules() -> None:
 
 
 def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -> None:
-    model = small_model(word_tokenizer, head_layers=0)
+    model = word_model(word_tokenizer, head_layers=0)
     model.generation_config.eos_token_id = word_tokenizer.eos_token_id
     backbone, head, data = tmp_path / "backbone", tmp_path / "head", {}
     model.save_pretrained(backbone)

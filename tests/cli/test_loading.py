@@ -9,11 +9,10 @@ import pytest
 import torch
 from commands import main
 from conftest import TINY, make_model
-from helpers import close
+from helpers import close, in_hub_cache
 from mrp_trainer.loading import load_config, load_model, load_tokenizer
 from peft import LoraConfig, get_peft_model
 from published import as_published
-from test_heads import in_hub_cache
 
 from modeling_mrp import MRPForCausalLM
 

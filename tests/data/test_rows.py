@@ -64,7 +64,6 @@ def test_rows_are_filled_as_derived_by_hand() -> None:
     """12 opens row 0, the eights row 1, the first four joins the twelve, the second opens row 2."""
     rows = pack(np.asarray([4, 8, 12, 4, 8]), 16)
     assert [row.tolist() for row in rows] == [[0, 2], [1, 4], [3]]
-    assert pack(np.asarray([], dtype=np.int64), 16) == []
     with pytest.raises(ValueError, match="a sample of 20 tokens does not fit a row of 16"):
         pack(np.asarray([4, 20]), 16)
 
@@ -104,13 +103,6 @@ def test_without_shuffling_the_order_is_the_files(path: str, records: Any, encod
     assert dataset.lengths.tolist() == [len(encoder.sample(record, 0).ids) for record in records]
 
 
-def test_malformed_records_are_found_before_training(tmp_path: Path, encoder: RecordEncoder) -> None:
-    file = tmp_path / "bad.jsonl"
-    file.write_text('{"text": "a"}\n' * 9 + '{"text": 1}\n')
-    with pytest.raises(RecordError, match=r"bad\.jsonl, line 10, field text: found 1: a string is needed"):
-        RecordRows(JsonLines([str(file)]), encoder, False)
-
-
 LEFT_OUT = {"prompt": "0 1 2 3 4 5 6 7", "completion": "8"}
 CUT = {"prompt": "0 2", "completion": "of " * 9}
 FITS = {"prompt": "0 1", "completion": "the sum"}
@@ -125,26 +117,14 @@ def test_records_longer_than_max_length_are_counted(
     name = f"rows {len(cut)}"
     dataset = RecordRows(Rows([LEFT_OUT, FITS, LEFT_OUT, cut], name), encoder, False, shuffle=False)
     assert [sample.length for sample in flat(dataset)] == [5, None]
-    assert (len(dataset), dataset.dropped, dataset.cut) == (2, 2, 1)
-    assert dataset.lengths.tolist() == [8, 8]
+    assert (len(dataset), dataset.dropped, dataset.cut, dataset.lengths.tolist()) == (2, 2, 1, [8, 8])
     assert caplog.messages == [
         f"{name}: 2 of 4 records are left out: nothing that is learned lies within max_length 8; 1 of 4 records are cut to "
         "max_length 8: their ends are not learned. Raise max_length to learn from all of them"
     ]
-
-
-@pytest.mark.parametrize(
-    ("rows", "found"),
-    [
-        ([LEFT_OUT], "1 of 1 records are left out: nothing that is learned lies within max_length 8"),
-        ([CUT] * 3, "3 of 3 records are cut to max_length 8: their ends are not learned"),
-    ],
-)
-def test_where_no_record_fits_there_is_nothing_to_train_on(rows: list[Any], found: str, word_tokenizer: Any) -> None:
-    encoder = RecordEncoder(word_tokenizer, 4, 8, MASK)
-    message = f"^rows: {found}. None fits: raise max_length, or shorten the records$"
-    with pytest.raises(ValueError, match=message):
-        RecordRows(Rows(rows, "rows"), encoder, False)
+    for rows, found in (([LEFT_OUT], "1 of 1 records are left out: .*"), ([cut], "1 of 1 records are cut to .*")):
+        with pytest.raises(ValueError, match=f"^rows: {found}. None fits: raise max_length, or shorten the records$"):
+            RecordRows(Rows(rows, "rows"), encoder, False)
 
 
 def test_a_file_that_changes_under_training_is_noticed(tmp_path: Path, word_tokenizer: Any) -> None:
@@ -164,7 +144,7 @@ def test_rejected_visits_and_seeds(path: str, encoder: RecordEncoder) -> None:
     with pytest.raises(IndexError, match="visit -1: visits count from 0"):
         RecordRows(JsonLines([path]), encoder)[-1]
     with pytest.raises(ValueError, match="seed is -1: 0 or more is needed"):
-        RecordRows(JsonLines([path]), encoder, False, seed=-1)
+        RecordRows(JsonLines([path]), encoder, seed=-1)
 
 
 # Packed, by number

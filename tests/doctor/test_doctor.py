@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from commands import mrp
 from conftest import ROOT, make_model
+from faults import LAUNCHES, Stale, broken
 from mrp_trainer import cli
 from mrp_trainer.doctor import page, rounds, texts
 from mrp_trainer.doctor.options import DoctorOptions
@@ -16,8 +18,6 @@ from mrp_trainer.doctor.roofline import PUBLISHED, Counts, Device, Shape, round_
 from mrp_trainer.doctor.rounds import Timed, proposed
 from mrp_trainer.doctor.texts import gaps, published_config, random_model
 from tape import TapeRecorder, tapes
-from test_cli import mrp
-from test_first_use import LAUNCHES, Stale, broken
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 

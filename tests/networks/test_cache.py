@@ -1,7 +1,5 @@
 """BlockCache: what it writes, moves, exchanges and remembers, on one device and on several."""
 
-import copy
-
 import torch
 from torch import Tensor
 
@@ -84,20 +82,6 @@ def test_move_copies_blocks_of_some_rows_and_layers() -> None:
         assert torch.equal(shown(cache, layer), known[layer])
 
 
-def test_swap_exchanges_rows() -> None:
-    """Their first slots, and hidden states that are kept."""
-    cache, known = filled([CPU, CPU])
-    cache = cache.with_room(ROWS, CAPACITY, SCRATCH)
-    cache.hidden = torch.arange(ROWS * CAPACITY * 2, dtype=torch.float64).view(ROWS, CAPACITY, 2)
-    hidden = cache.hidden.clone()
-    cache.swap([(0, 2)], 6)
-    order = [2, 1, 0]
-    for layer in (0, 1):
-        expected = torch.cat([known[layer][order][:, :, :6], known[layer][:, :, 6:]], 2)
-        assert torch.equal(shown(cache, layer), expected)
-    assert torch.equal(cache.hidden, torch.cat([hidden[order][:, :6], hidden[:, 6:]], 1))
-
-
 def test_what_can_be_reused() -> None:
     """The longest common prefix in whole blocks, as far as it is held; with the head as far as that can read it, too."""
     cache = new_cache([CPU])
@@ -125,16 +109,3 @@ def test_room_for_more() -> None:
     bigger.target(0, 4)
     assert torch.equal(bigger.read(1)[0], known[1][:, :, :4].repeat_interleave(2, 0))
     assert cache.held == [4, 4, 0]
-
-
-def test_shared_and_copied_memory() -> None:
-    cache, known = filled([CPU])
-    other, third = cache.alias(), copy.deepcopy(cache)
-    assert other.shares(cache)
-    assert not third.shares(cache)
-    cache.move(range(1), [(0, 12, 0)], 4)
-    assert torch.equal(shown(other, 0), shown(cache, 0))
-    assert torch.equal(shown(third, 0), known[0])
-    other.detach()
-    cache.move(range(1), [(0, 16, 0)], 4)
-    assert not torch.equal(shown(other, 0), shown(cache, 0))

@@ -17,14 +17,9 @@ from mrp_trainer.picture.facts import Forward, Token, token_texts
 from mrp_trainer.picture.options import ShowOptions
 from mrp_trainer.picture.style import HOLD, colour, plain
 from mrp_trainer.picture.text import visible
-from mrp_trainer.publish import publish
-from mrp_trainer.publish.card import renamed, render_card
-from mrp_trainer.publish.cardtext import NOT_SHOWN, PICTURE, SHOWN
+from mrp_trainer.publish.cardtext import PICTURE
 from rich.cells import cell_len
-from test_card import folder
 from typer.testing import CliRunner
-
-__all__ = ["folder"]  # a fixture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -231,19 +226,3 @@ def test_a_notebook_shows_a_drafted_batch(tiny_model: Any, tiny_tokenizer: Any) 
     found = read_decode(out, tiny_tokenizer, row=1)
     assert sum(one.own + one.accepted for one in found.forwards) == int((out.reveal_step[1] >= 0).sum())
     assert any(token.drafted for token in found.tokens)
-
-
-def test_a_card_shows_the_picture_of_its_folder(folder: Path, tmp_path: Path) -> None:
-    bare = str(render_card(folder, "full", "org/m"))
-    assert NOT_SHOWN in bare
-    assert 'mrp show --model "org/m" --animated --output decode.svg' in bare
-    (folder / PICTURE).write_text("<svg/>")
-    try:
-        with_picture = str(render_card(folder, "full", "org/m"))
-        assert publish(folder, "org/m", dry_run=True).sizes[PICTURE] == len("<svg/>")
-    finally:
-        (folder / PICTURE).unlink()
-    assert SHOWN in with_picture
-    assert f"]({PICTURE})" in with_picture
-    assert renamed(bare, "org/m", picture=True) == with_picture
-    assert renamed(with_picture, "org/m") == bare

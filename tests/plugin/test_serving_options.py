@@ -7,20 +7,19 @@ from typing import Any
 import mrp_serving
 import numpy as np
 import pytest
-from fake_engine import FakeRequest
-from mrp_serving.options import SERVED, settings_of
-from mrp_serving.requests import block_is_text, committed_ids, end_of_text, refusal
-from mrp_serving.usage import RAW, Report, Usage, shown_usage
+from fake_engine import SAMPLING_PARAMS, FakeRequest
+from mrp_serving.options import SERVED, Settings, settings_of
+from mrp_serving.picker import Sampling
+from mrp_serving.requests import committed_ids, end_of_text, interpreted, refusal, seed_of, text_of_block
 
-from modeling_mrp.generate.loop import Drafting
+from modeling_mrp.generate.loop import Drafting, Mode
 from modeling_mrp.generate.refine import Direct
-from modeling_mrp.rules.reveal import Dynamic, Static, logit
+from modeling_mrp.rules.reveal import Dynamic, Sequential, Static, logit
 
 
 def test_options_have_the_names_and_defaults_of_generate() -> None:
     settings = settings_of({"target": "dynamic", "confidence_threshold": 0.7, "num_draft_states": 6}, {}, 16, True)
-    assert settings.mode.rule == Dynamic(logit(float(np.float32(0.7))))  # as the engine compares
-    assert settings.mode.drafting == Drafting(6, 3, 1)
+    assert settings.mode == Mode(Dynamic(logit(0.7)), drafting=Drafting(6, 3, 1))
     assert {"decoding", "target", "confidence_threshold", "num_draft_states"} <= set(SERVED)
 
 
@@ -37,13 +36,11 @@ def test_without_options_the_checkpoints_own_count() -> None:
     ("options", "has_head", "message"),
     [
         ({"num_draft_state": 4}, True, r"num_draft_state is no option of MRP \(did you mean num_draft_states\?\)"),
-        ({"seed": 1}, True, "seed is not served, as the engine decodes greedily: leave it out"),
+        ({"seed": 1}, True, r"seed is not served, as requests have one each \(sampling_seed\): leave it out"),
         ({"graphs": False, "tau": 1}, True, "graphs is not served.*; tau is no option"),
         ({"confidence_threshold": 1.5}, True, r"confidence_threshold is 1.5: it must be a probability"),
         ({"decoding": "mrp_spec"}, False, "decoding='mrp_spec' needs an MRP head, and this model has none"),
         ({"block_size": 4}, True, "block_size is 4: the checkpoint's is 16"),
-        ({"target": "cad"}, True, "the rule 'cad' is not served: it reads the eos, .* such as 'dynamic'"),
-        ({"decoding": "eoser"}, True, "the rule 'eoser' is not served"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_at_start(options: dict[str, Any], has_head: bool, message: str) -> None:
@@ -51,41 +48,91 @@ def test_what_cannot_be_honoured_is_refused_at_start(options: dict[str, Any], ha
         settings_of(options, {}, 16, has_head)
 
 
-def request_with(**asked: Any) -> Any:
-    parameters = {
-        **{"temperature": 0.0, "top_k": -1, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
-        **dict.fromkeys(("logit_bias", "json_schema", "regex", "ebnf", "structural_tag")),
-        "min_new_tokens": 0,
-    }
-    of_request = {"return_logprob": False, "origin_input_ids": [4, 5]}
-    parameters |= {name: value for name, value in asked.items() if name in parameters}
-    of_request |= {name: value for name, value in asked.items() if name not in parameters}
-    return SimpleNamespace(sampling_params=SimpleNamespace(**parameters), dllm_config=SimpleNamespace(mask_id=3), **of_request)
+def test_the_residual_rule_needs_the_vocabulary_on_one_device() -> None:
+    given = {"decoding": "mrp_remask", "remask_rule": "residual"}
+    with pytest.raises(ValueError, match="needs the whole vocabulary on one device: use another, or --tp-size 1"):
+        settings_of(given, {}, 16, True, devices=2)
+    assert "needs the whole vocabulary" in str(refusal(request_with(settings_of({}, {}, 16, True, 2), custom_params=given)))
 
 
-@pytest.mark.parametrize("asked", [{}, {"temperature": 1.0, "top_k": 1}])
-def test_greedy_requests_are_served(asked: dict[str, Any]) -> None:
-    assert refusal(request_with(**asked)) is None
+SERVER = settings_of({"target": "dynamic", "confidence_threshold": 0.7, "num_draft_states": 4}, {}, 16, True)
+
+
+def request_with(settings: Settings = SERVER, **asked: Any) -> Any:
+    req: Any = FakeRequest([4, 5], asked={name: value for name, value in asked.items() if name in SAMPLING_PARAMS})
+    req.vocab_size = 64
+    req.return_logprob, req.dllm_config = False, SimpleNamespace(mask_id=3, mrp_settings=settings)
+    for name, value in asked.items():
+        if name not in SAMPLING_PARAMS:
+            setattr(req.logprob if "logprob" in name and name != "return_logprob" else req, name, value)
+    return req
+
+
+def test_a_greedy_request_is_decoded_as_the_engines_own_algorithms_do() -> None:
+    """Whatever its temperature, by a threshold in float32; rules that these do not have, and processors, as `generate` does."""
+    asked = interpreted(request_with(temperature=0.5, top_p=0.5), SERVER)
+    assert asked.mode == Mode(Dynamic(logit(float(np.float32(0.7)))), drafting=Drafting(4, 3, 1))
+    assert (asked.sampling, asked.eos) == (Sampling(stock=True, drafts=True), frozenset())
+    for other in ({"custom_params": {"target": "sequential"}}, {"repetition_penalty": 1.5}, {"min_new_tokens": 1}):
+        assert not interpreted(request_with(**other), SERVER).sampling.stock
+    assert interpreted(request_with(min_new_tokens=1), SERVER).mode.rule == Dynamic(logit(0.7))
+
+
+def test_a_request_has_options_of_its_own() -> None:
+    req = request_with(
+        **{"top_k": 20, "temperature": 0.5, "sampling_seed": 9, "logit_bias": {"7": 2}, "presence_penalty": 0.5},
+        custom_params={"target": "sequential", "denoising_steps": 8, "num_draft_states": 2, "return_provisional": True},
+    )
+    asked = interpreted(req, SERVER)
+    assert asked.mode == Mode(Sequential((2,) * 8), drafting=Drafting(2, 3, 1))
+    assert (asked.seed, asked.provisional, asked.reveal_step) == (9, True, False)
+    biased = {"logit_bias": ((7, 2.0),), "presence_penalty": 0.5, "prompt": 2}
+    assert asked.sampling == Sampling(sample=True, temperature=0.5, top_k=20, drafts=True, **biased)
+    assert refusal(request_with(repetition_penalty=2, top_k=5, min_p=1)) is None  # ints, for which transformers wants floats
+    assert interpreted(request_with(top_k=1 << 30), SERVER).seed == seed_of("request") != seed_of("other")
 
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({"temperature": 0.5}, "temperature above 0 (this server decodes greedily: send temperature=0, or top_k=1)"),
-        ({"presence_penalty": 0.1}, "presence_penalty"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
-        ({"min_new_tokens": 3}, "min_new_tokens"),
         ({"regex": "a+"}, "json_schema, regex, ebnf or structural_tag"),
-        ({"return_logprob": True}, "logprobs"),
+        ({"return_logprob": True, "top_logprobs_num": 2}, "logprobs of other tokens than the text's"),
         ({"return_hidden_states": True}, "hidden states"),
         ({"custom_logit_processor": "x"}, "a custom logits processor"),
         ({"input_embeds": [[0.0]]}, "input_embeds"),
         ({"origin_input_ids": [4, 3]}, "the mask token in its prompt"),
+        ({"logit_bias": {"5": float("nan")}}, "a logit_bias outside -100 to 100"),
+        ({"repetition_penalty": 1e-30}, "a repetition_penalty below 0.01"),
+        ({"logit_bias": {"5": "1"}}, "sampling_params hold a value of another type than they should: '<=' not supported"),
+        ({"top_k": 5.5}, "a top_k that is no int"),
+        ({"max_new_tokens": 5.5}, "a max_new_tokens that is no int"),
+        ({"min_new_tokens": 1, "stop_token_ids": {*range(63)}}, "min_new_tokens where every token ends the text"),
+        ({"custom_params": [1]}, "custom_params is [1]: it must be an object of options"),
+        ({"custom_params": {"tau": 1}}, "custom_params: tau is no option of a request. They may hold decoding, target"),
+        ({"custom_params": {"targets": "static"}}, "targets is no option of a request (did you mean target?)"),
+        ({"custom_params": {"draft_passes": 2}}, "draft_passes is one of the server's options (--dllm-algorithm-config)"),
+        ({"custom_params": {"return_provisional": 1}}, "return_provisional is 1, not true or false"),
+        ({"custom_params": {"confidence_threshold": [0.5]}}, "confidence_threshold is [0.5], of type list"),
+        ({"custom_params": {"denoising_steps": 17}}, "denoising_steps is 17: it must be an int from 1 to block_size (16)"),
+        ({"custom_params": {"num_draft_states": 5}}, "num_draft_states is 5: this server has 4 at most. Ask for less"),
     ],
 )
 def test_requests_that_cannot_be_served_are_told_why(asked: dict[str, Any], reason: str) -> None:
     told = refusal(request_with(**asked))
+    assert told is not None
+    assert reason in told
+
+
+@pytest.mark.parametrize(
+    ("server", "has_head", "asked", "reason"),
+    [
+        ({"decoding": "static"}, True, "mrp_spec", "this server has no use of its head. Start it with 'decoding: mrp_spec'"),
+        ({"decoding": "static"}, False, "mrp_spec", "this model has none"),
+        ({"decoding": "mrp_direct"}, True, "self_spec", "this server drafts nothing. Start it with a mode that does"),
+    ],
+)
+def test_a_request_gets_what_its_server_keeps(server: dict[str, Any], has_head: bool, asked: str, reason: str) -> None:
+    told = refusal(request_with(settings_of(server, {}, 16, has_head), custom_params={"decoding": asked}))
     assert told is not None
     assert reason in told
 
@@ -115,40 +162,21 @@ M = 3
 )
 def test_what_the_client_is_not_shown_is_not_decoded(ids: list[int], start: int, whole: bool) -> None:
     req = FakeRequest([1] * 6, max_new_tokens=8, stop=(9,))
-    assert block_is_text(req, ids, start, M) == whole
+    assert text_of_block(req, interpreted(req, SERVER), ids, start, M) == (ids if whole else None)
 
 
 def test_a_stop_string_may_lie_behind_an_eos() -> None:
-    req = FakeRequest([1] * 6, max_new_tokens=8, stop=(9,))
-    req.sampling_params.stop_strs = ["."]
-    assert not block_is_text(req, [7, 9, M, M], 8, M)
+    """Where the engine's own algorithm reads on; elsewhere that is no text."""
+    req, ids = FakeRequest([1] * 6, max_new_tokens=8, stop=(9,), asked={"stop_strs": ["."]}), [7, 9, M, 8]
+    assert text_of_block(req, interpreted(req, SERVER), ids, 8, M) is None
+    req.sampling_params.top_k = 5
+    assert text_of_block(req, interpreted(req, SERVER), ids, 8, M) == [7, 9, M, M]
     req.sampling_params.stop_strs, req.sampling_params.ignore_eos = [], True
-    assert not block_is_text(req, [7, 9, M, M], 8, M)
+    assert text_of_block(req, interpreted(req, SERVER), ids, 8, M) is None
 
 
 def test_a_text_that_is_taken_up_again_has_its_tokens() -> None:
     assert committed_ids(FakeRequest([1, 2], output_ids=[3])) == [1, 2, 3]
-
-
-def test_costs_are_told_by_block_also_of_a_request_that_lost_its_rows() -> None:
-    report, req = Report(), FakeRequest([1] * 5)  # blocks of 4: the second one holds a token of the prompt
-    report.begin(req)
-    report.note(req, Usage(1, 1, 0, 0))
-    report.count_tokens([req], [0], [4])
-    report.note(req, Usage(2, 2, 3, 1))
-    report.count_tokens([req], [4], [0])
-    assert req.customized_info is None
-    report.begin(req)  # taken up again
-    report.note(req, Usage(1, 0, 0, 0))
-    report.count_tokens([req], [4], [4])
-    assert req.customized_info == {RAW: [(3, 2, 3, 1), None, None]}
-    report.note(req, Usage(3, 1, 2, 2))
-    report.count_tokens([req], [8], [4])
-    shown = shown_usage(req.customized_info[RAW], 7)
-    assert shown == {
-        **{"forwards": 5, "head_forwards": 3, "drafted": 5, "accepted": 3},
-        **{"tokens_per_forward": 7 / 5, "acceptance": 3 / 5},
-    }
 
 
 @pytest.fixture

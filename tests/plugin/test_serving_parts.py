@@ -8,17 +8,21 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
-from fake_engine import FakeAllocator, FakePool
+from fake_engine import FakeAllocator, FakePool, FakeRequest
 from mrp_serving.checkpoint import ARCHITECTURES, backbone_weights, head_weight, open_checkpoint
-from mrp_serving.networks import Own, place_states, share_prefixes
-from mrp_serving.picker import EnginePicker
+from mrp_serving.networks import Own, Room, map_positions, place_states
+from mrp_serving.options import settings_of
+from mrp_serving.picker import CountPenalties, Sampling
+from mrp_serving.requests import Progress, interpreted
 from mrp_serving.rounds import fresh_row
 from mrp_serving.scratch import Borrowed, affordable, borrowed
+from mrp_serving.transfer import Part, sent
 from published import as_published
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp.kernels.dispatch import AUTOMATIC
 from modeling_mrp.rules.draft import build_draft
 from modeling_mrp.rules.reveal import Static
 from modeling_mrp.rules.state import Counts, State
@@ -34,7 +38,7 @@ from modeling_mrp.rules.state import Counts, State
 def test_what_is_lent_is_what_is_there_and_comes_back(rows: int, pages: int, width: int) -> None:
     pool, allocator, asked = FakePool(rows, 32), FakeAllocator(pages, 4), []
     with borrowed(pool, allocator, asked.append, 2, 3, 4) as lent:
-        assert (lent.width, lent.rows.shape, lent.slots.shape) == (width, (2, width), (2, width, 4))
+        assert (lent.width, [len(rows) for rows in lent.rows], lent.slots.shape) == (width, [width] * 2, (2 * width, 4))
         assert (len(pool.free_slots), len(allocator.free_pages)) == (rows - 2 * width, pages - 2 * width)
     assert (len(pool.free_slots), len(allocator.free_pages)) == (rows, pages)
     wanted = 2 * affordable(3, 2, rows) * 4
@@ -51,32 +55,53 @@ def test_what_is_lent_comes_back_from_a_round_that_fails() -> None:
 # ------------------------------------------------------------------------------------------------- how states are laid out
 
 
-@pytest.mark.parametrize(
-    ("parents", "prefix", "table"), [(True, 6, [10, 11, 12, 13, 14, 15, 30, 31]), (False, 4, [10, 11, 12, 13, 30, 31])]
-)
-def test_the_head_sees_no_clean_state_of_the_round(parents: bool, prefix: int, table: list[int]) -> None:
+@pytest.mark.parametrize(("parents", "prefix", "written"), [(True, 6, [(3, 4, 0), (3, 6, 1)]), (False, 4, [(3, 4, 1)])])
+def test_the_head_sees_no_clean_state_of_the_round(parents: bool, prefix: int, written: list[tuple[int, int, int]]) -> None:
     """A row at position 4 submits its clean state and one that looks at it: the backbone sees the one before the other."""
-    slots = torch.zeros(4, 12, dtype=torch.int32)
-    slots[1, :6] = torch.arange(10, 16)
-    own = Own([0], torch.tensor([1]), torch.tensor([[14, 15]]), [4])
-    lent = Borrowed(torch.tensor([[3]]), torch.tensor([[[30, 31]]]))
-    share_prefixes(slots, own, lent)
+    room = Room(torch.tensor([[14, 15]]), Own([0], [1], [4]), Borrowed([[3]], torch.tensor([[30, 31]])))
+    assert room.blocks.tolist() == [[14, 15], [30, 31]]
     clean, behind = (State((start, (0, 0)), (), 2, 0, 0) for start in (4, 6))
-    cells = place_states(slots, own, lent, [[(clean, -1), (behind, 0)]], [4], parents)
-    assert (cells.pool_row.tolist(), cells.prefix) == ([1, 3], [4, prefix])
-    assert slots[3, : len(table)].tolist() == table
+    cells = place_states(room, [[(clean, -1), (behind, 0)]], [4], 2, parents)
+    assert (cells.pool_row, cells.home, cells.prefix) == ([1, 3], [0, 1], [4, prefix])
+    assert cells.written == written
+    assert map_positions(written, 2, 12).tolist() == [3 * 12 + at for _, first, _ in written for at in (first, first + 1)]
+
+
+def test_a_block_that_is_kept_is_given_back_for_by_the_rows_own() -> None:
+    """Of three rows of a batch two take part, and the second one's borrowed block becomes its own."""
+    lent = Borrowed([[5], [6]], torch.tensor([[30, 31], [32, 33]]))
+    room = Room(torch.tensor([[10, 11], [12, 13], [14, 15]]), Own([0, 2], [1, 3], [4, 4]), lent)
+    assert room.homes == [[0, 3], [2, 4]]
+    assert room.keep(1, 1) == 4
+    assert room.homes == [[0, 3], [4, 2]]
+    assert lent.given_back().tolist() == [30, 31, 14, 15]
+
+
+# ------------------------------------------------------------------------------------------------- what is sent
+
+
+def test_numbers_of_two_kinds_are_sent_in_one_copy() -> None:
+    there, host = sent({"a": Part([1, 2, 3], torch.int32), "none": Part([]), "b": Part([4, 5])}, torch.device("cpu"))
+    for one in (there, host):
+        assert [(one[name].dtype, one[name].tolist()) for name in ("a", "none", "b")] == [
+            *((torch.int32, [1, 2, 3]), (torch.int64, []), (torch.int64, [4, 5])),
+        ]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (*there.values(), *host.values())}) == 1
+    with pytest.raises(TypeError, match=r"a would be torch\.float32: send whole numbers as int32 or int64"):
+        sent({"a": Part([1], torch.float32)}, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------------------- picks
 
 
-def picker(**options: Any) -> EnginePicker:
-    return EnginePicker(torch.empty(11, 4), 3, entropy=True, unembed=lambda hidden: hidden, **options)
+def picker(stock: bool, shortlist: int = 0) -> Any:
+    fixed = {"lm_head_weight": torch.empty(11, 4), "mask_token_id": 3, "dispatch": AUTOMATIC}
+    return Sampling(stock=stock, entropy=True).picker(torch.Tensor.clone, shortlist, **fixed)
 
 
 def test_picks_are_those_of_the_engines_own_algorithm() -> None:
     logits = torch.randn(9, 11, generator=torch.Generator().manual_seed(0)) * 3
-    picks = picker()(logits)
+    picks = picker(stock=True)(logits)
     probability = logits.softmax(-1)
     other = logits.argmax(-1) != 3
     assert torch.equal(picks.token[other], logits.argmax(-1)[other])
@@ -89,16 +114,47 @@ def test_picks_are_those_of_the_engines_own_algorithm() -> None:
 def test_probabilities_that_round_to_the_same_number_tie() -> None:
     logits = torch.zeros(2, 11)
     logits[0, 5], logits[1, 5] = 30.0, 40.0
-    rounded, exact = picker()(logits).odds, picker(rounded=False)(logits).odds
+    rounded, exact = picker(stock=True)(logits).odds, picker(stock=False)(logits).odds
     assert rounded[0] == rounded[1]
     assert exact[0] < exact[1]
+
+
+def test_the_shortlist_is_what_the_other_tokens_leave() -> None:
+    """The likeliest tokens with their scores, and the sum of all others, the mask id among these."""
+    logits = torch.randn(9, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+    found = picker(stock=True, shortlist=4)(logits.clone()).shortlist
+    scores, ids = logits.topk(4)
+    assert (ids == 3).any(), "the mask id has to be among the likeliest somewhere"
+    assert torch.equal(found[:, :4].long(), ids)
+    assert torch.equal(found[:, 4:8], scores.masked_fill(ids == 3, -torch.inf))
+    others = [[token for token in range(11) if token == 3 or token not in row] for row in ids.tolist()]
+    rest = torch.stack([row[these].logsumexp(0) for row, these in zip(logits, others, strict=True)])
+    assert torch.allclose(found[:, 8], rest)
+
+
+def test_penalties_count_generated_tokens() -> None:
+    """Of positions with the ids [1, 5 | 5, 6, 5] and [1, 5 | 6, 3, 3] before them, the prompt of two tokens not counted."""
+    made = CountPenalties(2, 0.5, 0.25)(torch.tensor([[1, 5, 5, 6, 5], [1, 5, 6, 3, 3]]), torch.zeros(2, 8))
+    wanted = torch.zeros(2, 8)
+    wanted[0, 5], wanted[0, 6], wanted[1, 6], wanted[1, 3] = -1.25, -0.75, -0.75, -1.25
+    assert torch.equal(made, wanted)
+
+
+def test_the_processors_of_a_request_are_those_of_transformers() -> None:
+    asked = {"logit_bias": ((5, 1.0),), "repetition_penalty": 1.2, "frequency_penalty": 0.1}
+    sampling = Sampling(sample=True, top_k=4, top_p=0.5, min_p=0.1, **asked)
+    assert [type(one).__name__ for one in (*sampling.processors(), *sampling.truncation())] == [
+        *("SequenceBiasLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "CountPenalties"),
+        *("TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- rows between rounds
 
 
 def test_a_fresh_row_stands_where_the_engine_is() -> None:
-    row = fresh_row([5] * 6, 4, 8, 4, 3, Counts(2, True))
+    asked = interpreted(FakeRequest([5] * 6), settings_of({}, {}, 4, True))
+    row = fresh_row([5] * 6, 6, 4, 8, 4, 3, Progress(asked, Counts(2, True)))
     assert row.state.ids == (5, 5, 3, 3)
     assert (row.held, row.head_held, row.source, row.memory) == (4, 4, None, {})
     clean = row.after(row.state, (2, 3), [0, 0, 7, 8])

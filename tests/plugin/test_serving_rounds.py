@@ -10,7 +10,7 @@ from conftest import TINY
 from fake_engine import FakeEngine, FakeRequest, FakeScheduler, low_confidence
 from mrp_serving.options import settings_of
 from mrp_serving.rounds import Rounds
-from mrp_serving.usage import RAW, Usage, shown_usage
+from mrp_serving.usage import shown_of
 from mrp_trainer.data.tasks import make_problem
 from transformers import PreTrainedTokenizerFast
 
@@ -57,7 +57,12 @@ def stock(model: Any, prompts: list[list[int]]) -> Callable[[float], tuple[list[
 
 
 def served(
-    model: Any, prompts: list[list[int]], options: dict[str, Any], rows: int = 64, pages: int = 128, **kwargs: Any
+    model: Any,
+    prompts: list[list[int]],
+    options: dict[str, Any],
+    rows: int = 64,
+    pages: int = 128,
+    **kwargs: Any,
 ) -> Any:
     """Serve prompts side by side; returns the requests and the engine, in which everything is free again."""
     engine = FakeEngine(model, rows, pages)
@@ -74,7 +79,7 @@ def served(
 
 
 def forwards(requests: list[FakeRequest]) -> int:
-    return sum(Usage(*block).forwards for req in requests for block in (req.customized_info or {})[RAW] if block is not None)
+    return sum(req.mrp.counts.forwards for req in requests)
 
 
 @pytest.mark.parametrize(
@@ -112,21 +117,38 @@ def test_what_room_there_is_does_not_change_the_text(
     assert max(engine.widths) <= rows
 
 
+def test_what_drafts_start_from_outlives_the_graph_that_made_it(model: Any, prompts: list[list[int]], stock: Any) -> None:
+    engine = FakeEngine(model, 64, 128, graphs=True)
+    rounds = Rounds(settings_of({"target": "dynamic", "confidence_threshold": 0.9}, {}, 16, True), 16, 3)
+    scheduler, requests = FakeScheduler(engine, rounds), [FakeRequest(prompt, stop=EOS) for prompt in prompts]
+    replayed, places = engine.replayed.untyped_storage().data_ptr(), set[int]()  # type: ignore[union-attr]
+
+    def on_step() -> None:
+        sources = [row.source for _, row in rounds.rows.values() if row.source is not None and row.source.hidden is not None]
+        places.update(source.hidden[0].untyped_storage().data_ptr() for source in sources if source.hidden)
+
+    scheduler.add(*requests)
+    scheduler.run(on_step)
+    assert [req.text() for req in requests] == stock(0.9)[0]
+    assert places
+    assert replayed not in places
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"decoding": "mrp_direct", "mrp_steps": 2},
+        *({"decoding": "cad"}, {"decoding": "self_spec", "target": "eoser", "num_draft_states": 3}),
         *({"decoding": "mrp_remask", "remask_rule": rule} for rule in ("reread", "threshold", "residual")),
         *({"decoding": "slow_fast"}, {"decoding": "mrp_spec", "target": "credit", "num_draft_states": 4}),
     ],
 )
 def test_other_modes_give_the_text_of_generate(model: Any, prompts: list[list[int]], options: dict[str, Any]) -> None:
-    """Up to the first eos, but for what lies behind one, which the engine reveals too."""
     requests, _ = served(model, prompts, options)
     for req in requests:
         ids = torch.tensor([req.origin_input_ids])
-        text = model.generate(ids, max_new_tokens=40, eos_token_id=[], do_sample=False, **options)[0, ids.shape[1] :].tolist()
-        assert FakeRequest([], stop=EOS, output_ids=text).text() == req.text()
+        text = model.generate(ids, max_new_tokens=40, eos_token_id=list(EOS), do_sample=False, **options)[0, ids.shape[1] :]
+        assert text.tolist() == req.text()
 
 
 def test_the_head_sees_the_prefix(model: Any, prompts: list[list[int]]) -> None:
@@ -168,8 +190,8 @@ def test_requests_come_and_go(model: Any, prompts: list[list[int]], stock: Any) 
     on_step()
     scheduler.run(on_step)
     assert 0 < len(aborted) < 12
-    assert all(req.finished or req in aborted for req in requests)
-    assert all(req.text() == wanted[tuple(req.origin_input_ids)] for req in requests if req.finished)
+    assert all(req.ended or req in aborted for req in requests)
+    assert all(req.text() == wanted[tuple(req.origin_input_ids)] for req in requests if req.ended)
     assert len(engine.req_to_token_pool.free_slots) == 24
     assert len(engine.token_to_kv_pool_allocator.free_pages) == 64
     assert len(rounds.rows) <= 4
@@ -193,34 +215,33 @@ def test_requests_are_told_what_they_cost_and_metrics_count_all(model: Any, prom
         before = len(engine.widths)
         scheduler.add(req)
         scheduler.run()
-        assert req.customized_info is not None
-        blocks, spent = req.customized_info[RAW], len(engine.widths) - before
-        assert len(blocks) == len(req.output_ids)
-        shown = shown_usage(blocks, len(req.text()))
-        assert shown["forwards"] == spent
-        assert shown["tokens_per_forward"] == len(req.text()) / spent
+        shown = shown_of(req)
+        assert shown is not None
+        assert shown["forwards"] == len(engine.widths) - before
+        assert shown["tokens_per_forward"] == len(req.text()) / shown["forwards"]
         assert 0 < shown["acceptance"] == shown["accepted"] / shown["drafted"] <= 1
+        assert sum(shown["accepted_at_depth"]) == shown["accepted"]
+        assert all(came <= asked for came, asked in zip(shown["accepted_at_depth"], shown["offered_at_depth"], strict=True))
     assert counters["sglang:mrp_forwards"].total == len(engine.widths) == forwards(asked)
     assert counters["sglang:mrp_tokens"].total == sum(len(req.output_ids) for req in asked)
     assert 0 < counters["sglang:mrp_accepted"].total <= counters["sglang:mrp_drafted"].total
 
 
-KERNEL_CASES: list[dict[str, Any]] = [
-    {"decoding": "dynamic"},
-    {"decoding": "mrp_spec", "target": "dynamic", "num_draft_states": 4},
-    {"decoding": "mrp_spec", "target": "entropy_bound", "num_draft_states": 2},
-    {"decoding": "mrp_remask", "remask_rule": "threshold"},
+# Picks as the engine's own algorithms make them need none of the kernels.
+KERNEL_CASES: list[tuple[dict[str, Any], str]] = [
+    ({"decoding": "mrp_spec", "target": "dynamic", "num_draft_states": 4, "draft_shortlist": 8}, "shortlist"),
+    ({"decoding": "mrp_remask", "remask_rule": "threshold"}, "pick"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities, where a kernel is interpreted
 @pytest.mark.skipif(triton is None or torch.cuda.is_available(), reason="needs triton's interpreter")
-@pytest.mark.parametrize("options", KERNEL_CASES, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize(("options", "kernel"), KERNEL_CASES, ids=[kernel for _, kernel in KERNEL_CASES])
 @torch.inference_mode()
 def test_requests_end_with_kernels_as_without(
-    options: dict[str, Any], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], kernel: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, interpreted: the same texts at the same cost, and the kernel took part in every pick."""
+    """In float32, interpreted: the same texts at the same cost, and the kernel took part in every pick that has one."""
     model, names, run = MRPForCausalLM.from_pretrained(TINY, dtype=torch.float32), [], Dispatch.run
 
     def noted(dispatch: Dispatch, name: str, *others: Any, **more: Any) -> Any:
@@ -233,7 +254,7 @@ def test_requests_end_with_kernels_as_without(
     picks = len(names)
     on, _ = served(model, prompts[:1], {**asked, "kernels": True})
     assert [req.text() for req in on] == [req.text() for req in off]
-    assert all(req.finished and len(req.text()) > 1 for req in on)
+    assert all(req.ended and len(req.text()) > 1 for req in on)
     assert forwards(on) == forwards(off)
-    assert names == [("pick", False)] * picks + [("pick", True)] * picks
+    assert names == [(kernel, False)] * picks + [(kernel, True)] * picks
     assert picks

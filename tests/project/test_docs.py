@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from commands import command
 from conftest import ROOT, TINY
 from openai_server import MODEL, started
 from published import as_published
-from test_cli import command
 from transformers import AutoTokenizer
 
 from modeling_mrp import MRPForCausalLM

@@ -93,7 +93,7 @@ def test_commands_find_it_from_any_folder_and_ask_nobody(installed: Path, hub: H
     environment |= {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", COMMANDS], cwd=empty, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert hub.asked("") == []
+    assert hub.requests == []
     *_, shape, where = done.stdout.splitlines()
     assert shape == "torch.Size([1, 10])"
     assert where == str([f"{installed}/mrp_trainer/cli/__init__.py", f"{installed}/{EMBEDDED.replace('.', '/')}"])

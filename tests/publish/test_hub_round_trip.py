@@ -136,7 +136,7 @@ def trips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("trips")
     (folder / "one").mkdir()
     (folder / "two").mkdir()
-    with HubServer(folder / "hub") as hub:
+    with HubServer() as hub:
         hub.add_user("alice", token="hf_alice", organizations=["org"])
         text = run_python(
             COMMON + PUSH,

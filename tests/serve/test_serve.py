@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from commands import mrp
 from conftest import TINY
 from mrp_trainer.serve.options import ServeOptions
 from openai_server import ASKED, ENDLESS, ENVIRONMENT, FEW, MODEL, PROMPT, Server
-from test_cli import mrp
 
 openai: Any = pytest.importorskip("openai", reason="the tests' client")
 pytest_plugins = ["openai_server"]

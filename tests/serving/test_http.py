@@ -98,8 +98,11 @@ def test_clients_that_go_away_leave_the_others_alone(server: Server, asked: Aske
 @pytest.mark.parametrize(
     ("asking", "reason"),
     [
-        ({"temperature": 0.7}, "decodes greedily"),
-        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"regex": "a+"}, "json_schema, regex, ebnf or structural_tag"),
+        ({"logit_bias": {"5": 1000.0}}, "a logit_bias outside -100 to 100"),
+        ({"custom_params": {"confidence_threshold": 2}}, "confidence_threshold is 2: it must be a probability"),
+        ({"custom_params": {"num_draft_states": 9}}, "num_draft_states is 9: this server has 4 at most"),
+        ({"custom_params": {"tau": 0.5}}, "tau is no option of a request"),
     ],
 )
 def test_what_cannot_be_served_is_refused(asking: dict[str, Any], reason: str, server: Server, asked: Asked) -> None:

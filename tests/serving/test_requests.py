@@ -1,0 +1,144 @@
+"""Requests with settings of their own on the engine: sampled, penalised, with other rules; and all that their answers tell."""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from asking import CONCURRENCY, Asked, sse
+from mrp_serving.picker import CountPenalties
+
+from benchmarks.server import Server
+from modeling_mrp import MRPForCausalLM
+
+pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
+COUNT, NEW = 48, 40
+# What the session's server decodes where a request says nothing.
+USUAL = {"decoding": "dynamic", "confidence_threshold": 0.9, "max_new_tokens": NEW}
+# Fields of a request's `sampling_params`, and what `generate` calls them where it calls them otherwise.
+KINDS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"temperature": 1.0}, {}),
+    ({"temperature": 0.7, "top_k": 40, "top_p": 0.9}, {}),
+    ({"temperature": 1.3, "min_p": 0.05, "min_new_tokens": 20}, {}),
+    ({"temperature": 1.0, "repetition_penalty": 1.2, "custom_params": {"target": "sequential"}}, {"decoding": "sequential"}),
+    (
+        {"temperature": 0.8, "logit_bias": {"262": -3.0}, "custom_params": {"target": "static", "num_draft_states": 2}},
+        {"decoding": "static", "sequence_bias": {(262,): -3.0}},
+    ),
+    ({"temperature": 1.0, "custom_params": {"decoding": "mrp_direct"}}, {"decoding": "mrp_direct"}),
+    ({"temperature": 0.9, "ignore_eos": True, "custom_params": {"target": "klass"}}, {"decoding": "klass", "eos_token_id": []}),
+    ({"temperature": 0, "frequency_penalty": 0.5, "presence_penalty": 0.3}, {}),
+)
+
+
+def sampling_of(place: int) -> dict[str, Any]:
+    """The `sampling_params` of the request at a place; each has its own seed."""
+    return {**KINDS[place % len(KINDS)][0], "max_new_tokens": NEW, "sampling_seed": place}
+
+
+def options_of(place: int, prompt: int) -> dict[str, Any]:
+    """The options of `generate` that mean the same."""
+    asked, others = KINDS[place % len(KINDS)]
+    names = ("temperature", "top_k", "top_p", "min_p", "min_new_tokens", "repetition_penalty")
+    given: dict[str, Any] = {name: asked[name] for name in names if name in asked}
+    if "frequency_penalty" in asked:
+        given["logits_processor"] = [CountPenalties(prompt, asked["frequency_penalty"], asked["presence_penalty"])]
+    sample = given.pop("temperature") > 0
+    if sample:
+        given |= {"do_sample": True, "temperature": asked["temperature"], "seed": place, "top_k": asked.get("top_k", 0)}
+    return {**USUAL, **given, **others}
+
+
+def decoded(model: MRPForCausalLM, prompt: list[int], **options: Any) -> Any:
+    """What `generate` makes of a prompt."""
+    return model.generate(torch.tensor([prompt]), return_dict_in_generate=True, **options)
+
+
+def test_requests_of_all_kinds_have_the_text_of_generate(
+    server: Server, asked: Asked, tiny_model_float64: MRPForCausalLM, report: Callable[[str], None]
+) -> None:
+    """Sixteen at a time; the model is float32 on the engine, and float64 here."""
+    prompts = asked.prompts[-COUNT:]
+    bodies = [{"input_ids": prompt, "sampling_params": sampling_of(place)} for place, prompt in enumerate(prompts)]
+    with ThreadPoolExecutor(CONCURRENCY) as clients:
+        replies = list(clients.map(lambda body: server.ask("/generate", body)["output_ids"], bodies))
+    other = []
+    for place, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
+        options = options_of(place, len(prompt))
+        if reply != decoded(tiny_model_float64, prompt, **options).sequences[0, len(prompt) :].tolist():
+            other.append(f"{place} ({options['decoding']})")
+    report(f"requests of {len(KINDS)} kinds: {len(other)} of {COUNT} texts differ from those of generate {', '.join(other)}")
+    assert len(other) <= COUNT // 20, "float32 may decide a near tie otherwise"
+
+
+def test_drafts_do_not_change_a_sampled_text(server: Server, asked: Asked) -> None:
+    def text(decoding: str, place: int) -> tuple[list[int], int]:
+        sampling = {"temperature": 1.0, "sampling_seed": place, "max_new_tokens": NEW, "custom_params": {"decoding": decoding}}
+        reply = server.ask("/generate", {"input_ids": asked.prompts[place], "sampling_params": sampling})
+        return reply["output_ids"], reply["meta_info"]["mrp"]["drafted"]
+
+    alone, drafted = ([text(one, place) for place in range(6)] for one in ("dynamic", "mrp_spec"))
+    assert [ids for ids, _ in alone] == [ids for ids, _ in drafted]
+    assert not any(count for _, count in alone)
+    assert all(count for _, count in drafted)
+
+
+def test_an_answer_tells_log_probabilities_steps_and_counts(
+    server: Server, asked: Asked, tiny_model_float64: MRPForCausalLM
+) -> None:
+    prompt, told = asked.prompts[0], {"return_reveal_step": True}
+    sampling = {"temperature": 1.0, "sampling_seed": 11, "max_new_tokens": NEW, "custom_params": told}
+    reply = server.ask("/generate", {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True})
+    out = decoded(tiny_model_float64, prompt, **USUAL, do_sample=True, seed=11, top_k=0)
+    assert reply["output_ids"] == out.sequences[0, len(prompt) :].tolist()
+    meta = reply["meta_info"]
+    values, ids, _ = zip(*meta["output_token_logprobs"], strict=True)
+    assert list(ids) == reply["output_ids"]
+    assert list(values) == pytest.approx(out.token_logprobs[0].tolist(), abs=1e-4)
+    assert meta["mrp"]["reveal_step"] == out.reveal_step[0].tolist()
+    assert sum(meta["mrp"]["accepted_at_depth"]) == meta["mrp"]["accepted"] > 0
+    assert meta["mrp"]["tokens_per_forward"] == len(ids) / meta["mrp"]["forwards"]
+
+
+def test_a_chat_tells_log_probabilities(server: Server, asked: Asked) -> None:
+    """As the native endpoint, in a stream and as a whole."""
+    body = {"model": "default", "messages": asked.problems[0].messages(), "max_tokens": 24, "temperature": 0.8, "seed": 4}
+    whole = server.ask("/v1/chat/completions", {**body, "logprobs": True})["choices"][0]["logprobs"]["content"]
+    with server.open("/v1/chat/completions", {**body, "logprobs": True, "stream": True}) as got:
+        events = [choice for data in sse(got) for choice in json.loads(data)["choices"]]
+    streamed = [one for event in events if event.get("logprobs") for one in event["logprobs"]["content"]]
+    sampling = {"temperature": 0.8, "sampling_seed": 4, "max_new_tokens": 24}
+    native = server.ask("/generate", {"input_ids": asked.prompts[0], "sampling_params": sampling, "return_logprob": True})
+    values = [value for value, _, _ in native["meta_info"]["output_token_logprobs"]]
+    assert [one["logprob"] for one in whole] == [one["logprob"] for one in streamed] == values
+    assert len(values) == len(native["output_ids"])
+
+
+def test_a_stop_string_ends_a_sampled_text(server: Server, asked: Asked, tiny_model_float64: Any, tiny_tokenizer: Any) -> None:
+    for place in range(80, 84):
+        prompt = asked.prompts[place]
+        sampling = {"temperature": 1.0, "sampling_seed": place, "max_new_tokens": NEW, "stop": ["return", "= "]}
+        reply = server.ask("/generate", {"input_ids": prompt, "sampling_params": sampling})
+        stops = {"stop_strings": ["return", "= "], "tokenizer": tiny_tokenizer}
+        out = decoded(tiny_model_float64, prompt, **USUAL, **stops, do_sample=True, seed=place, top_k=0)
+        assert reply["output_ids"] == out.sequences[0, len(prompt) :].tolist()
+        assert "return" not in reply["text"]
+
+
+def test_a_stream_shows_what_is_provisional(server: Server, asked: Asked, tiny_tokenizer: Any) -> None:
+    """Behind each round the block so far, whose known tokens the text has then."""
+    mask = tiny_tokenizer.convert_tokens_to_ids("<|MASK|>")
+    sampling = {"temperature": 1.0, "sampling_seed": 2, "max_new_tokens": NEW, "custom_params": {"return_provisional": True}}
+    with server.open("/generate", {"input_ids": asked.prompts[1], "sampling_params": sampling, "stream": True}) as got:
+        events = [json.loads(data) for data in sse(got)]
+    text, part = events[-1]["output_ids"], 0
+    for event in events:
+        told = event["meta_info"]["mrp"]
+        ids, begin = told["provisional_ids"], len(event["output_ids"])
+        assert all(one in (token, mask) for one, token in zip(ids, text[begin:], strict=False))
+        assert told["provisional_text"] == tiny_tokenizer.decode(ids)
+        part += any(one != mask for one in ids)
+    assert part > 2
+    assert events[-1]["meta_info"]["mrp"]["provisional_ids"] == []
