@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
+import psutil
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -114,7 +115,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        self._command = [sys.executable, "-m", module, "--model-path", str(model), "--trust-remote-code"]
+        self._command = [sys.executable, "-m", module, "--model-path", str(model)]
         self._command += ["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], "--enable-metrics", "--sleep-on-idle"]
         self._command += ["--max-running-requests", str(max_running_requests), "--dllm-algorithm", algorithm]
         self._command += ["--dllm-algorithm-config", str(folder / "options.yaml"), *flags]
@@ -205,6 +206,12 @@ class Server:
             mode = re.search(r'\bmode="(\w+)"', labels)
             found[f"{name}/{mode[1]}" if mode else name] += float(value)
         return found
+
+    def resident_bytes(self) -> int:
+        """Sum up the memory of the engine's processes, in so far as no other shares it."""
+        assert self._process is not None
+        engine = psutil.Process(self._process.pid)
+        return sum(process.memory_full_info().uss for process in (engine, *engine.children(recursive=True)))
 
     def load(self) -> dict[str, Any]:
         """Read what the engine is at: `num_running_reqs`, `num_waiting_reqs`, `num_used_tokens` and more."""

@@ -185,7 +185,7 @@ def random_infill(rng: random.Random, rows: int, most: int) -> Tensor | None:
     """Draw given tokens and masks that continue each prompt, sometimes whole blocks of either; mostly none."""
     if rng.random() < 0.6:
         return None
-    count = rng.randint(1, most)
+    count = rng.choice((most, rng.randint(1, most)))  # to the limit, too
     pattern = []
     for _ in range(rows):
         share, ids = rng.random(), list[int]()

@@ -173,7 +173,6 @@ def packed_batch(batch: Any, own: Own, cells: Cells, there: dict[str, Tensor], h
         global_num_token_non_padded=None if nonpadded is None else torch.full_like(nonpadded, count * block),
         global_num_token_non_padded_cpu=count * block,
         num_token_non_padded=None,
-        dllm_prompt_mask=None,
         kv_loc_plan=None,
         kv_loc_cols=None,
         out_cache_loc_virtual=None,

@@ -1,9 +1,10 @@
 """The engine's side of the plugin: its registries and hooks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import yaml
+from fastapi import HTTPException
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.dllm.algorithm import algo_name_to_cls
@@ -21,6 +22,7 @@ from .checkpoint import ARCHITECTURES, open_checkpoint
 from .model import MRPForCausalLM, SDARMRPForCausalLM
 from .options import settings_of
 from .requests import GREEDY
+from .room import fetch_what_fits, whole_blocks
 from .usage import SHOWN, shown_of
 
 
@@ -39,7 +41,10 @@ def register_parts() -> None:
     hooks: dict[str, Callable[..., Any]] = {
         "sglang.srt.dllm.config.DllmConfig.from_server_args": dllm_config,
         "sglang.srt.managers.tp_worker.TpModelWorker._forward_batch_generation_dllm": with_requests,
+        "sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin._fetch_waiting_reqs": fetch_what_fits,
+        "sglang.srt.managers.schedule_policy.PrefillAdder._get_dllm_remain_tokens": whole_blocks,
         "sglang.srt.configs.model_config.ModelConfig.get_default_sampling_params": sampling_defaults,
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation": pause_in_place,
         "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.build_additional_customized_info": (
             with_progress
         ),
@@ -137,6 +142,13 @@ def with_requests(original: Callable[..., Any], worker: Any, forward_batch: Any,
         worker.dllm_algorithm.batch = None
 
 
+async def pause_in_place(original: Callable[..., Awaitable[None]], manager: Any, asked: Any) -> None:
+    """Refuse to take running requests back, which would end the engine, with an `HTTPException` 400."""
+    if asked.mode == "retract" and get_exec().dllm.dllm_algorithm == ALGORITHM:
+        raise HTTPException(400, "mode 'retract' is not served with MRP: use 'in_place', which goes on, or 'abort', which ends")
+    await original(manager, asked)
+
+
 def with_progress(original: Callable[..., dict[str, list[Any]]], streamer: Any, reqs: Sequence[Any]) -> dict[str, list[Any]]:
     """Send with what requests have come to what it took."""
     for req in reqs:  # of an answer without tokens the engine supposes one sent, and would keep its log-probability back
@@ -166,6 +178,7 @@ def with_text(
 __all__ = [
     "PublishedConfig",
     "dllm_config",
+    "pause_in_place",
     "register_parts",
     "sampling_defaults",
     "with_progress",

@@ -66,17 +66,8 @@ def test_flags_are_settings_and_show_their_defaults(name: str) -> None:
     }
     assert flags.keys() <= set(known_names(objective))
     shown = {n: p.show_default for n, p in flags.items() if isinstance(p.show_default, str)}
-    in_words = {
-        "tokenizer",
-        "head",
-        "lora_alpha",
-        "learning_rate",
-        "max_steps",
-        "muon_learning_rate",
-        "packed",
-        "bf16",
-        "block_size",
-    }
+    in_words = {"tokenizer", "head", "lora_alpha", "learning_rate", "max_steps", "muon_learning_rate"}
+    in_words |= {"packed", "bf16", "block_size"}
     for flag, text in shown.items():
         if flag not in in_words:
             assert text in (str(defaults[flag]), f"{defaults[flag]:g}" if isinstance(defaults[flag], float) else None), flag
@@ -121,23 +112,13 @@ def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTr
     )
     assert torch.equal(spec.sequences, static.sequences)
     assert int(spec.stats.drafted.sum()) > 0
-    asked = ["evaluate", "--model", str(head), "--prompts", questions(tmp_path), "--max-new-tokens", "8"]
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "Ana has 3 pens .", "answer": "3"}\n')
+    asked = ["evaluate", "--model", str(head), "--prompts", str(tmp_path / "questions.jsonl"), "--max-new-tokens", "8"]
     assert "│ questions.jsonl │ static" in mrp(*asked)
     line = json.loads(mrp(*asked, "--json"))
     assert (line["decoding"], line["tokens_per_forward_95"][0] > 0, line["asked"]["problems"]) == ("static", True, 1)
-    refused = mrp(*arguments, "--learning-rate", "0.5", fails=True)
-    assert "learning_rate was 0.001 and is 0.5. Name another folder, or begin again with --restart." in refused
-    assert f"To train its head further, give --head {head} and another --output-dir" in refused
     again = mrp(*arguments, "--logging-steps", "1", "--set", "disable_tqdm=true")
-    assert (
-        f"resuming from checkpoint-3\nall 3 steps of this run are done. To train its head further, give --head {head}" in again
-    )
-
-
-def questions(folder: Path) -> str:
-    path = folder / "questions.jsonl"
-    path.write_text('{"prompt": "Ana has 3 pens .", "answer": "3"}\n')
-    return str(path)
+    assert "resuming from checkpoint-3\nall 3 steps of this run are done. To train its head further, give --head" in again
 
 
 def test_evaluate_takes_several_of_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from conftest import make_model
 from refusals import EMBEDS, PAIR, PROMPT, ForwardRan, guarded, headless, model, rejected
 from torch import Tensor
-from transformers import BatchEncoding, DynamicCache, GenerationConfig
+from transformers import BatchEncoding, GenerationConfig
 from transformers.generation import WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -157,7 +157,6 @@ REFUSED: dict[tuple[str, str], list[tuple[Any, str]]] = {
         ({"repetition_penalty": INF}, "^repetition_penalty is inf: it must be"),
     ],
     ("generate", "inputs_embeds"): [(EMBEDS, "inputs_embeds=.* is not supported: pass .* as input_ids")],
-    ("generate", "past_key_values"): [(DynamicCache(), "are a DynamicCache.*leave them unset")],
     ("generate", "attention_mask"): [
         ([[1] * 5], "attention_mask is list.*tensor of 0 and 1"),
         *((torch.tensor([[1, 1, 1, 1, odd]]), f"holds {odd}.*1 at tokens and 0") for odd in (0.5, -1, NAN)),

@@ -150,19 +150,15 @@ def test_errors(cache: Any, value: str, remedy: str) -> None:
     assert re.search("leave them unset", str(caught.value))
 
 
-def trained(model: MRPForCausalLM) -> None:
-    """A step of training."""
-    model(torch.tensor([[1, 2, 3, 4]]), labels=torch.tensor([[-100, 2, 3, 4]])).loss.backward()
-    torch.optim.AdamW(model.parameters(), lr=0.1).step()
-
-
 def written(model: MRPForCausalLM) -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
 
 
-def another_head(model: MRPForCausalLM, layers: int = 2) -> None:
-    with_new_head(model, layers)
+def trained(model: MRPForCausalLM) -> None:
+    """A step of training."""
+    model(torch.tensor([[1, 2, 3, 4]]), labels=torch.tensor([[-100, 2, 3, 4]])).loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
 
 
 CHANGES: dict[str, tuple[Callable[[MRPForCausalLM], Any], str]] = {
@@ -173,8 +169,8 @@ CHANGES: dict[str, tuple[Callable[[MRPForCausalLM], Any], str]] = {
         "weights of model, which have changed",
     ),
     "other dtype and back": (lambda model: model.float().double(), "weights of model, which have changed"),
-    "another head": (another_head, "older than the weights of mrp_head, which have changed"),
-    "a deeper head": (lambda model: another_head(model, 3), "a head of 2 layers, and the model's has 3"),
+    "another head": (lambda model: with_new_head(model, 2), "older than the weights of mrp_head, which have changed"),
+    "a deeper head": (lambda model: with_new_head(model, 3), "a head of 2 layers, and the model's has 3"),
 }
 
 
@@ -194,42 +190,33 @@ def test_a_cache_that_no_longer_fits(change: str) -> None:
             model.generate(said, past_key_values=past, max_new_tokens=5)
 
 
-def without(model: Any, said: torch.Tensor, past: BlockCache) -> None:
-    with model.disable_adapter():
-        model.generate(said, past_key_values=past, max_new_tokens=5)
-
-
-def switched(name: str) -> Callable[[Any, torch.Tensor, BlockCache], None]:
-    def go_on(model: Any, said: torch.Tensor, past: BlockCache) -> None:
-        model.set_adapter(name)
-        model.generate(said, past_key_values=past, max_new_tokens=5)
-
-    return go_on
-
-
-def scaled(model: Any, said: torch.Tensor, past: BlockCache) -> None:
+def scale(model: Any) -> None:
     for layer in model.modules():
         if hasattr(layer, "lora_A"):
             layer.set_scale("default", 3.0)
-    model.generate(said, past_key_values=past, max_new_tokens=5)
 
 
-def merged(model: Any, said: torch.Tensor, past: BlockCache) -> None:
-    model.merge_adapter()
-    model.generate(said, past_key_values=past, max_new_tokens=5)
+ADAPTED: dict[str, Callable[[Any], Any]] = {
+    "off": lambda model: model.base_model.disable_adapter_layers(),
+    "another": lambda model: model.set_adapter("other"),
+    "scaled": scale,
+    "merged": lambda model: model.merge_adapter(),
+}
 
 
-@pytest.mark.parametrize("go_on", [without, switched("other"), scaled, merged])
-def test_a_cache_does_not_outlive_its_adapter(go_on: Callable[..., None]) -> None:
+@pytest.mark.parametrize("change", ADAPTED)
+def test_a_cache_does_not_outlive_its_adapter(change: str) -> None:
     """No weight is written to where an adapter is switched."""
     lora = LoraConfig(target_modules=r"model\.layers.*up_proj", init_lora_weights=False)
     model: Any = get_peft_model(make_model(), lora)
     model.add_adapter("other", lora)
     out = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, return_dict_in_generate=True)
-    kept = copy.deepcopy(out.past_key_values)
-    switched("default")(model, out.sequences, out.past_key_values)
+    kept, options = copy.deepcopy(out.past_key_values), {"max_new_tokens": 5}
+    model.set_adapter("default")
+    model.generate(out.sequences, past_key_values=out.past_key_values, **options)
+    ADAPTED[change](model)
     with pytest.raises(ValueError, match="older than the weights of model, which have changed: leave them unset"):
-        go_on(model, out.sequences, kept)
+        model.generate(out.sequences, past_key_values=kept, **options)
 
 
 @pytest.mark.usefixtures("new_memory_is_nan")

@@ -163,19 +163,6 @@ def test_a_png_has_the_colours_of_the_forwards(tmp_path: Path) -> None:
         assert any(max(abs(a - b) for a, b in zip(found, mixed, strict=True)) < 2 for found in colours)
 
 
-def test_the_same_decodes_make_the_same_picture() -> None:
-    assert draw([drawn(), drawn()]).svg == draw([drawn(), drawn()]).svg
-    assert draw(drawn()).svg != draw(replace(drawn(), name="other")).svg
-
-
-def test_long_texts_stay_within_their_panel() -> None:
-    token = Token("word " * 30, 1)
-    svg = draw(replace(drawn(), tokens=(token, *[Token(" x", 2)] * 300), blocks=(1, 200))).svg
-    chips = [one for one in ElementTree.fromstring(svg).iter(f"{SVG}rect") if one.get("class") == "own"]
-    assert len(chips) > 300
-    assert max(float(one.attrib["x"]) + float(one.attrib["width"]) for one in chips if one.get("rx") == "4") <= 440
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -192,16 +179,6 @@ def test_long_texts_stay_within_their_panel() -> None:
 def test_what_cannot_be_drawn(wrong: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         wrong()
-
-
-@pytest.mark.parametrize("text", ["@id", "\0id"])
-def test_a_text_is_drawn_as_it_is_whatever_stands_for_the_pictures_id(text: str) -> None:
-    picture = draw(replace(drawn(), name=text), prompt=f"what is {text}?", animated=True)
-    root = ElementTree.fromstring(picture.svg)
-    shown = ["".join(one.itertext()).replace("\u00a0", " ") for one in root.iter(f"{SVG}text")]
-    assert {visible(text), f"what is {visible(text)}?"} <= set(shown)
-    (clip,) = root.iter(f"{SVG}clipPath")
-    assert clip.get("id") == f"{root.get('id')}-3"
 
 
 def test_the_committed_picture_is_what_the_command_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mrp_serving.networks import Own, Room, map_positions, place_states
 from mrp_serving.options import settings_of
 from mrp_serving.picker import CountPenalties, Sampling
 from mrp_serving.requests import Progress, interpreted
+from mrp_serving.room import count_fitting, fetch_what_fits, whole_blocks
 from mrp_serving.rounds import fresh_row
 from mrp_serving.scratch import Borrowed, affordable, borrowed
 from mrp_serving.transfer import Part, sent
@@ -50,6 +52,51 @@ def test_what_is_lent_comes_back_from_a_round_that_fails() -> None:
     with pytest.raises(ZeroDivisionError), borrowed(pool, allocator, len, 2, 3, 4):  # type: ignore[arg-type]
         1 / 0  # noqa: B018
     assert (len(pool.free_slots), len(allocator.free_pages)) == (8, 8)
+
+
+# ------------------------------------------------------------------------------------------------- admission
+
+
+@pytest.mark.parametrize(
+    ("slots", "running", "fitting"),
+    [
+        (100, [], 2),
+        (100, [(10, 30)], 1),
+        (100, [(10, 30), (4, 12)], 1),
+        (100, [(10, 60)], 0),
+        (1000, [(10, 60)], 3),
+        (20, [], 0),
+    ],
+)
+def test_a_request_begins_when_all_of_it_has_room(slots: int, running: list[tuple[int, int]], fitting: int) -> None:
+    """In blocks of 4: 12 slots are left over, and each waiting one takes 32; the last asks for more than the context."""
+    waiting = [FakeRequest([0] * prompt, new) for prompt, new in ((9, 23), (12, 20), (10, 1000))]
+    begun = [FakeRequest([0] * prompt, new) for prompt, new in running]
+    assert count_fitting(waiting, begun, slots, block=4, context_length=66) == fitting
+
+
+def test_requests_wait_for_room_in_their_order() -> None:
+    """And the first begins where nothing runs, whatever it asks for; another algorithm's are left to the engine."""
+    waiting = [FakeRequest([0] * 8, 24, rid=str(number)) for number in range(4)]
+    for algorithm, slots, taken in (("MRP", 80, 2), ("MRP", 20, 1), ("LowConfidence", 80, 4)):
+        scheduler = SimpleNamespace(waiting_queue=list(waiting), max_total_num_tokens=slots)
+        scheduler.dllm_config = SimpleNamespace(algorithm=algorithm, block_size=4)
+        scheduler.model_config = SimpleNamespace(context_len=64)
+        scheduler.dllm_manager = SimpleNamespace(waiting_queue=[])
+
+        def take_all(engine: Any) -> None:
+            engine.dllm_manager.waiting_queue += engine.waiting_queue
+            engine.waiting_queue = []
+
+        fetch_what_fits(take_all, scheduler)
+        assert scheduler.dllm_manager.waiting_queue == waiting[:taken]
+        assert scheduler.waiting_queue == waiting[taken:]
+
+
+@pytest.mark.parametrize(("algorithm", "length"), [("MRP", 4), ("LowConfidence", 2)])
+def test_a_row_is_scheduled_by_whole_blocks(algorithm: str, length: int) -> None:
+    adder = SimpleNamespace(dllm_config=SimpleNamespace(algorithm=algorithm, block_size=4), rem_dllm_tokens=12)
+    assert whole_blocks(lambda adder, req: 2, adder) == length
 
 
 # ------------------------------------------------------------------------------------------------- how states are laid out
@@ -228,6 +275,14 @@ def changed_config(folder: Path, **fields: Any) -> str:
 def test_a_head_that_does_not_fit_is_refused(fields: dict[str, Any], message: str, head_folder: Path) -> None:
     with pytest.raises(ValueError, match=message):
         open_checkpoint(changed_config(head_folder, **fields), None)
+
+
+def test_a_head_says_how_its_backbone_is_quantized(head_folder: Path) -> None:
+    quantized = {"quantization_config": {"quant_method": "w8a8_int8"}}
+    changed_config(head_folder.parent / "backbone", **quantized)
+    with pytest.raises(ValueError, match=r"has another quantization_config.*copy the backbone's into its config\.json"):
+        open_checkpoint(str(head_folder), None)
+    assert open_checkpoint(changed_config(head_folder, **quantized), None).has_head
 
 
 def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:

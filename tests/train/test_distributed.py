@@ -105,11 +105,12 @@ def test_ddp_looks_for_parameters_without_gradients_where_there_are_any(
 
 
 def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
-    """FSDP2 on two processes, in float32, also of a run that was taken up. Each holds half of the model, the frozen backbone
-    included. It is saved whole at the end, though its checkpoints hold shards, and loads here and as remote code."""
-    one = Run(tmp_path / "one", {"objective": "mrp", "unroll": 2, "max_steps": 4})
+    """FSDP2 on two processes, in float32, also of a run that was taken up in its second epoch. Each holds half of the model, the
+    frozen backbone included. It is saved whole at the end, though its checkpoints hold shards, and loads here and as remote
+    code."""
+    one = Run(tmp_path / "one", {"objective": "mrp", "unroll": 2, "max_steps": 5})
     assert start(one) == [0]
-    options = options_of((2, 2, 1), **one.options, save_strategy="steps", save_steps=2)
+    options = options_of((2, 2, 1), **one.options, save_strategy="steps", save_steps=4)
     options |= {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
     run = Run(tmp_path / "sharded", options, sharded=True)
     assert start(run, 2) == [0, 0]
@@ -122,8 +123,8 @@ def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
     own = MRPForCausalLM.from_pretrained(run.folder / "final")
     remote = AutoModelForCausalLM.from_pretrained(run.folder / "final", trust_remote_code=True)
     assert type(remote).__module__.startswith("transformers_modules")
-    resumed = resumed_at(run, 2, tmp_path / "resumed")
-    assert not (resumed.folder / "checkpoint-2" / "model.safetensors").exists()
+    resumed = resumed_at(run, 4, tmp_path / "resumed")
+    assert not (resumed.folder / "checkpoint-4" / "model.safetensors").exists()
     assert start(resumed, 2) == [0, 0]
     assert result(resumed).lines == result(run).lines
     for found in (own.state_dict(), remote.state_dict(), result(resumed, 1).weights):

@@ -49,10 +49,11 @@ def test_a_gradient_of_a_finite_loss(tmp_path: Path) -> None:
     assert again.state.global_step == 3
 
 
-def test_a_rate_that_blows_weights_up_in_the_last_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saves", ["steps", "no"])
+def test_a_rate_that_blows_weights_up_in_the_last_step(saves: str, tmp_path: Path) -> None:
     """Behind which there is no loss."""
     with pytest.raises(FloatingPointError, match=r"^a weight behind step 1 is nan.*learning_rate, which is 1e\+39"):
-        trainer_of(tmp_path, "mrp", learning_rate=1e39, warmup_steps=0, max_steps=1).train()
+        trainer_of(tmp_path, "mrp", learning_rate=1e39, warmup_steps=0, max_steps=1, save_strategy=saves).train()
     assert checkpoints(tmp_path) == []
 
 
