@@ -17,6 +17,7 @@ from modeling_mrp.generate.budget import UNTIMED_STATES
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.model.families.registry import DENSE, backbone_of
 from modeling_mrp.model.layouts import HEAD, is_hub_id
+from modeling_mrp.rules.draft import BRANCHES
 
 from ..evaluate.cost import CHARGED, charged, charged_as
 from ..evaluate.results import mode_name
@@ -176,6 +177,7 @@ def eval_results(
     own = defaults.to_dict()
     if own.get("num_draft_states") == "auto":  # counts follow the clock there
         own["num_draft_states"] = UNTIMED_STATES
+    own["draft_branches"] = own.get("draft_branches") or BRANCHES
 
     def is_default(line: Mapping[str, Any]) -> bool:
         settings = ("target", "num_draft_states", "draft_branches", "confidence_threshold")
