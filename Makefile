@@ -66,7 +66,7 @@ test-serving: $(SERVING)/.installed $(ENGINE:%=$(SERVING)/sglang-%)
 $(SERVING)/sglang-%: $(SERVING)/.installed
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ sglang==$*
 
-# As a user does: the package from its wheel in an environment of its own, from an empty folder. PARTS="1 7" takes some.
+# As a user does: the package from its wheel in an environment of its own, from an empty folder.
 WALK := build/walkthrough
 
 walkthrough: $(VENV)/bin/python
@@ -76,7 +76,7 @@ walkthrough: $(VENV)/bin/python
 	$(PYTHON) -m venv $(WALK)/venv
 	$(WALK)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		"$$(echo $(WALK)/*.whl)[train,serve]" openai
-	cd $(WALK)/empty && env -u PYTHONPATH ../venv/bin/python ../../../tests/walkthrough $(PARTS)
+	cd $(WALK)/empty && env -u PYTHONPATH ../venv/bin/python ../../../tests/walkthrough
 
 # The pages of docs/ as a site, in build/site; a broken link is an error.
 docs: $(VENV)/.docs

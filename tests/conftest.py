@@ -16,8 +16,7 @@ if not torch.cuda.is_available():  # kernels that a test forces are interpreted;
 
 from fresh import Fresh
 from helpers import naive_norm
-from hub_server import HubServer
-from huggingface_hub import constants
+from hub_server import HubServer, using
 from mrp_trainer.data.tasks import make_problem
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -44,14 +43,10 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
 
 
 @pytest.fixture
-def as_alice(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
-    """The Hub on loopback, which this process uses as Alice, with a cache of its own."""
-    files = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    told = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": files, "HF_HUB_CACHE": str(tmp_path / "hub-cache")}
-    for name, value in {**told, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.setenv("HF_TOKEN", "hf_alice")
-    return hub
+def as_alice(hub: HubServer, tmp_path: Path) -> Iterator[HubServer]:
+    """The Hub on loopback, which this process uses as Alice."""
+    with using(hub, tmp_path, "hf_alice"):
+        yield hub
 
 
 @pytest.fixture(scope="session")

@@ -184,6 +184,11 @@ SAMPLING_PARAMS: dict[str, Any] = {
 }
 
 
+def abort(req: Any, message: str) -> None:
+    """As of the plugin's algorithm."""
+    req.to_finish = message
+
+
 @dataclass(eq=False)
 class FakeRequest:
     """The fields of a request that the plugin reads, and the scheduler's; `asked` are fields of its `SamplingParams`."""
@@ -199,6 +204,7 @@ class FakeRequest:
     tokenizer: Any = None
     asked: dict[str, Any] = field(default_factory=dict)
     return_logprob: bool = True
+    to_finish: str | None = None
 
     def __post_init__(self) -> None:
         self.eos_token_ids = set(self.stop)
@@ -275,7 +281,7 @@ class FakeScheduler:
             known = len(req.origin_input_ids) + len(req.output_ids)  # of a request that was taken back, its answer so far too
             if size and start + size > known:
                 req.output_ids += tokens[max(0, known - start) :]
-                if len(req.text()) < len(req.output_ids) or len(req.output_ids) >= req.max_new_tokens:
+                if req.to_finish or len(req.text()) < len(req.output_ids) or len(req.output_ids) >= req.max_new_tokens:
                     req.ended = True
                     self.release(req)
 

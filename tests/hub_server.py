@@ -17,12 +17,17 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from huggingface_hub import constants
+from transformers.utils import hub as transformers_hub
 
 Files = dict[str, bytes]
 Answer = tuple[int, Any, dict[str, str]]
@@ -164,6 +169,18 @@ class HubServer:
         kept |= {"HF_ENDPOINT": self.url, "HF_HOME": str(home / "hf"), "HF_MODULES_CACHE": str(home / "modules")}
         kept |= {"TOKENIZERS_PARALLELISM": "false", **dict.fromkeys(off, "1")}
         return kept | ({} if token is None else {"HF_TOKEN": token}) | more
+
+
+@contextmanager
+def using(hub: HubServer, home: Path, token: str) -> Iterator[None]:
+    """Let this process use a Hub, with a token, and a cache under `home`."""
+    files = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    told = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": files, "HF_HUB_CACHE": str(home / "hub-cache")}
+    told |= {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+    # transformers keeps the client that it makes first.
+    fresh = mock.patch.object(transformers_hub, "_hf_api", None, create=True)
+    with mock.patch.multiple(constants, **told), mock.patch.dict(os.environ, HF_TOKEN=token), fresh:
+        yield
 
 
 class _Handler(BaseHTTPRequestHandler):

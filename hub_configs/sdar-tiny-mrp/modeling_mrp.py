@@ -227,7 +227,7 @@ def processors(device: torch.device) -> int:
 
 
 def _obstacle(tensors: tuple[Tensor, ...], interpreted: bool) -> str | None:
-    """Name what keeps kernels from these tensors, and the remedy; None: nothing."""
+    """Say why kernels cannot run on these tensors, with the remedy; None if they can."""
     device = tensors[0].device
     if others := {str(t.device) for t in tensors} - {str(device)}:
         return f"its tensors lie on {device} and {', '.join(sorted(others))}: keep them on one device"
@@ -780,7 +780,7 @@ class RoundMask:
         return out
 
     def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
-        """What to add to the scores of `dense`: 0 or -inf; None where all is seen."""
+        """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all are visible."""
         if self.sees_all:
             return None
         name = used, dtype, self.committed.device
@@ -1031,7 +1031,7 @@ def fused(
 
 
 def _plan(owner: Any, layers: Sequence[Any], dispatch: Dispatch, kind: type[nn.Module] | None) -> list[Any] | None:
-    """List layers, each with its packed weights (`packed`); None: they are to be called."""
+    """Pair each layer with its packed weights (see `packed`); None if the layers have to run as modules."""
     obstacle = None
     for module, expected in _parts(owner, layers, kind):
         if module._compiled_call_impl is not None:
@@ -1116,7 +1116,7 @@ def pack(model: nn.Module) -> None:
 
 
 def packed(linears: Sequence[Any]) -> Tensor | None:
-    """Find the weights of linear layers as one, [out_features of all, in_features]; None if they do not lie so."""
+    """View weights of linear layers as one matrix [sum of out_features, in_features]; None if they do not lie side by side."""
     if not all(map(_plain, linears)):
         return None
     first = linears[0].weight
@@ -1129,7 +1129,7 @@ def packed(linears: Sequence[Any]) -> Tensor | None:
 
 
 def _plain(linear: Any) -> bool:
-    """Tell if calling a module is the product with its weight, which lies in one piece."""
+    """Tell if a module is a plain linear layer: no bias, no hooks or subclass, and a contiguous weight."""
     return (
         type(linear) is nn.Linear
         and linear.bias is None
@@ -2721,7 +2721,7 @@ def _pick_samples(like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _pick_kernel(unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Two launches: of slices of the vocabulary, and of what they found."""
+    """Pick by two kernels: one finds the best token of each slice of the vocabulary, the next the best of the slices."""
     (rows, vocab), device = logits.shape, logits.device
     token = torch.empty(rows, dtype=torch.long, device=device)
     odds = torch.empty(rows, dtype=torch.float32, device=device)
@@ -2782,7 +2782,7 @@ if triton is not None:
 
     @triton.jit
     def _dot_rows(weight, hidden, ids, logits, stride, size, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Program (position, place in its list): one dot product, in float32."""
+        """Compute one logit in float32: program (i, j) takes the j-th listed token of position i."""
         row, out = tl.program_id(0).to(tl.int64), tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         token = tl.load(ids + out)
         total = tl.zeros([TILE], dtype=tl.float32)
@@ -3980,12 +3980,17 @@ class Shape:
 
 
 class Times:
-    """Seconds of rounds by the states that they score, without the head and with it; and what first uses of a shape cost."""
+    """Seconds of rounds by the states that they score, without the head and with it; and what first uses of a shape cost.
+
+    Args:
+        records: Whether they do: where all was recorded before, a slow first round says nothing of another shape's.
+    """
 
     FIRST = 3  # uses make a time known: in those before a shape may be recorded or compiled
     RATE, OUTLIER = 0.1, 1.5
 
-    def __init__(self) -> None:
+    def __init__(self, records: bool = True) -> None:
+        self.records = records
         self.seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
         self.first: dict[Shape, list[float]] = {}
         self.recording, self.head = 0.0, 1.0  # what first uses took beyond a round, and a round with the head over one without
@@ -3997,7 +4002,8 @@ class Times:
             first.append(seconds)
             if len(first) == self.FIRST:
                 known.setdefault(scored, min(first))
-                self.recording = self.recording if shape.head else sum(first) - len(first) * min(first)
+                if self.records and not shape.head:
+                    self.recording = sum(first) - len(first) * min(first)
         else:
             known[scored] += self.RATE * (min(seconds, self.OUTLIER * known[scored]) - known[scored])
         if shape.head and scored in known:
@@ -4069,6 +4075,7 @@ class Auto:
 
     Args:
         states, passes: The most of both.
+        records: As of `Times`.
     """
 
     SHARE = 0.045  # of the target's time may be lost by trying
@@ -4077,11 +4084,11 @@ class Auto:
     WINDOW, FADE = 2000.0, 1 / 8000  # rows that count, the newest most; and what a round takes off what was not used
     ROUND = 1.5  # rows that those of one round count as, at most: they are alike
 
-    def __init__(self, states: int, passes: int) -> None:
+    def __init__(self, states: int, passes: int, records: bool = True) -> None:
         kinds = [0, passes] if passes else [0]
         self.ladders = [[Amount(one, min(kind, one - 1)) for one in WIDTHS if 1 < one <= states] for kind in kinds]
         self.gains = {amount: Gains() for amount in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
-        self.times, self.balance, self.plain = Times(), 0.0, 0.0  # `plain`: seconds of a step of the target alone
+        self.times, self.balance, self.plain = Times(records), 0.0, 0.0  # `plain`: seconds of a step of the target alone
         self.amount, self.shape = PLAIN, Shape(1, 1, False)
         self.spent: dict[int, float] = {}  # seconds by rows of the batch
         self.tried: tuple[Amount, Shape] | None = None
@@ -5668,7 +5675,7 @@ class MRPGenerateOutput(ModelOutput):
 
 
 class Progress:
-    """What each row of a call had come to behind the prefill and behind each round.
+    """Records the counts of each row of a call after the prefill and after each round.
 
     Where the output is to have `logits` or `scores`, the hidden states that tokens were drawn from are kept.
     """
@@ -5682,7 +5689,7 @@ class Progress:
             row.written = []
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Note a round, in which `rows` took part."""
+        """Record the counts of `rows` after a round in which they took part."""
         for row in rows:
             columns, tokens = row.remasked
             self.revocations += [(row.place, row.state.start + column - row.prompt, tokens[column]) for column in columns]
@@ -5791,7 +5798,7 @@ class Stopping:
                     del known[at][column + 1 :]
 
     def _answers(self, ids: Tensor) -> list[bool]:
-        """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""
+        """Ask the stopping criteria which rows end; a criterion's single answer counts for all rows."""
         stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for criterion in self.criteria:
             try:

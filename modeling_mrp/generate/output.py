@@ -84,7 +84,7 @@ class MRPGenerateOutput(ModelOutput):
 
 
 class Progress:
-    """What each row of a call had come to behind the prefill and behind each round.
+    """Records the counts of each row of a call after the prefill and after each round.
 
     Where the output is to have `logits` or `scores`, the hidden states that tokens were drawn from are kept.
     """
@@ -98,7 +98,7 @@ class Progress:
             row.written = []
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Note a round, in which `rows` took part."""
+        """Record the counts of `rows` after a round in which they took part."""
         for row in rows:
             columns, tokens = row.remasked
             self.revocations += [(row.place, row.state.start + column - row.prompt, tokens[column]) for column in columns]
@@ -207,7 +207,7 @@ class Stopping:
                     del known[at][column + 1 :]
 
     def _answers(self, ids: Tensor) -> list[bool]:
-        """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""
+        """Ask the stopping criteria which rows end; a criterion's single answer counts for all rows."""
         stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for criterion in self.criteria:
             try:

@@ -184,7 +184,7 @@ def processors(device: torch.device) -> int:
 
 
 def _obstacle(tensors: tuple[Tensor, ...], interpreted: bool) -> str | None:
-    """Name what keeps kernels from these tensors, and the remedy; None: nothing."""
+    """Say why kernels cannot run on these tensors, with the remedy; None if they can."""
     device = tensors[0].device
     if others := {str(t.device) for t in tensors} - {str(device)}:
         return f"its tensors lie on {device} and {', '.join(sorted(others))}: keep them on one device"

@@ -63,7 +63,7 @@ def fused(
 
 
 def _plan(owner: Any, layers: Sequence[Any], dispatch: Dispatch, kind: type[nn.Module] | None) -> list[Any] | None:
-    """List layers, each with its packed weights (`packed`); None: they are to be called."""
+    """Pair each layer with its packed weights (see `packed`); None if the layers have to run as modules."""
     obstacle = None
     for module, expected in _parts(owner, layers, kind):
         if module._compiled_call_impl is not None:
@@ -148,7 +148,7 @@ def pack(model: nn.Module) -> None:
 
 
 def packed(linears: Sequence[Any]) -> Tensor | None:
-    """Find the weights of linear layers as one, [out_features of all, in_features]; None if they do not lie so."""
+    """View weights of linear layers as one matrix [sum of out_features, in_features]; None if they do not lie side by side."""
     if not all(map(_plain, linears)):
         return None
     first = linears[0].weight
@@ -161,7 +161,7 @@ def packed(linears: Sequence[Any]) -> Tensor | None:
 
 
 def _plain(linear: Any) -> bool:
-    """Tell if calling a module is the product with its weight, which lies in one piece."""
+    """Tell if a module is a plain linear layer: no bias, no hooks or subclass, and a contiguous weight."""
     return (
         type(linear) is nn.Linear
         and linear.bias is None

@@ -153,7 +153,7 @@ def _pick_samples(like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _pick_kernel(unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Two launches: of slices of the vocabulary, and of what they found."""
+    """Pick by two kernels: one finds the best token of each slice of the vocabulary, the next the best of the slices."""
     (rows, vocab), device = logits.shape, logits.device
     token = torch.empty(rows, dtype=torch.long, device=device)
     odds = torch.empty(rows, dtype=torch.float32, device=device)
@@ -214,7 +214,7 @@ if triton is not None:
 
     @triton.jit
     def _dot_rows(weight, hidden, ids, logits, stride, size, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Program (position, place in its list): one dot product, in float32."""
+        """Compute one logit in float32: program (i, j) takes the j-th listed token of position i."""
         row, out = tl.program_id(0).to(tl.int64), tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         token = tl.load(ids + out)
         total = tl.zeros([TILE], dtype=tl.float32)

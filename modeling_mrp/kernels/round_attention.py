@@ -67,7 +67,7 @@ class RoundMask:
         return out
 
     def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
-        """What to add to the scores of `dense`: 0 or -inf; None where all is seen."""
+        """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all are visible."""
         if self.sees_all:
             return None
         name = used, dtype, self.committed.device

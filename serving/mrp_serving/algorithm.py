@@ -2,6 +2,7 @@
 
 import logging
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from prometheus_client import Counter
@@ -9,6 +10,7 @@ from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.dllm.algorithm.base import DllmAlgorithm
 from sglang.srt.dllm.config import DllmConfig
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.model_executor.cuda_graph_config import Backend
@@ -37,7 +39,8 @@ class MRP(DllmAlgorithm):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id, share_in(get_tp_group().cpu_group))
+        share = share_in(get_tp_group().cpu_group)
+        self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id, abort, share)
         self.batch: Any = None  # the scheduler's, while it runs (`plugin.with_requests`)
         SchedulerOutputStreamer.has_additional_customized_info = True  # `plugin.with_progress` gives it
         if get_observability().enable_metrics and get_parallel().tp_rank == 0:
@@ -83,6 +86,11 @@ def rows_of(server_args: Any) -> int:
     return rows
 
 
+def abort(req: Any, message: str) -> None:
+    """End a request with a message once its block is done."""
+    req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+
+
 def writes_first(engine: Any, batch: Any) -> bool:
     """Tell if a layer writes the keys and values of all rows before attention reads any."""
     if engine.prefill_attention_backend_str in _WRITES_FIRST:
@@ -91,4 +99,4 @@ def writes_first(engine: Any, batch: Any) -> bool:
         return enable_fused_set_kv_buffer(batch)  # written with the rotary embedding
 
 
-__all__ = ["MRP", "rows_of", "writes_first"]
+__all__ = ["MRP", "abort", "rows_of", "writes_first"]

@@ -46,9 +46,11 @@ class EngineRow(Row):
 
     Attributes:
         asked: How its text is made.
+        alone: Whether it has one state a round.
     """
 
     asked: Asked
+    alone: bool
 
     @property
     def sampling(self) -> Sampling:
@@ -64,6 +66,7 @@ class Progress:
         counts: What its drafts came to.
         logprob, step: Of each token of finished blocks its log-confidence, and the denoising step that revealed it.
         block: The ids of the block that is being decoded, from the first generated one on.
+        alone: Whether its rows have one state a round.
     """
 
     def __init__(self, asked: Asked, counts: Counts) -> None:
@@ -71,6 +74,7 @@ class Progress:
         self.logprob: list[float] = []
         self.step: list[int] = []
         self.block: list[int] = []
+        self.alone = False
 
     @property
     def steps(self) -> int:
@@ -157,9 +161,10 @@ def _unserved(req: Any) -> dict[str, Any]:
         "a sampling mask": getattr(req, "return_sampling_mask", False),
         "hidden states": getattr(req, "return_hidden_states", False),
         "several beams": (getattr(asked, "beam_width", None) or 1) > 1,
-        "ids below 0 in its prompt": min(req.origin_input_ids, default=0) < 0,
+        "ids outside of the vocabulary in its prompt": not all(0 <= token < req.vocab_size for token in req.origin_input_ids),
         "the mask token in its prompt": req.dllm_config.mask_id in req.origin_input_ids,
         "a logit_bias outside -100 to 100": any(not -100 <= bias <= 100 for bias in (asked.logit_bias or {}).values()),
+        "a temperature above 1000": asked.temperature > 1000,
         "a repetition_penalty below 0.01": asked.repetition_penalty < 0.01,
         "min_new_tokens where every token ends the text": asked.min_new_tokens and len(stop_ids(req)) >= req.vocab_size - 1,
         **{f"a {name} that is no int": value is not None and not isinstance(value, int) for name, value in counts.items()},

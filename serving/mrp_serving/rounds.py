@@ -11,6 +11,7 @@ import torch
 from modeling_mrp.generate.budget import Amount, Budget
 from modeling_mrp.generate.loop import Decoder
 from modeling_mrp.generate.refine import Refinement, refined
+from modeling_mrp.rules.accept import UnscoredError
 from modeling_mrp.rules.draft import Node
 from modeling_mrp.rules.reveal import RevealRule
 from modeling_mrp.rules.state import Counts, Frontier, Key, Scores
@@ -24,6 +25,11 @@ from .scratch import borrowed
 from .usage import Report, totals
 
 NEVER = 1 << 40  # a position behind every text: the engine ends texts itself
+
+UNSCORED = (
+    "no token has a finite score at position {}: the model's weights, or what the request makes of its logits, are too large "
+    "for its dtype. Lower the temperature, or serve the model in a wider dtype"
+)
 
 
 class Name(NamedTuple):
@@ -62,6 +68,7 @@ class EngineDecoder(Decoder):
             drafting = row.asked.mode.drafting
             # Alone, the first state of the next block still rides along with a clean one.
             most = drafting.states if drafting is not None else 1 + (not row.state.masks and not amount.narrow)
+            most = 1 if row.alone else most
             drafts[at] = [node for node in nodes[:most] if self.sees_new or node.parent < 0]
         return drafts
 
@@ -88,6 +95,7 @@ class Rounds:
         settings: What is asked of the server.
         block: Tokens of a block.
         mask_id: The mask's id.
+        abort: Ends a request with a message as soon as the engine looks at it.
         share: As of `pace_of`.
 
     Attributes:
@@ -96,8 +104,10 @@ class Rounds:
         report: Notes what it costs.
     """
 
-    def __init__(self, settings: Settings, block: int, mask_id: int, share: Share | None = None) -> None:
-        self.settings, self.block, self.mask_id, self.share = settings, block, mask_id, share
+    def __init__(
+        self, settings: Settings, block: int, mask_id: int, abort: Callable[[Any, str], None], share: Share | None = None
+    ) -> None:
+        self.settings, self.block, self.mask_id, self.abort, self.share = settings, block, mask_id, abort, share
         self.budget: Budget | None = None
         self.rows: dict[int, tuple[Name, EngineRow]] = {}
         self.whole: dict[Name, list[int]] = {}
@@ -128,13 +138,33 @@ class Rounds:
             own = Own(places, [name.row for name in names_of], [name.start for name in names_of])
             rows = [self._row(engine, req, name) for req, name in zip(some, names_of, strict=True)]
             before = totals(rows)
-            graph_ran = self._round(engine, batch, own, rows, evict, sees_new)
+            failed = -1
+            try:
+                graph_ran = self._round(engine, batch, own, rows, evict, sees_new)
+            except UnscoredError as error:
+                place = places[[row.place for row in rows].index(error.place)]
+                if starts[place] + self.block > len(requests[place].origin_input_ids):
+                    failed = place
+                    self.abort(requests[place], UNSCORED.format(error.position))
+                else:
+                    requests[place].mrp.alone = True  # the next block, which rode along, will fail by itself
+                rows = self._begun_anew(engine, requests, names, places)
             self.report.count(**{name: number - before[name] for name, number in totals(rows).items()})
             for place, row, req in zip(places, rows, some, strict=True):
                 ids[place], grown[place] = self._come_to(row, names[place], req)
+                if place == failed:  # the engine looks at it behind a block: of masks, it is shared by nobody
+                    grown[place] = self.block
         for name, req, start, size in zip(names, requests, starts, grown, strict=True):
             self._finish(self.rows[name.row][1], req, start + size if size else 0)
         return ids, grown, graph_ran
+
+    def _begun_anew(
+        self, engine: Any, requests: Sequence[Any], names: Sequence[Name], places: Sequence[int]
+    ) -> list[EngineRow]:
+        """Make the rows at some places anew, each at the start of its block."""
+        for place in places:
+            self.rows.pop(names[place].row, None)
+        return [self._row(engine, requests[place], names[place]) for place in places]
 
     def _come_to(self, row: EngineRow, name: Name, req: Any) -> tuple[list[int], int]:
         """Find what a round came to: a row's block so far, and by how much its text has grown; and keep the rest.
@@ -185,7 +215,7 @@ class Rounds:
             mode = self.settings.mode
             req.mrp = Progress(interpreted(req, self.settings), Counts(mode.width, mode.drafting is not None))
         ids, end = committed_ids(req), end_of_text(req, self.block, engine.model_config.context_len)
-        return fresh_row(ids, len(req.origin_input_ids), name.start, end, self.block, self.mask_id, req.mrp)
+        return fresh_row(ids, len(req.origin_input_ids), name.start, end, self.block, self.mask_id, name.row, req.mrp)
 
     def _round(
         self, engine: Any, batch: Any, own: Own, rows: Sequence[EngineRow], evict: Callable[[int], Any], sees_new: bool
@@ -218,7 +248,9 @@ class Rounds:
         return networks.graph_ran
 
 
-def fresh_row(ids: Sequence[int], prompt: int, start: int, end: int, block: int, mask_id: int, progress: Progress) -> EngineRow:
+def fresh_row(
+    ids: Sequence[int], prompt: int, start: int, end: int, block: int, mask_id: int, place: int, progress: Progress
+) -> EngineRow:
     """Make the row of a request of which nothing was scored.
 
     Args:
@@ -228,6 +260,7 @@ def fresh_row(ids: Sequence[int], prompt: int, start: int, end: int, block: int,
         end: Where its last block ends; no state is drafted behind it.
         block: Tokens of a block.
         mask_id: The mask's id.
+        place: Its row of the engine's pool.
         progress: What the request has come to.
     """
     text = [*ids, *[mask_id] * (end - len(ids))]
@@ -235,8 +268,8 @@ def fresh_row(ids: Sequence[int], prompt: int, start: int, end: int, block: int,
     asked = progress.asked
     # The engine ends texts itself: no row has an end.
     ends = (prompt, prompt, len(text), NEVER, prompt + asked.least)
-    row = EngineRow(0, text, block, mask_id, asked.eos, *ends, asked.seed)
-    row.asked, row.counts, row.steps = asked, progress.counts, progress.steps
+    row = EngineRow(place, text, block, mask_id, asked.eos, *ends, asked.seed)
+    row.asked, row.alone, row.counts, row.steps = asked, progress.alone, progress.counts, progress.steps
     row.state = row.opened(start)
     row.held = row.head_held = start
     return row

@@ -19,7 +19,7 @@ from modeling_mrp.generate.budget import Amount, budget_of
 from modeling_mrp.networks import graphs, networks
 from tests.random_cases import MASK, VOCAB, WAYS, Case, SlowRow, assert_same_text, of_slow
 
-SEEDS, CASES = 36, 6
+SEEDS, CASES = 32, 6
 SIZES = (1, 1, 2, 3, 5)
 TABLES = ("accepted_lengths", "offered_at_depth", "accepted_at_depth")
 PROCESSORS = ("logits_processor", "repetition_penalty", "suppress_tokens", "sequence_bias")

@@ -224,17 +224,17 @@ def test_picks_among_a_few(sample: bool, at_once: int, monkeypatch: pytest.Monke
     others keep their share. No end before the minimum length."""
     monkeypatch.setattr(unembedding_file, "_LOGITS_AT_ONCE", at_once)
     options = {"temperature": 0.7, "sample": sample, "shortlist": 5, "eos_token_ids": (3, 30), "likeliest": sample}
-    picker, hidden = random_picker(30, truncation=LogitsProcessorList([TopKLogitsWarper(3)]), **options)
-    shortlist, now = picker(hidden, spots(30)).shortlist, hidden.flip(0)
+    picker, hidden = random_picker(300, truncation=LogitsProcessorList([TopKLogitsWarper(3)]), **options)
+    shortlist, now = picker(hidden, spots(300)).shortlist, hidden.flip(0)
     assert shortlist is not None
     stale, fresh = (states @ picker.lm_head_weight.T / 0.7 for states in (hidden, now))
     stale[:, 17] = -torch.inf
     kept = stale.topk(3).indices
     own = fresh.gather(1, kept)
-    own[:15].masked_fill_(torch.isin(kept[:15], torch.tensor([3, 30])), -torch.inf)
+    own[:150].masked_fill_(torch.isin(kept[:150], torch.tensor([3, 30])), -torch.inf)
     scores = stale.scatter(1, kept, own)
     place = own.argmax(-1, keepdim=True)
-    picks = picker.among(now, shortlist, spots(30, early=15))
+    picks = picker.among(now, shortlist, spots(300, early=150))
     assert torch.equal(picks.token, kept.gather(1, place)[:, 0])
     told = scores.softmax(-1).gather(1, kept)
     torch.testing.assert_close(picks.odds, told.gather(1, place)[:, 0].logit())

@@ -60,25 +60,30 @@ def test_what_is_lent_comes_back_from_a_round_that_fails() -> None:
 @pytest.mark.parametrize(
     ("slots", "running", "fitting"),
     [
-        (100, [], 2),
-        (100, [(10, 30)], 1),
-        (100, [(10, 30), (4, 12)], 1),
-        (100, [(10, 60)], 0),
-        (1000, [(10, 60)], 3),
+        (88, [], 2),
+        (88, [(10, 30)], 1),
+        (88, [(10, 30), (4, 12)], 1),
+        (88, [(10, 60)], 0),
+        (988, [(10, 60)], 3),
         (20, [], 0),
     ],
 )
 def test_a_request_begins_when_all_of_it_has_room(slots: int, running: list[tuple[int, int]], fitting: int) -> None:
-    """In blocks of 4: 12 slots are left over, and each waiting one takes 32; the last asks for more than the context."""
+    """In blocks of 4 each waiting one takes 32; the last asks for more than the context."""
     waiting = [FakeRequest([0] * prompt, new) for prompt, new in ((9, 23), (12, 20), (10, 1000))]
     begun = [FakeRequest([0] * prompt, new) for prompt, new in running]
     assert count_fitting(waiting, begun, slots, block=4, context_length=66) == fitting
 
 
 def test_requests_wait_for_room_in_their_order() -> None:
-    """And the first begins where nothing runs, whatever it asks for; another algorithm's are left to the engine."""
-    waiting = [FakeRequest([0] * 8, 24, rid=str(number)) for number in range(4)]
-    for algorithm, slots, taken in (("MRP", 80, 2), ("MRP", 20, 1), ("LowConfidence", 80, 4)):
+    """The first begins where nothing runs, with the limit that the pool has room for; another algorithm's are the engine's."""
+    for algorithm, slots, taken, limit in (
+        ("MRP", 83, 2, 24),
+        ("MRP", 38, 1, 16),
+        ("MRP", 17, 1, 1),
+        ("LowConfidence", 80, 4, 24),
+    ):
+        waiting = [FakeRequest([0] * 8, 24, rid=str(number)) for number in range(4)]
         scheduler = SimpleNamespace(waiting_queue=list(waiting), max_total_num_tokens=slots)
         scheduler.dllm_config = SimpleNamespace(algorithm=algorithm, block_size=4)
         scheduler.model_config = SimpleNamespace(context_len=64)
@@ -91,6 +96,7 @@ def test_requests_wait_for_room_in_their_order() -> None:
         fetch_what_fits(take_all, scheduler)
         assert scheduler.dllm_manager.waiting_queue == waiting[:taken]
         assert scheduler.waiting_queue == waiting[taken:]
+        assert [req.sampling_params.max_new_tokens for req in waiting] == [limit, 24, 24, 24]
 
 
 @pytest.mark.parametrize(("algorithm", "length"), [("MRP", 4), ("LowConfidence", 2)])
@@ -201,7 +207,7 @@ def test_the_processors_of_a_request_are_those_of_transformers() -> None:
 
 def test_a_fresh_row_stands_where_the_engine_is() -> None:
     asked = interpreted(FakeRequest([5] * 6), settings_of({}, {}, 4, True))
-    row = fresh_row([5] * 6, 6, 4, 8, 4, 3, Progress(asked, Counts(2, True)))
+    row = fresh_row([5] * 6, 6, 4, 8, 4, 3, 1, Progress(asked, Counts(2, True)))
     assert row.state.ids == (5, 5, 3, 3)
     assert (row.held, row.head_held, row.source, row.memory) == (4, 4, None, {})
     clean = row.after(row.state, (2, 3), [0, 0, 7, 8])

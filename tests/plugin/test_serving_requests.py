@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
-from fake_engine import FakeEngine, FakeRequest, FakeScheduler
+from fake_engine import FakeEngine, FakeRequest, FakeScheduler, abort
 from mrp_serving.options import settings_of
 from mrp_serving.picker import CountPenalties
 from mrp_serving.rounds import Rounds
@@ -36,7 +36,7 @@ def prompt() -> list[int]:
 def served(model: Any, requests: Sequence[FakeRequest], pages: int = 128, rows: int = 64, **server: Any) -> FakeEngine:
     """Serve requests side by side."""
     engine = FakeEngine(model, rows, pages)
-    rounds = Rounds(settings_of({**SERVER, **server}, {}, 16, True), 16, model.config.mask_token_id)
+    rounds = Rounds(settings_of({**SERVER, **server}, {}, 16, True), 16, model.config.mask_token_id, abort)
     scheduler = FakeScheduler(engine, rounds)
     scheduler.add(*requests)
     scheduler.run()
@@ -135,7 +135,7 @@ def test_a_request_that_loses_its_rows_goes_on_with_its_noise(model: Any, prompt
     whole, other, broken = request("one"), request("other"), request("one")
     served(model, [whole, other])
     engine = FakeEngine(model, 64, 128)
-    scheduler = FakeScheduler(engine, Rounds(settings_of(SERVER, {}, 16, True), 16, model.config.mask_token_id))
+    scheduler = FakeScheduler(engine, Rounds(settings_of(SERVER, {}, 16, True), 16, model.config.mask_token_id, abort))
     scheduler.add(broken)
     lost: set[int] = set()
 
@@ -165,7 +165,7 @@ def test_what_is_provisional_becomes_the_text(model: Any, prompt: list[int]) -> 
     mask = model.config.mask_token_id
     req = FakeRequest(prompt, NEW, EOS, asked={"custom_params": {"return_provisional": True}})
     engine = FakeEngine(model, 64, 128)
-    scheduler = FakeScheduler(engine, Rounds(settings_of(SERVER, {}, 16, True), 16, mask))
+    scheduler = FakeScheduler(engine, Rounds(settings_of(SERVER, {}, 16, True), 16, mask, abort))
     seen: list[tuple[int, list[int]]] = []
 
     def on_step() -> None:
@@ -199,3 +199,19 @@ def test_a_stop_string_behind_an_eos(model: Any, prompt: list[int], greedy: bool
     assert behind
     assert (model.config.mask_token_id in behind) == (not greedy)
     assert greedy or set(behind) == {model.config.mask_token_id}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("length", [9, 16, 23])
+def test_a_request_without_a_finite_score_is_aborted_alone(model: Any, prompt: list[int], length: int) -> None:
+    """No such request passes the checks; weights may overflow at some text all the same."""
+    asked, barred = sampled(1), {str(token): -torch.inf for token in range(model.config.vocab_size)}
+    whole, other = (FakeRequest(prompt, NEW, EOS, rid, asked=asked) for rid in ("whole", "other"))
+    broken = FakeRequest(prompt[:length], NEW, EOS, "broken", asked={**asked, "logit_bias": barred})
+    served(model, [whole])
+    served(model, [broken, other])
+    assert broken.to_finish is not None
+    assert broken.to_finish.startswith("no token has a finite score at position ")
+    assert broken.ended
+    assert set(broken.output_ids) == {model.config.mask_token_id}
+    assert other.text() == whole.text()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
-from fake_engine import FakeEngine, FakeRequest, FakeScheduler, low_confidence
+from fake_engine import FakeEngine, FakeRequest, FakeScheduler, abort, low_confidence
 from mrp_serving.options import settings_of
 from mrp_serving.rounds import Rounds
 from mrp_serving.usage import shown_of
@@ -67,7 +67,7 @@ def served(
     """Serve prompts side by side; returns the requests and the engine, in which everything is free again."""
     engine = FakeEngine(model, rows, pages)
     rounds = Rounds(
-        settings_of(options, {}, model.config.block_size, True), model.config.block_size, model.config.mask_token_id
+        settings_of(options, {}, model.config.block_size, True), model.config.block_size, model.config.mask_token_id, abort
     )
     scheduler = FakeScheduler(engine, rounds, **kwargs)
     requests = [FakeRequest(prompt, stop=EOS, rid=str(number)) for number, prompt in enumerate(prompts)]
@@ -119,7 +119,7 @@ def test_what_room_there_is_does_not_change_the_text(
 
 def test_what_drafts_start_from_outlives_the_graph_that_made_it(model: Any, prompts: list[list[int]], stock: Any) -> None:
     engine = FakeEngine(model, 64, 128, graphs=True)
-    rounds = Rounds(settings_of({"target": "dynamic", "confidence_threshold": 0.9}, {}, 16, True), 16, 3)
+    rounds = Rounds(settings_of({"target": "dynamic", "confidence_threshold": 0.9}, {}, 16, True), 16, 3, abort)
     scheduler, requests = FakeScheduler(engine, rounds), [FakeRequest(prompt, stop=EOS) for prompt in prompts]
     replayed, places = engine.replayed.untyped_storage().data_ptr(), set[int]()  # type: ignore[union-attr]
 
@@ -169,7 +169,7 @@ def test_requests_come_and_go(model: Any, prompts: list[list[int]], stock: Any) 
     draw = random.Random(3)
     engine = FakeEngine(model, 24, 64)
     options = {"target": "dynamic", "confidence_threshold": 0.9}
-    rounds = Rounds(settings_of(options, {}, 16, True), 16, model.config.mask_token_id)
+    rounds = Rounds(settings_of(options, {}, 16, True), 16, model.config.mask_token_id, abort)
     scheduler = FakeScheduler(engine, rounds)
     wanted = {tuple(prompt): text for prompt, text in zip(prompts, stock(0.9)[0], strict=True)}
     requests = [FakeRequest(draw.choice(prompts), stop=EOS) for _ in range(12)]
@@ -207,7 +207,9 @@ def test_requests_are_told_what_they_cost_and_metrics_count_all(model: Any, prom
 
     counters: dict[str, Counter] = {}
     engine = FakeEngine(model, 64, 128)
-    rounds = Rounds(settings_of({"target": "dynamic", "num_draft_states": 4}, {}, 16, True), 16, model.config.mask_token_id)
+    rounds = Rounds(
+        settings_of({"target": "dynamic", "num_draft_states": 4}, {}, 16, True), 16, model.config.mask_token_id, abort
+    )
     rounds.report.count_in(Counter)
     scheduler = FakeScheduler(engine, rounds)
     asked = [FakeRequest(prompt, stop=EOS, rid=str(number)) for number, prompt in enumerate(prompts[:2])]

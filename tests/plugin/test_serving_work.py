@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
-from fake_engine import FakeEngine, FakeRequest, FakeScheduler
+from fake_engine import FakeEngine, FakeRequest, FakeScheduler, abort
 from mrp_serving.options import settings_of
 from mrp_serving.picker import EnginePicker
 from mrp_serving.rounds import Rounds
@@ -110,7 +110,7 @@ class CountedRounds(Rounds):
 
     def __init__(self, model: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         config = model.config
-        super().__init__(settings_of(options, {}, config.block_size, True), config.block_size, config.mask_token_id)
+        super().__init__(settings_of(options, {}, config.block_size, True), config.block_size, config.mask_token_id, abort)
         self.monkeypatch, self.found = monkeypatch, list[Counter[str]]()
 
     def __call__(self, engine: Any, batch: Any, requests: Any, *others: Any) -> Any:

@@ -1,20 +1,29 @@
-"""Models go to the Hub in one process and come back in others that know nothing of this package, at last from the cache alone.
+"""Models go to the Hub in this process and come back in others that know nothing of this package, at last from the cache alone.
 
 And what lies on the Hub then: every file of every pushed repository is walked.
 """
 
+import hashlib
+import inspect
 import io
 import json
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
-from hub_server import HubServer, run_python
+import torch
+from conftest import make_model
+from hub_server import HubServer, run_python, using
+from mrp_trainer.heads import with_new_head
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load as load_safetensors
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
+from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.saving import code_files
 
 KINDS = ("full", "head", "adapter", "load_adapter")
@@ -32,66 +41,58 @@ DECLARED = {
 }
 OF_THE_HUB = {".gitattributes", "README.md"}
 
-# What both sides do with a model. A float32 model of random weights whose head has something to say.
-COMMON = """
-import hashlib, json, sys
-import torch
-torch.set_num_threads(1)
 PROMPT = torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 6, 3]])
-def outputs(model):
+
+
+def outputs(model: Any) -> Any:
     options = {"max_new_tokens": 10, "pad_token_id": 0, "do_sample": True, "seed": 3}
     modes = ("static", "mrp_spec", "mrp_direct")
     found = {mode: model.eval().generate(PROMPT, decoding=mode, **options).tolist() for mode in modes}
     with torch.no_grad():
         found["logits"] = hashlib.sha256(model(PROMPT).logits.numpy().tobytes()).hexdigest()
     return found
+
+
+def pushed() -> dict[str, Any]:
+    """The outputs of what is pushed, float32 models of random weights whose heads have something to say."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(64)}, unk_token="w63"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", mask_token="w60")
+    model = make_model().float()
+    expected = {"full": outputs(model)}
+    model.push_to_hub("org/full", tokenizer=tokenizer)
+
+    backbone = make_model(1, num_nextn_predict_layers=0).float()
+    backbone.push_to_hub("org/backbone")
+    headed: Any = MRPForCausalLM.from_pretrained("org/backbone")
+    with_new_head(headed, 2)
+    torch.nn.init.normal_(headed.mrp_head.norm.weight, std=0.3)
+    expected["head"] = outputs(headed)
+    headed.push_to_hub("org/head", head_only=True, tokenizer=tokenizer)
+    torch.nn.init.normal_(backbone.lm_head.weight)
+    backbone.push_to_hub("org/backbone")  # later than the head: not what the head was trained on
+    both = MRPForCausalLM.from_backbone("org/backbone", revision=headed.backbone_source.revision, head="org/head")
+    assert outputs(both) == expected["head"]
+
+    full: Any = MRPForCausalLM.from_pretrained("org/full")
+    lora: Any = get_peft_model(full, LoraConfig(r=2, target_modules=r"mrp_head\..*(q_proj|v_proj|eh_proj)"))
+    for name, value in lora.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(value, std=0.5)
+    expected["adapter"] = expected["load_adapter"] = outputs(lora.base_model.model)
+    assert expected["adapter"]["mrp_direct"] != expected["full"]["mrp_direct"]
+    lora.push_to_hub("org/adapter", private=True)
+    return expected
+
+
+COMMON = f"""
+import hashlib, json, sys
+from typing import Any
+import torch
+torch.set_num_threads(1)
+PROMPT = torch.tensor({PROMPT.tolist()})
+{inspect.getsource(outputs)}
 """
-
-# A head is also attached by its id.
-PUSH = """
-from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
-from modeling_mrp import MRPConfig, MRPForCausalLM
-from mrp_trainer.heads import with_new_head
-torch.manual_seed(0)
-config = MRPConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, block_size=4, mask_token_id=60, num_nextn_predict_layers=1,
-    max_position_embeddings=512, initializer_range=0.2, pad_token_id=0)
-words = Tokenizer(WordLevel({f"w{i}": i for i in range(64)}, unk_token="w63"))
-words.pre_tokenizer = WhitespaceSplit()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", mask_token="w60")
-def lively(model):
-    torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.3)
-    return model
-model = lively(MRPForCausalLM(config))
-expected = {"full": outputs(model)}
-model.push_to_hub("org/full", tokenizer=tokenizer)
-
-backbone = MRPForCausalLM(MRPConfig(**{**config.to_dict(), "num_nextn_predict_layers": 0}))
-backbone.push_to_hub("org/backbone")
-headed = MRPForCausalLM.from_pretrained("org/backbone")
-with_new_head(headed, 2)
-expected["head"] = outputs(lively(headed))
-headed.push_to_hub("org/head", head_only=True, tokenizer=tokenizer)
-torch.nn.init.normal_(backbone.lm_head.weight)
-backbone.push_to_hub("org/backbone")  # later than the head: not what the head was trained on
-both = MRPForCausalLM.from_backbone("org/backbone", revision=headed.backbone_source.revision, head="org/head")
-assert outputs(both) == expected["head"]
-
-full = MRPForCausalLM.from_pretrained("org/full")
-lora = get_peft_model(full, LoraConfig(r=2, target_modules=r"mrp_head\\..*(q_proj|v_proj|eh_proj)"))
-for name, value in lora.named_parameters():
-    if "lora_B" in name:
-        torch.nn.init.normal_(value, std=0.5)
-expected["adapter"] = expected["load_adapter"] = outputs(lora.base_model.model)
-assert expected["adapter"]["mrp_direct"] != expected["full"]["mrp_direct"]
-lora.push_to_hub("org/adapter", private=True)
-print("EXPECTED:" + json.dumps(expected))
-"""
-
 LOAD = """
 connected = set()
 def listen(event, arguments):
@@ -134,23 +135,18 @@ def trips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The outputs of every kind of checkpoint: "pushed", "online" and, once the server is gone, "offline"; with the "files" of
     every repository and the addresses of the "servers"."""
     folder: Path = tmp_path_factory.mktemp("trips")
-    (folder / "one").mkdir()
-    (folder / "two").mkdir()
     with HubServer() as hub:
         hub.add_user("alice", token="hf_alice", organizations=["org"])
-        text = run_python(
-            COMMON + PUSH,
-            folder / "one",
-            hub.environment(folder / "one", "hf_alice", PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'trainer'}"),
-        )
-        there = hub.environment(folder / "two", "hf_alice")
-        online = run_python(COMMON + LOAD + PUSH_AGAIN, folder / "two", there)
+        with using(hub, folder, "hf_alice"):
+            expected = pushed()
+        there = hub.environment(folder, "hf_alice")
+        online = run_python(COMMON + LOAD + PUSH_AGAIN, folder, there)
         files = {name.removeprefix("org/"): hub.files(name) for name in hub.repositories}
         titles = [commit.title for commit in hub.repository("org/head_again").history("main")]
         private = {name: repository.private for name, repository in hub.repositories.items()}
         servers = [hub.url]
-    offline = run_python(COMMON + LOAD, folder / "two", there | {"HF_HUB_OFFLINE": "1"})
-    marks = {"pushed": printed(text, "EXPECTED:"), "online": printed(online, "FOUND:"), "offline": printed(offline, "FOUND:")}
+    offline = run_python(COMMON + LOAD, folder, there | {"HF_HUB_OFFLINE": "1"})
+    marks = {"pushed": expected, "online": printed(online, "FOUND:"), "offline": printed(offline, "FOUND:")}
     return {**marks, "files": files, "private": private, "servers": servers, "titles": titles}
 
 

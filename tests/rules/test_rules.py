@@ -17,7 +17,7 @@ from reference_rules import Step, chosen_by
 from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.rules.accept import accept, first_frontier, write
-from modeling_mrp.rules.draft import build_draft, undrafted
+from modeling_mrp.rules.draft import Node, build_draft, undrafted
 from modeling_mrp.rules.memory import BoundedAdaptive, Coherent, Credit, Klass, SlowFast
 from modeling_mrp.rules.published import (
     ConfidenceAdaptive,
@@ -293,6 +293,18 @@ def test_orders_that_meet_add_up() -> None:
         of.state, of.source = EMPTY, says([*weights(4, 3, 3), -1e4])
         nodes = build_draft(of, Static((1, 1, 1, 1)), len(wanted) + 1, branches, {})
         assert [list(node.state.ids) for node in nodes] == [[M] * 4, *wanted]
+
+
+def test_what_is_remembered_of_a_round() -> None:
+    """Neither clean states nor what looks at one, whose scores depend on it."""
+    of = row(width=4)
+    of.state = state([10, 11, 12, M])
+    scored = [(of.state, -1), (state([10, 11, 12, 13]), -1), (state([M] * 4, 8), 1)]
+    nodes = [Node(at, parent, None) for at, parent in scored]
+    frontier, clean = accept(of, Static((1, 1, 1, 1)), nodes, [says([0] * 4), says([0] * 4), says([1, 2, 3, 4])], True)
+    assert frontier is not None
+    assert (clean, frontier.state.key, frontier.where) == ([1], (8, (M,) * 4), (3,))
+    assert set(of.memory) == {(4, (10, 11, 12, M))}
 
 
 def test_nothing_of_it_imports_torch() -> None:

@@ -106,8 +106,8 @@ def test_ddp_looks_for_parameters_without_gradients_where_there_are_any(
 
 def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
     """FSDP2 on two processes, in float32, also of a run that was taken up in its second epoch. Each holds half of the model,
-    the frozen backbone included. It is saved whole at the end, though its checkpoints hold shards, and loads here and as remote
-    code."""
+    the frozen backbone included. It is saved whole at the end, though its checkpoints hold shards, and loads here and as
+    remote code."""
     one = Run(tmp_path / "one", {"objective": "mrp", "unroll": 2, "max_steps": 5})
     assert start(one) == [0]
     options = options_of((2, 2, 1), **one.options, save_strategy="steps", save_steps=4)

@@ -299,6 +299,7 @@ def test_an_adapter_of_the_backbone(files: dict[str, str], tmp_path: Path) -> No
     run.train()
     trained = [name for name, parameter in run.trainer.model.named_parameters() if parameter.requires_grad]
     assert len(trained) == 2 * 7
+    assert run.trainer.model.get_base_model().mrp_head is None  # it belongs to the backbone as it was
     backbone = MRPForCausalLM.from_pretrained(files["backbone"]).eval()
     prompt = torch.arange(8)[None]
     before = backbone(prompt).logits

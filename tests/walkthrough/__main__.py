@@ -1,7 +1,6 @@
 """A walk through the habits of Hugging Face users, in an environment that has the package from its wheel: `make walkthrough`.
 
-Started in an empty folder, with the numbers of the parts to go through; all where none is given. One line for each habit, `ok`
-or `refused` with the message, and the exit status is 1 if one of them went another way.
+Started in an empty folder. One line for each habit, and the exit status is 1 if one of them went another way.
 """
 
 import shutil
@@ -26,7 +25,7 @@ def main() -> int:
     with HubServer() as hub:
         hub.add_user("alice", token="hf_alice", organizations=["org"])
         environment = hub.environment(home, "hf_alice", OMP_NUM_THREADS="1", TERM="dumb", COLUMNS="120")
-        return subprocess.run([sys.executable, str(HERE / "walk.py"), *sys.argv[1:]], cwd="work", env=environment).returncode
+        return subprocess.run([sys.executable, str(HERE / "walk.py")], cwd="work", env=environment).returncode
 
 
 if __name__ == "__main__":

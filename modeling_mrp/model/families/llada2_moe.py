@@ -131,8 +131,11 @@ class LLaDA2Backbone(FamilyBackbone):
         }
 
     def published(self, name: str, shape: TensorShape) -> dict[str, TensorShape]:
-        """List the tensors by which published checkpoints hold one of the model's state; what is in one with the queries is
-        listed there."""
+        """Map a tensor of this model to those of a published checkpoint: shapes by name.
+
+        Published attention holds queries, keys and values in one tensor, which is listed for the queries; keys and values
+        give nothing.
+        """
         layer, _, part = name.partition(".self_attn.")
         if part in ("k_proj.weight", "v_proj.weight"):
             return {}
@@ -145,7 +148,7 @@ class LLaDA2Backbone(FamilyBackbone):
 
     @classmethod
     def note(cls, source: str) -> str | None:
-        """Say that versions which edit what they have written do not do so here."""
+        """Return a warning for versions that were trained to edit their own text, which is off here; None for others."""
         if not _EDITS.search(source):
             return None
         return (

@@ -62,12 +62,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A text that a model wrote, and in which order.
+    """A text that a model wrote, with the order in which its tokens were revealed.
 
     Attributes:
-        ids: Of prompt and response.
-        response_start: How many of them are the prompt's.
-        reveal_step: The step that revealed each token of the response.
+        ids: Token ids of the prompt and the response.
+        response_start: The length of the prompt.
+        reveal_step: For each token of the response, the decoding step that revealed it.
     """
 
     ids: list[int]
@@ -227,7 +227,7 @@ class RecordParser:
         return Chat(asked, 0, name, _tools(given.get("tools")))
 
     def _instruction(self, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What Alpaca's records ask: an instruction and perhaps its input."""
+        """Make the user's turn of an Alpaca record: its instruction, and its input if it has one."""
         asked = [self._string(name, given[name]) for name in ("instruction", "input") if name in given]
         return [{"role": "user", "content": "\n\n".join(filter(None, asked))}]
 

@@ -94,7 +94,7 @@ def _serve() -> None:
 
 
 def _confine(writer: int) -> None:
-    """Leave a process nothing but a pipe, and limits to work under."""
+    """Restrict this process: only the pipe `writer` stays open, and time, memory and files are limited."""
     import resource
 
     os.dup2(writer, 1)

@@ -95,8 +95,10 @@ class Shape:
         return self.backbone + self.head + 2 * self.vocabulary
 
     def head_share(self, rows: int = 0) -> float:
-        """Divide what a head pass and its picks read, so many rows of `lm_head` (0: all), by what a backbone forward and its
-        picks read."""
+        """Compute the cost of a head pass as a share of a backbone forward, by the numbers that each reads.
+
+        The head's picks read `rows` rows of `lm_head`, all of them where that is 0; the backbone's picks read all.
+        """
         picked = (rows or self.vocab_size) * self.hidden_size
         return (self.head + picked) / (self.backbone - self.hidden_size + self.vocabulary)
 

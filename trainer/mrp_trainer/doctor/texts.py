@@ -83,7 +83,7 @@ def inputs_of(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase | None, 
 
 
 def decode(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> MRPGenerateOutput:
-    """Decode greedily; the cache, which no other call could use, is let go."""
+    """Decode greedily, and drop the cache from the output to free its memory."""
     asked: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, **inputs, **options}
     out = model.generate(**asked, return_dict_in_generate=True)
     assert isinstance(out, MRPGenerateOutput)

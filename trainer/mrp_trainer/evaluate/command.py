@@ -270,7 +270,7 @@ def report(
 
 
 def _question(options: EvaluateOptions, model: Any, asked: ProblemSet) -> dict[str, Any]:
-    """What tells a measurement from that of other models and problems."""
+    """List what identifies a measurement: the model, the problems and the options that change results."""
     names = ("model", "tokenizer", "split", "judge", "chat", "batch_size")
     of_model = {"dtype": str(model.dtype), "device": str(model.device)}
     of_set = {"problems": len(asked.prompts), "max_new_tokens": asked.max_new_tokens, "digest": asked.digest()}

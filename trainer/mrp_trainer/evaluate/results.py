@@ -103,7 +103,7 @@ class ResultsFile:
         self.header = header
 
     def find(self, **fields: Any) -> Line | None:
-        """The last line with all these fields, as JSON has them, that holds for the header's weights; None if there is none."""
+        """Find the last line with these fields (compared as JSON) that was measured with the header's weights, or None."""
         wanted = json.loads(json.dumps(fields))
         known = [
             line

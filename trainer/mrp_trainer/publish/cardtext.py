@@ -1,4 +1,4 @@
-"""What every model card says."""
+"""The texts that all model cards share."""
 
 TEMPLATE = """---
 {{ card_data }}

@@ -188,7 +188,7 @@ class Requests:
         return self._checked_ids(prompt)
 
     def _short_enough(self, text: str, source: str) -> str:
-        """Return a text that may fit into the model, told by its bytes."""
+        """Return a text, or raise `ValueError` if it has too many bytes to fit into the model."""
         check_utf8(text)
         positions, size = self.model.config.max_position_embeddings, len(text.encode())
         if size > _BYTES_OF_TOKEN * positions:

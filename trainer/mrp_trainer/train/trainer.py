@@ -304,8 +304,11 @@ class MRPTrainer(Trainer):
             super()._save_checkpoint(model, trial)
 
     def _head_alone(self, pushed: bool) -> AbstractContextManager[None]:
-        """Inside, a frozen backbone is named, not saved, where it has a name (if it is to be pushed, one on the Hub) and the
-        model is not sharded."""
+        """Have the model save its head alone while the context is open.
+
+        That needs a frozen backbone which has a name (one on the Hub if the result is `pushed`), and a model that is not
+        sharded; otherwise everything is saved.
+        """
         bare, sharded = bare_model(self.model), self.is_fsdp_enabled or self.is_deepspeed_enabled
         source = bare.backbone_source if self.args.objective == "mrp" and bare is self.model and not sharded else None
         named = source is not None and (not pushed or is_hub_id(source.name))
@@ -412,7 +415,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def _is_finite(weight: Any) -> bool:
-    """Whether what this process holds of a weight is finite."""
+    """Tell if the part of a weight that this process holds is finite."""
     return bool(getattr(weight, "to_local", lambda: weight)().isfinite().all())
 
 
