@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # The inner loop: rules, drafts and acceptance without a model, every mode and option against the slow reference.
-CHECKED := rules bans remask cache fuzz losses golden_traces imports bundle
+CHECKED := rules bans cache fuzz losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: picture check mutants test test-space test-extras peers test-serving lint walkthrough docs clean
@@ -24,9 +24,9 @@ test: $(VENV)/.dev
 mutants: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(ONLY)
 
-# What needs the other extras: quantized weights, the server, notebooks, TRL's trainers, a tracker; and kernels compiled for four
+# What needs the other extras: quantized weights, the server, notebooks, TRL's trainers, a tracker, a picture as PNG; and kernels compiled for four
 # GPUs.
-EXTRAS := quantized serve serve_attacks docs notebooks other_trainers trackers compiled
+EXTRAS := quantized serve serve_attacks docs notebooks other_trainers trackers picture compiled
 
 test-extras: $(VENV)/.extras
 	$(PYTEST) -rs $(wildcard $(EXTRAS:%=tests/*/test_%.py))
@@ -53,11 +53,18 @@ $(PEERS)/.unpacked: constraints.txt
 test-space: $(VENV)/.extras
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/project/test_space.py
 
-# Of the plugin in SGLang, which runs on a CPU: an environment of its own, servers on loopback. 30 minutes on two cores.
+# Of the plugin in SGLang, which runs on a CPU: an environment of its own, servers on loopback. 25 minutes on two cores.
+# ENGINE=0.5.22 tests with that version in place of the newest, by TESTS="test_matrix test_texts" with some of them only.
 SERVING := .venv-serving
+ENGINE :=
+TESTS :=
 
-test-serving: $(SERVING)/.installed
-	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -rs tests/serving
+test-serving: $(SERVING)/.installed $(ENGINE:%=$(SERVING)/sglang-%)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(ENGINE:%=$(CURDIR)/$(SERVING)/sglang-%) $(SERVING)/bin/python -m pytest -rs \
+		$(if $(TESTS),$(TESTS:%=tests/serving/%.py),tests/serving)
+
+$(SERVING)/sglang-%: $(SERVING)/.installed
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ sglang==$*
 
 # As a user does: the package from its wheel in an environment of its own, from an empty folder. PARTS="1 7" takes some.
 WALK := build/walkthrough
@@ -100,7 +107,8 @@ $(VENV)/.docs: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
-$(SERVING)/.installed: pyproject.toml tests/serving/requirements.txt tests/serving/engine.txt
+$(SERVING)/.installed: pyproject.toml tests/serving/requirements.txt tests/serving/engine.txt \
+		tests/serving/cpu_engine/mrp_cpu_engine.py
 	$(PYTHON) -m venv $(SERVING)
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/serving/requirements.txt -e .
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/serving/engine.txt

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
+import psutil
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -28,7 +29,7 @@ CPU_FLAGS = (
     *("--max-total-tokens", "65536", "--dtype", "float32"),
 )
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1"}
-_HEAD_FIELDS = ("auto_map", "num_mrp_heads", "num_nextn_predict_layers", "head_predicts")
+HEAD_FIELDS = ("auto_map", "num_mrp_heads", "num_nextn_predict_layers", "head_predicts")
 _GAUGE = re.compile(r"^(?:sglang:)?(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
@@ -38,7 +39,7 @@ def backbone_for_stock(source: Path, target: Path) -> Path:
     tensors = load_file(source / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if not name.startswith("mrp_head.")}, target / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
-    kept = {name: value for name, value in config.items() if name not in _HEAD_FIELDS}
+    kept = {name: value for name, value in config.items() if name not in HEAD_FIELDS}
     # The shape is Qwen3's; `sdar` would need code from the checkpoint.
     (target / "config.json").write_text(json.dumps({**kept, "architectures": ["SDARForCausalLM"], "model_type": "qwen3"}))
     ends = {"eos_token_id": json.loads((source / "generation_config.json").read_text())["eos_token_id"]}
@@ -59,6 +60,7 @@ class Measured:
     Attributes:
         replies: By prompt, as the native endpoint gives them.
         seconds: From the first request to the last answer.
+        cpu_seconds: CPU time of the engine's processes meanwhile.
         forwards: Forwards of the backbone in which a request took part, all requests together, without those of whole blocks
             of its prompt.
     """
@@ -66,6 +68,7 @@ class Measured:
     replies: list[dict[str, Any]]
     seconds: float
     forwards: int
+    cpu_seconds: float = 0.0
 
     @property
     def ids(self) -> list[list[int]]:
@@ -93,6 +96,8 @@ class Server:
         options: What `--dllm-algorithm-config` says.
         flags: More of them.
         environment: Variables beside this process's own.
+        max_running_requests: `--max-running-requests`.
+        module: Starts the engine.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class Server:
         flags: Sequence[str] = CPU_FLAGS,
         environment: Mapping[str, str] = CPU_ENVIRONMENT,
         max_running_requests: int = 64,
+        module: str = "sglang.launch_server",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "log.txt"
@@ -111,7 +117,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--trust-remote-code"]
+        self._command = [sys.executable, "-m", module, "--model-path", str(model)]
         self._command += ["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], "--enable-metrics", "--sleep-on-idle"]
         self._command += ["--max-running-requests", str(max_running_requests), "--dllm-algorithm", algorithm]
         self._command += ["--dllm-algorithm-config", str(folder / "options.yaml"), *flags]
@@ -180,10 +186,10 @@ class Server:
             block: The model's block size.
         """
         self.open("/flush_cache?timeout=30", {}).close()
-        before, begun = self.metrics(), time.perf_counter()
+        before, begun, worked = self.metrics(), time.perf_counter(), self.cpu_seconds()
         with ThreadPoolExecutor(concurrency) as clients:
             replies = list(clients.map(self.generate, prompts, budgets))
-        seconds = time.perf_counter() - begun
+        seconds, worked = time.perf_counter() - begun, self.cpu_seconds() - worked
         time.sleep(0.5)  # the last batch is counted after it is answered
         after = self.metrics()
         blocks = sum(len(prompt) // block for prompt in prompts)
@@ -191,7 +197,17 @@ class Server:
         # The engine's own algorithms take one forward whenever a row is scheduled; ours says how many it took.
         name = "mrp_forwards_total" if "mrp_forwards_total" in after else "realtime_tokens_total/prefill_compute"
         forwards = (after[name] - before[name]) / (1 if name.startswith("mrp_") else block)
-        return Measured(replies, seconds, round(forwards + cached) - blocks)
+        return Measured(replies, seconds, round(forwards + cached) - blocks, worked)
+
+    def cpu_seconds(self) -> float:
+        """Sum up the CPU time of the engine's processes so far, those of its session."""
+        assert self._process is not None
+        ticks = 0
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has ended
+                fields = file.read_text().rpartition(") ")[2].split()  # from the third one on
+                ticks += int(fields[11]) + int(fields[12]) if int(fields[3]) == self._process.pid else 0
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def metrics(self) -> defaultdict[str, float]:
         """Read the counters and gauges, each summed over its labels but `mode`: "realtime_tokens_total/decode":"""
@@ -202,6 +218,12 @@ class Server:
             mode = re.search(r'\bmode="(\w+)"', labels)
             found[f"{name}/{mode[1]}" if mode else name] += float(value)
         return found
+
+    def resident_bytes(self) -> int:
+        """Sum up the memory of the engine's processes, in so far as no other shares it."""
+        assert self._process is not None
+        engine = psutil.Process(self._process.pid)
+        return sum(process.memory_full_info().uss for process in (engine, *engine.children(recursive=True)))
 
     def load(self) -> dict[str, Any]:
         """Read what the engine is at: `num_running_reqs`, `num_waiting_reqs`, `num_used_tokens` and more."""

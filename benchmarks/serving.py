@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     drafted = {"decoding": "mrp_spec", "num_draft_states": options.states, "target": "dynamic"}
     drafted["confidence_threshold"] = options.threshold
     more: dict[str, Any] = {"flags": options.flag or CPU_FLAGS}
-    more["max_running_requests"] = options.states * max(options.concurrency)  # what requests leave of these is drafted in
+    more["max_running_requests"] = max(options.concurrency)
     more["environment"] = {} if torch.cuda.is_available() else CPU_ENVIRONMENT
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -35,6 +35,10 @@ EXAMPLES = (
     "Write a function of a number: plus 9 when even, otherwise plus 3.",
     "Ana has 3 pens. Bo gives Ana 4 more. Ana loses 2. How many pens does Ana have?",
 )
+ABLE = (
+    '<p id="able">It solves two kinds of small problems: a Python function of a number or a list, told in a sentence, and '
+    "word problems with numbers up to 30. It is no model to talk to.</p>"
+)
 CSS = (HERE / "style.css").read_text(encoding="utf-8")
 Chat = list[dict[str, str]]
 
@@ -242,7 +246,7 @@ def build() -> gr.Blocks:
         gr.HTML(
             "<h1>Blocks filling in</h1><p>A block-diffusion language model reveals the tokens of a block in any order. Drafts "
             "let one forward reveal several, and leave the text as it is. "
-            f"The model here: <code>{escaped(Path(MODEL).name)}</code></p>"
+            f"The model here: <code>{escaped(Path(MODEL).name)}</code></p>{ABLE if embedded else ''}"
         )
         chat = gr.State([])
         with gr.Row():

@@ -16,20 +16,24 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import triton
-from mrp_trainer.doctor.kernels import attention_cases, layer_cases
-from mrp_trainer.doctor.roofline import PUBLISHED
+from mrp_trainer.doctor.roofline import PUBLISHED, Shape
 from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from modeling_mrp.kernels.dispatch import Dispatch
+from modeling_mrp.kernels.fused_layers import rotated, sum_and_norm
 from modeling_mrp.kernels.pick import Unembedding, _pick_kernel, _some_kernel
+from modeling_mrp.kernels.round_attention import RoundMask, attend
+from modeling_mrp.networks.cache import BlockCache
 from modeling_mrp.networks.picker import SHORTLIST
 
 POINTERS = {
@@ -114,6 +118,31 @@ def caught(launch: Callable[[], Any], capability: int) -> list[dict[str, Any]]:
     return found
 
 
+def layer_launches(
+    shape: Shape, states: int, prefix: int, dtype: torch.dtype, on: torch.device
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """List what a layer launches for a row: attention behind a prefix, a sum and norm, and rotated queries and keys."""
+    heads, kv_heads, dim, forced = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, Dispatch(True)
+    queries, width = states * shape.block_size, shape.hidden_size
+    slots, parents = torch.full((1,), prefix, device=on), torch.full((1, states), -1, device=on)
+    mask = RoundMask(slots, parents, states, shape.block_size, forced)
+    query = torch.empty(1, queries, heads, dim, dtype=dtype, device=on).transpose(1, 2)
+    key, value = torch.empty(1, prefix + queries, 2, kv_heads, dim, dtype=dtype, device=on).permute(2, 0, 3, 1, 4)
+    yield "round_attention", partial(attend, query, key, value, mask, dim**-0.5)
+
+    def norm_of(width: int) -> Any:
+        return Qwen3RMSNorm(width).to(on, dtype).requires_grad_(False)
+
+    hidden, added = (torch.empty(1, queries, width, dtype=dtype, device=on) for _ in range(2))
+    yield "sum_and_norm", partial(sum_and_norm, hidden, added, norm_of(width), forced)
+    attention = SimpleNamespace(head_dim=dim, layer_idx=0, q_norm=norm_of(dim), k_norm=norm_of(dim))
+    angles = torch.empty(1, queries, dim, dtype=dtype, device=on)
+    cache = BlockCache(1, kv_heads, dim, [on], 0, queries, dtype)
+    cache.target(0, queries)
+    projected = torch.empty(1, queries, (heads + 2 * kv_heads) * dim, dtype=dtype, device=on)
+    yield "rotated", partial(rotated, attention, projected, (angles, angles), cache, forced)
+
+
 def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
     """List what a row of SDAR-4B launches in blocks of 16, plain and with K = 4 and 8 states, picks greedy and sampled."""
     shape, on = PUBLISHED["4B"], torch.device("meta")
@@ -129,8 +158,8 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], 
         ids = torch.empty(rows, SHORTLIST, dtype=torch.int64, device=on)
         hidden = torch.empty(rows, shape.hidden_size, dtype=dtype, device=on)
         yield {"launch": "shortlist", "states": states}, partial(_some_kernel, weight, hidden, ids)
-        for case in (*attention_cases(shape, 1, states, 512, dtype, on), *layer_cases(shape, 1, states, dtype, on)):
-            yield {"launch": case.name, "states": states}, partial(case.kernel, *case.inputs())
+        for name, launch in layer_launches(shape, states, 512, dtype, on):
+            yield {"launch": name, "states": states}, launch
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Random-weight models small enough for a laptop, the embedded checkpoint, and tokenizers of whole words."""
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ if not torch.cuda.is_available():  # kernels that a test forces are interpreted;
 from fresh import Fresh
 from helpers import naive_norm
 from hub_server import HubServer
+from huggingface_hub import constants
 from mrp_trainer.data.tasks import make_problem
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -37,11 +37,21 @@ TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[HubServer]:
-    """A Hub on loopback. Alice (token hf_alice) writes to alice/ and org/, Bob (hf_bob) to bob/."""
-    with HubServer(tmp_path / "hub") as server:
+    """A Hub on loopback, where Alice (token hf_alice) writes to alice/ and org/."""
+    with HubServer() as server:
         server.add_user("alice", token="hf_alice", organizations=["org"])
-        server.add_user("bob", token="hf_bob")
         yield server
+
+
+@pytest.fixture
+def as_alice(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """The Hub on loopback, which this process uses as Alice, with a cache of its own."""
+    files = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    told = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": files, "HF_HUB_CACHE": str(tmp_path / "hub-cache")}
+    for name, value in {**told, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
+    return hub
 
 
 @pytest.fixture(scope="session")
@@ -133,14 +143,3 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3's RMSNorm computes in float32 whatever its input. The tests that ask for 1e-10 use this, so that what they measure
     is the package's arithmetic and not that rounding."""
     monkeypatch.setattr(Qwen3RMSNorm, "forward", lambda norm, x: naive_norm(norm, x))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("only root may mount")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)  # torch's writer, which failed, keeps its file open

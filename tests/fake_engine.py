@@ -57,6 +57,11 @@ class FakeAllocator:
         pages = torch.tensor([self.free_pages.pop(0) for _ in range(count // self.size)], dtype=torch.long)
         return (pages[:, None] * self.size + torch.arange(self.size)).flatten()
 
+    def free_segment(self, slots: Tensor, start_pos: int) -> None:
+        assert start_pos == 0
+        assert (slots.view(-1, self.size) % self.size == torch.arange(self.size)).all(), "pages in order"
+        self.free(slots)
+
     def free(self, slots: Tensor) -> None:
         pages = (slots // self.size).unique().tolist()
         assert len(pages) * self.size == len(slots), "whole pages only"
@@ -117,11 +122,11 @@ class FakeModel(torch.nn.Module):
 
 
 class FakeEngine:
-    """The `ModelRunner`."""
+    """The `ModelRunner`; `graphs` leave what they made where the next one writes."""
 
     prefill_attention_backend_str = "torch_native"
 
-    def __init__(self, model: Any, rows: int, pages: int, context: int = 256) -> None:
+    def __init__(self, model: Any, rows: int, pages: int, context: int = 256, graphs: bool = False) -> None:
         self.model, self.block = FakeModel(model), model.config.block_size
         self.model_config = SimpleNamespace(context_len=context, vocab_size=model.config.vocab_size)
         self.req_to_token_pool = FakePool(rows, context)
@@ -131,12 +136,16 @@ class FakeEngine:
         self.ids, self.head_ids = torch.zeros(slots, dtype=torch.long), torch.zeros(slots, dtype=torch.long)
         self.positions = torch.zeros(slots, dtype=torch.long)
         self.hidden = torch.zeros(slots, model.config.hidden_size, dtype=model.dtype)
+        self.replayed = self.hidden.new_zeros(rows * self.block, self.hidden.shape[1]) if graphs else None
         self.widths: list[int] = []
 
     def forward(self, batch: FakeBatch, pp_proxy_tensors: Any = None) -> Any:
         self.widths.append(batch.batch_size)
         hidden = self.recompute(batch, self.ids, None)
-        return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=hidden), can_run_graph=False)
+        if self.replayed is not None:
+            self.replayed[: len(hidden)] = hidden.detach()
+            hidden = self.replayed[: len(hidden)]
+        return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=hidden), can_run_graph=self.replayed is not None)
 
     def recompute(self, batch: FakeBatch, ids: Tensor, hidden: Tensor | None) -> Tensor:
         """Compute hidden states of a batch, or of hidden states the head's residual: [tokens, hidden_size]."""
@@ -212,6 +221,11 @@ class FakeRequest:
     def output_ids_through_stop(self) -> list[int]:
         """As the engine's."""
         return self.text()
+
+    @property
+    def kv(self) -> SimpleNamespace:
+        """Where its keys and values are."""
+        return SimpleNamespace(req_pool_idx=self.row)
 
     def text(self) -> list[int]:
         """What a client is shown: up to the first eos, or the limit."""

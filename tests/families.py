@@ -1,57 +1,346 @@
-"""What the tests of families share: a slow decoder of logits, drafted modes beside their targets, a training step, checkpoints.
+"""The published families: configs, tiny twins with tensors by published names, and what each model computes, written anew or by
+transformers' own class for such layers, over the whole text under a dense block-causal mask."""
 
-A *family test* gives a tiny twin of the published config, its tensors by published names, and `logits(tensors, ids)`: the model
-written anew, or transformers' own class for such layers, over the whole text under a dense block-causal mask.
-"""
-
-import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import published
 import torch
-from helpers import left_padded
-from mrp_trainer.data.samples import Sample
+import torch.nn.functional as F
 from mrp_trainer.heads import new_head
-from mrp_trainer.train.arguments import MRPTrainingArguments
-from mrp_trainer.train.trainer import MRPTrainer
-from published import backbone_config, random_tensors, write
+from published import backbone_config, hidden_states, random_tensors, write
 from torch import Tensor
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
-from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.model.layouts import StoredTensor
+from modeling_mrp import MRPForCausalLM
 
-Shape = tuple[int, ...]
+Shapes = dict[str, tuple[int, ...]]
 Logits = Callable[[list[int]], Tensor]
-
-PROMPTS = [
-    [15, 17, 80, 3, 44, 9],
-    [8],
-    [7, 7, 21, 90],
-    [33, 2, 60, 61, 62, 63, 64, 65],
-    [12, 13, 14],
-    [70, 71, 72, 73, 74],
-    [4, 6],
-    [50],
-]
-MODES = [
-    {"decoding": decoding, "target": target, "num_draft_states": 4}
-    for decoding in ("self_spec", "mrp_spec")
-    for target in ("static", "sequential", "dynamic", "entropy_bound")
-]
-LIVELY = {"confidence_threshold": 0.05, "entropy_threshold": 5.0}
+MLP = ("gate", "up", "down")
+# What the published configs share; each family's changes it.
+COMMON: dict[str, Any] = {"attention_dropout": 0.0, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_scaling": None}
+COMMON |= {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True}
+# What makes a twin small.
+TINY: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY |= {"num_key_value_heads": 2, "vocab_size": 101, "max_position_embeddings": 512, "torch_dtype": "float32"}
 
 
-def twin_config(**changes: Any) -> dict[str, Any]:
-    """A published config of another family at a small size: what it shares with SDAR's, and what differs."""
-    return {**backbone_config(), **changes}
+@dataclass(frozen=True)
+class Family:
+    """A family of block-diffusion models.
+
+    Attributes:
+        twin: The config of a tiny model; `block_field` is the field that says the size of its blocks, None: always 4.
+        published: Configs as they are published, and how many numbers their tensors hold, in 10^9.
+        refused: Changes of the twin's config, and what is said of them.
+        shapes: The published tensors of a config.
+        logits: Of a twin's folder, config and tensors what it computes.
+    """
+
+    twin: dict[str, Any]
+    published: list[tuple[dict[str, Any], float]]
+    refused: list[tuple[dict[str, Any], str]]
+    shapes: Callable[[dict[str, Any]], Shapes]
+    logits: Callable[[Path, dict[str, Any], dict[str, Tensor]], Logits]
+    block_field: str | None = "block_size"
 
 
 def block_causal(length: int, block: int) -> Tensor:
     """Who sees whom, [1, 1, length, length] bool."""
     of = torch.arange(length) // block
     return (of <= of[:, None])[None, None]
+
+
+def of_stock(kind: Any, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], model_type: str) -> Any:
+    """transformers' own model of the tensors."""
+    write(folder / "stock", {**config, "model_type": model_type, "architectures": [kind.__name__]}, tensors)
+    options: dict[str, Any] = {"experts_implementation": "eager"} if "moe" in model_type else {}
+    return kind.from_pretrained(folder / "stock", dtype=torch.float64, attn_implementation="sdpa", **options)
+
+
+def stock_logits(kind: Any, model_type: str, block: str | int, shifted: bool = False) -> Any:
+    """What transformers' own model says at each position; where `shifted`, of every position what the one before it says."""
+
+    def made(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Logits:
+        model = of_stock(kind, folder, config, tensors, model_type)
+
+        @torch.no_grad()
+        def logits(ids: list[int]) -> Tensor:
+            mask = block_causal(len(ids), block if isinstance(block, int) else config[block])
+            scores: Tensor = model(torch.tensor([ids]), attention_mask=mask).logits[0]
+            return torch.cat([torch.zeros_like(scores[:1]), scores[:-1]]) if shifted else scores
+
+        return logits
+
+    return made
+
+
+# ------------------------------------------------------------------------------------------------- tensors
+
+
+def mlp_shapes(name: str, hidden: int, inner: int) -> Shapes:
+    return {f"{name}.{part}_proj.weight": (hidden, inner) if part == "down" else (inner, hidden) for part in MLP}
+
+
+def decoder_shapes(config: dict[str, Any], bias: bool = False, norms: bool = False, experts: bool = False) -> Shapes:
+    """A decoder of transformers' layout."""
+    hidden, inner, width = config["hidden_size"], config["intermediate_size"], config.get("head_dim")
+    width = width or hidden // config["num_attention_heads"]
+    sizes = {"q": config["num_attention_heads"] * width, "k": config["num_key_value_heads"] * width}
+    sizes["v"] = sizes["k"]
+    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    for layer in (f"model.layers.{at}" for at in range(config["num_hidden_layers"])):
+        shapes |= {f"{layer}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {f"{layer}.self_attn.{name}_proj.weight": (size, hidden) for name, size in sizes.items()}
+        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, sizes["q"])
+        shapes |= {f"{layer}.self_attn.{name}_proj.bias": (size,) for name, size in sizes.items() if bias}
+        shapes |= {f"{layer}.self_attn.{name}_norm.weight": (width,) for name in "qk" if norms}
+        if not experts:
+            shapes |= mlp_shapes(f"{layer}.mlp", hidden, inner)
+            continue
+        shapes[f"{layer}.mlp.gate.weight"] = (config["num_experts"], hidden)
+        for expert in range(config["num_experts"]):
+            shapes |= mlp_shapes(f"{layer}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
+    return shapes
+
+
+def llada2_shapes(config: dict[str, Any]) -> Shapes:
+    hidden, width, experts = config["hidden_size"], config["head_dim"], config["num_experts"]
+    heads, kv_heads = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    shapes: Shapes = dict.fromkeys(("model.word_embeddings.weight", "lm_head.weight"), (config["vocab_size"], hidden))
+    shapes["model.norm.weight"] = (hidden,)
+    for at in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{at}"
+        shapes |= {f"{layer}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {f"{layer}.attention.{name}_layernorm.weight": (width,) for name in ("query", "key")}
+        shapes[f"{layer}.attention.query_key_value.weight"] = (heads + 2 * kv_heads, hidden)
+        shapes[f"{layer}.attention.dense.weight"] = (hidden, heads)
+        if at < config["first_k_dense_replace"]:
+            shapes |= mlp_shapes(f"{layer}.mlp", hidden, config["intermediate_size"])
+            continue
+        shapes |= {f"{layer}.mlp.gate.weight": (experts, hidden), f"{layer}.mlp.gate.expert_bias": (experts,)}
+        inner = config["moe_intermediate_size"]
+        shapes |= mlp_shapes(f"{layer}.mlp.shared_experts", hidden, config["num_shared_experts"] * inner)
+        for expert in range(experts):
+            shapes |= mlp_shapes(f"{layer}.mlp.experts.{expert}", hidden, inner)
+    return shapes
+
+
+# ------------------------------------------------------------------------------------------------- LLaDA2.0 written anew
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * x / (x.square().mean(-1, keepdim=True) + COMMON["rms_norm_eps"]).sqrt()
+
+
+def rotate(x: Tensor, turned: int, theta: float) -> Tensor:
+    """Rotation of x [positions, heads, width]: of its first `turned` dimensions the pairs (i, i + turned / 2)."""
+    angle = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+    first, second, rest = x.split([turned // 2, turned // 2, x.shape[-1] - turned], -1)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def swiglu(tensors: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    gated = F.silu(x @ tensors[f"{name}.gate_proj.weight"].T) * (x @ tensors[f"{name}.up_proj.weight"].T)
+    return gated @ tensors[f"{name}.down_proj.weight"].T
+
+
+def experts_of(config: dict[str, Any], tensors: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """Token by token: of the best groups, by the sum of their two best corrected scores, the best experts."""
+    out = []
+    for token in x:
+        scores = (tensors[f"{name}.gate.weight"] @ token).sigmoid()
+        corrected = scores + tensors[f"{name}.gate.expert_bias"]
+        groups = corrected.view(config["n_group"], -1)
+        best = sorted(range(len(groups)), key=lambda g: -groups[g].sort().values[-2:].sum().item())[: config["topk_group"]]
+        there = [e for e in range(len(scores)) if e // groups.shape[1] in best]
+        chosen = sorted(there, key=lambda e: -corrected[e].item())[: config["num_experts_per_tok"]]
+        total = sum(scores[e] for e in chosen)
+        routed = sum(scores[e] / total * swiglu(tensors, f"{name}.experts.{e}", token) for e in chosen)
+        out.append(config["routed_scaling_factor"] * routed + swiglu(tensors, f"{name}.shared_experts", token))
+    return torch.stack(out)
+
+
+def llada2_logits(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Logits:
+    heads, kv_heads, width = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    tensors = {name: tensor.double() for name, tensor in tensors.items()}
+
+    def logits(ids: list[int]) -> Tensor:
+        sees = block_causal(len(ids), config["block_size"])[0, 0]
+        x = tensors["model.word_embeddings.weight"][ids]
+        for at in range(config["num_hidden_layers"]):
+            layer = f"model.layers.{at}"
+            normed = norm(x, tensors[f"{layer}.input_layernorm.weight"])
+            fused = (normed @ tensors[f"{layer}.attention.query_key_value.weight"].T).unflatten(1, (-1, width))
+            query, key, value = fused.split([heads, kv_heads, kv_heads], 1)
+            query, key = (
+                rotate(norm(part, tensors[f"{layer}.attention.{name}_layernorm.weight"]), config["rotary_dim"], 600000)
+                for name, part in (("query", query), ("key", key))
+            )
+            key, value = (part.repeat_interleave(heads // kv_heads, 1) for part in (key, value))
+            scores = torch.einsum("qhw,khw->hqk", query, key) / width**0.5
+            mixed = torch.einsum("hqk,khw->qhw", scores.masked_fill(~sees, -torch.inf).softmax(-1), value).flatten(1)
+            x = x + mixed @ tensors[f"{layer}.attention.dense.weight"].T
+            normed = norm(x, tensors[f"{layer}.post_attention_layernorm.weight"])
+            dense = at < config["first_k_dense_replace"]
+            x = x + (swiglu(tensors, f"{layer}.mlp", normed) if dense else experts_of(config, tensors, f"{layer}.mlp", normed))
+        return norm(x, tensors["model.norm.weight"]) @ tensors["lm_head.weight"].T
+
+    return logits
+
+
+def sdar_logits(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Logits:
+    """Written from method.md alone."""
+    tensors = {name: tensor.double() for name, tensor in tensors.items()}
+
+    def logits(ids: list[int]) -> Tensor:
+        usual, published.BLOCK = published.BLOCK, config["block_size"]
+        try:
+            return hidden_states(tensors, ids) @ tensors["lm_head.weight"].T
+        finally:
+            published.BLOCK = usual
+
+    return logits
+
+
+# ------------------------------------------------------------------------------------------------- the table
+
+# JetLM/SDAR-30B-A3B-Chat; its shape is Qwen3-30B-A3B's.
+MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
+MOE |= {"mlp_only_layers": [], "output_router_logits": False, "model_type": "sdar_moe"}
+MOE["router_aux_loss_coef"] = 0.001
+SDAR_MOE = backbone_config(**MOE)
+LARGE_MOE = {**SDAR_MOE, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+LARGE_MOE |= {"head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "block_size": 4}
+LARGE_MOE |= {"num_key_value_heads": 4, "vocab_size": 151936, "mask_token_id": 151669, "max_position_embeddings": 32768}
+
+# inclusionAI/LLaDA2.0-mini; -flash differs in sizes. The mask's id is not in the published config.
+LLADA2 = {**COMMON, "architectures": ["LLaDA2MoeModelLM"], "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 2048}
+LLADA2 |= {"intermediate_size": 5120, "max_position_embeddings": 32768, "model_type": "llada2_moe", "vocab_size": 157184}
+LLADA2 |= {"moe_intermediate_size": 512, "moe_router_enable_expert_bias": True, "n_group": 8, "norm_topk_prob": True}
+LLADA2 |= {"num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 20}
+LLADA2 |= {"num_key_value_heads": 4, "num_nextn_predict_layers": 0, "num_shared_experts": 1, "pad_token_id": 156892}
+LLADA2 |= {"partial_rotary_factor": 0.5, "rope_theta": 600000, "rotary_dim": 64, "routed_scaling_factor": 2.5}
+LLADA2 |= {"score_function": "sigmoid", "sliding_window": 4096, "topk_group": 4, "use_bias": False, "use_qk_norm": True}
+LLADA2 |= {"use_qkv_bias": False, "use_sliding_window": False, "router_dtype": "fp32", "norm_head": False}
+LLADA2_FLASH = {**LLADA2, "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 9216, "num_attention_heads": 32}
+LLADA2_FLASH["moe_intermediate_size"] = 1024
+LLADA2_TWIN = {**LLADA2, **TINY, "moe_intermediate_size": 16, "head_dim": 8, "num_hidden_layers": 3, "num_experts": 16}
+LLADA2_TWIN |= {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "pad_token_id": 1, "eos_token_id": 1}
+LLADA2_TWIN |= {"mask_token_id": 97, "rotary_dim": 4}
+
+# Efficient-Large-Model/Fast_dLLM_v2_7B; the 1.5B is smaller and tied.
+FAST = {**COMMON, "architectures": ["Fast_dLLM_QwenForCausalLM"], "bd_size": 32, "hidden_size": 3584, "max_window_layers": 28}
+FAST |= {"intermediate_size": 18944, "layer_types": ["full_attention"] * 28, "max_position_embeddings": 32768}
+FAST |= {"model_type": "Fast_dLLM_Qwen", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4}
+FAST |= {"rope_theta": 1000000.0, "sliding_window": None, "use_sliding_window": False, "vocab_size": 152064}
+FAST |= {"bos_token_id": 151643, "eos_token_id": 151645}
+FAST_SMALL = {**FAST, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
+FAST_SMALL |= {"tie_word_embeddings": True, "vocab_size": 151936}
+FAST_TWIN = {**FAST, **TINY, "layer_types": ["full_attention"] * 2, "mask_token_id": 97, "eos_token_id": 1, "bos_token_id": 1}
+
+# ByteDance-Seed/Stable-DiffCoder-8B-Instruct.
+DIFFCODER = {**COMMON, "architectures": ["StableDiffcoderForCausalLM"], "attention_bias": False, "mlp_bias": False}
+DIFFCODER |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "head_dim": None, "hidden_size": 4096}
+DIFFCODER |= {"intermediate_size": 14336, "max_position_embeddings": 8192, "model_type": "llama", "num_attention_heads": 32}
+DIFFCODER |= {"num_hidden_layers": 32, "num_key_value_heads": 8, "rope_theta": 500000.0, "vocab_size": 155136}
+
+FAMILIES: dict[str, Family] = {
+    "sdar": Family(backbone_config(), [], [], lambda config: decoder_shapes(config, norms=True), sdar_logits),
+    "sdar_moe": Family(
+        SDAR_MOE,
+        [(LARGE_MOE, 30.5)],
+        [
+            ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, num_experts 8"),
+            ({"num_experts": "8"}, "num_experts is '8'"),
+            ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+            ({"norm_topk_prob": 1}, "norm_topk_prob is 1"),
+        ],
+        lambda config: decoder_shapes(config, norms=True, experts=True),
+        stock_logits(Qwen3MoeForCausalLM, "qwen3_moe", "block_size"),
+    ),
+    "llada2_moe": Family(
+        LLADA2_TWIN,
+        [(LLADA2, 16.3), (LLADA2_FLASH, 102.9)],
+        [
+            ({"use_qkv_bias": True}, "the config has {'use_qkv_bias': True}"),
+            ({"score_function": "softmax"}, "the config has {'score_function': 'softmax'}"),
+            ({"n_group": 5}, "n_group is 5"),
+            ({"topk_group": 5}, "topk_group 5"),
+            ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
+            ({"num_shared_experts": 0}, "n_shared_experts 0"),
+        ],
+        llada2_shapes,
+        llada2_logits,
+    ),
+    "fast_dllm_v2": Family(
+        FAST_TWIN,
+        [(FAST, 7.62), (FAST_SMALL, 1.54)],
+        [],
+        lambda config: decoder_shapes(config, bias=True),
+        stock_logits(Qwen2ForCausalLM, "qwen2", "bd_size", shifted=True),
+        "bd_size",
+    ),
+    "stable_diffcoder": Family(
+        {**DIFFCODER, **TINY},
+        [(DIFFCODER, 8.25)],
+        [],
+        decoder_shapes,
+        stock_logits(LlamaForCausalLM, "llama", 4),
+        None,
+    ),
+    # Of docs/own_backbone.md: a Llama made block-causal.
+    "my_llama": Family(
+        {**DIFFCODER, **TINY, "architectures": ["LlamaForCausalLM"], "head_dim": 8},
+        [],
+        [],
+        decoder_shapes,
+        stock_logits(LlamaForCausalLM, "llama", 8),
+        None,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A tiny model in float64 of random tensors by published names, with a random head, and what it has to compute."""
+
+    name: str
+    folder: Path
+    model: Any
+    logits: Logits
+
+
+def loaded(folder: Path, config: dict[str, Any], shapes: Shapes, head_layers: int) -> tuple[Any, dict[str, Tensor]]:
+    """A model of random tensors, which lie in two shards, and these."""
+    tensors = random_tensors(shapes)
+    model = MRPForCausalLM.from_pretrained(write(folder, config, tensors, shards=2), dtype=torch.float64).eval()
+    if head_layers:
+        torch.manual_seed(0)
+        head = new_head(model, head_layers, "published")
+        with torch.no_grad():
+            head.norm.weight.fill_(0.05)
+        model.attach_head(head)
+    return model, tensors
+
+
+def twin_of(name: str, block: int | None, folder: Path, head_layers: int = 2) -> Twin:
+    """Load a twin of a family with blocks of a size, or of the family's only one."""
+    family = FAMILIES[name]
+    config = {**family.twin, **({} if family.block_field is None else {family.block_field: block})}
+    model, tensors = loaded(folder / "twin", config, family.shapes(config), head_layers)
+    return Twin(name, folder / "twin", model, family.logits(folder, config, tensors))
 
 
 def slow_decode(logits: Logits, prompt: Sequence[int], new: int, block: int, mask: int, rule: str) -> list[int]:
@@ -67,109 +356,3 @@ def slow_decode(logits: Logits, prompt: Sequence[int], new: int, block: int, mas
             at = where[0] if rule == "sequential" else max(where, key=lambda i: confidence[i].item())
             ids[at] = int(token[at])
     return ids[len(prompt) : len(prompt) + new]
-
-
-def loaded(
-    folder: Path, config: dict[str, Any], shapes: dict[str, Shape], head_layers: int = 0
-) -> tuple[Any, dict[str, Tensor]]:
-    """A model in float64 of random tensors by published names, which lie in two shards, with a random head or none."""
-    tensors = random_tensors(shapes)
-    model = MRPForCausalLM.from_pretrained(write(folder, config, tensors, shards=2), dtype=torch.float64).eval()
-    if head_layers:
-        torch.manual_seed(0)
-        head = new_head(model, head_layers, "published")
-        with torch.no_grad():
-            head.norm.weight.fill_(0.05)
-        model.attach_head(head)
-    return model, {name: tensor.double() for name, tensor in tensors.items()}
-
-
-def assert_decodes(model: Any, logits: Logits, new: int = 14) -> None:
-    """Undrafted text is that of the slow decoder."""
-    block, mask = model.config.block_size, model.config.mask_token_id
-    for rule in ("static", "sequential"):
-        for prompt in PROMPTS[:2]:
-            ids = model.generate(torch.tensor([prompt]), decoding=rule, max_new_tokens=new, eos_token_id=None)
-            assert ids[0, len(prompt) :].tolist() == slow_decode(logits, prompt, new, block, mask, rule), (rule, prompt)
-
-
-def assert_drafts_are_lossless(model: Any, new: int = 14) -> None:
-    """Each drafted mode gives its target's text in fewer forwards, alone and in a ragged batch of 8 padded on either side; and
-    a row's text is the one that it has alone, also where the head changes it."""
-    left = left_padded(PROMPTS)
-    real = left["attention_mask"].bool()
-    right = {
-        name: torch.stack([torch.cat([row[here], row[~here]]) for row, here in zip(part, real, strict=True)])
-        for name, part in left.items()
-    }
-    options = {"max_new_tokens": new, "eos_token_id": None, "return_dict_in_generate": True, **LIVELY}
-    few = model.config.block_size > 4  # of long blocks the modes in which most can go wrong
-    for mode in (MODES[2], MODES[5]) if few else MODES:
-        for inputs in (left,) if few else ({"input_ids": torch.tensor(PROMPTS[:1])}, left, right):
-            target = model.generate(**inputs, decoding=mode["target"], **options)
-            drafted = model.generate(**inputs, **mode, **options)
-            width = inputs["input_ids"].shape[1]
-            assert drafted.sequences[:, width:].equal(target.sequences[:, width:]), mode
-            assert drafted.stats.row_forwards.sum() <= target.stats.row_forwards.sum(), mode
-    for decoding in ("sequential", "mrp_direct", "mrp_remask"):
-        whole = model.generate(**left, decoding=decoding, **options).sequences[:, left["input_ids"].shape[1] :]
-        for row, prompt in list(zip(whole, PROMPTS, strict=True))[: 1 if few else 3]:
-            alone = model.generate(torch.tensor([prompt]), decoding=decoding, **options).sequences[0, len(prompt) :]
-            assert row.equal(alone), decoding
-
-
-def assert_saved_and_loaded(model: Any, folder: Path) -> None:
-    """A model is saved in our layout, its head by itself, and both are loaded again as they were."""
-    ids = torch.tensor(PROMPTS[:1])
-    options = {"decoding": "mrp_spec", "target": "static", "max_new_tokens": 12, "num_draft_states": 4}
-    text = model.generate(ids, **options)
-    model.save_pretrained(folder / "whole")
-    whole = MRPForCausalLM.from_pretrained(folder / "whole", dtype=torch.float64)
-    assert whole.config.family == model.config.family
-    assert whole.state_dict().keys() == model.state_dict().keys()
-    assert all(tensor.equal(whole.state_dict()[name]) for name, tensor in model.state_dict().items())
-    assert whole.generate(ids, **options).equal(text)
-    model.save_pretrained(folder / "head", head_only=True)
-    of_head = MRPForCausalLM.from_pretrained(folder / "head", dtype=torch.float64)
-    assert of_head.generate(ids, **options).equal(text)
-
-
-def assert_has_published_tensors(config: dict[str, Any], shapes: dict[str, Shape]) -> int:
-    """On the meta device, the model of a published config takes exactly these tensors; returns how many numbers they are."""
-    found = {name: StoredTensor(name, Path("meta"), shape, "BF16") for name, shape in shapes.items()}
-    ours = MRPConfig.from_dict(config)
-    MRPForCausalLM.check_tensors(ours, found)
-    with torch.device("meta"):
-        model = MRPForCausalLM(ours)
-    count = sum(torch.Size(shape).numel() for shape in shapes.values())
-    state = {name: tensor for name, tensor in model.state_dict().items() if name in shapes or name != "lm_head.weight"}
-    assert sum(tensor.numel() for tensor in state.values()) == count
-    return count
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    """The config of a checkpoint, as it was written."""
-    fields: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return fields
-
-
-def assert_trains(model: Any, folder: Path) -> None:
-    """Two steps of the head's objective change the head alone, and its drafts stay lossless."""
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(6, 90, (20,), generator=generator).numpy() for _ in range(4)]
-    rows = [Sample(index, row, np.arange(len(row)) >= 6) for index, row in enumerate(ids)]
-    options: dict[str, Any] = {
-        "max_steps": 2,
-        "per_device_train_batch_size": 2,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-    }
-    arguments = MRPTrainingArguments(
-        output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, objective="mrp", learning_rate=1e-3, **options
-    )
-    MRPTrainer(model=model, args=arguments, train_dataset=rows).train()
-    changed = {name for name, tensor in model.state_dict().items() if not tensor.double().equal(before[name])}
-    assert changed
-    assert all(name.startswith("mrp_head.") for name in changed)
-    model.eval()

@@ -1,6 +1,7 @@
 """What several test files share: prompts, ways to call `generate`, comparisons, a chi-square test and training samples."""
 
 import hashlib
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,25 +13,22 @@ from mrp_trainer.data.samples import Sample
 from mrp_trainer.train.collator import DiffusionCollator
 from mrp_trainer.train.packed import PackedBatch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, PreTrainedTokenizerFast, set_seed
 
-from modeling_mrp import MRPForCausalLM
+from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS, PUBLISHED
 from tests.random_cases import batch_of
 
 BLOCK, MASK, PAD, VOCAB = 4, 60, 0, 64  # of make_model
 ALPHA = 1e-4  # false-alarm rate of each chi-square test; seeds are fixed
-LOSSLESS = ("static", "self_spec", "mrp_spec")
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7], [21, 22, 23, 24, 25, 26, 27, 28, 29, 30]]
 # Random weights repeat themselves when greedy; sampled texts vary, and the thresholds let every mode do what it is for.
-LIVELY: dict[str, Any] = {
-    **{"do_sample": True, "top_k": 0, "confidence_threshold": 0.04, "low_threshold": 0.03, "entropy_threshold": 5.0}
-}
+LIVELY: dict[str, Any] = {"do_sample": True, "top_k": 0, "confidence_threshold": 0.04, "low_threshold": 0.03}
+LIVELY |= {"entropy_threshold": 5.0}
 
 left_padded = batch_of
 # Of the rules from papers one without a memory and one with: what they differ in is tested without a model.
 MODES = [mode for mode in DECODINGS if mode not in {*PUBLISHED} - {"hierarchy", "credit"}]
-every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def random_ids(seed: int, *shape: int) -> Tensor:
@@ -64,6 +62,19 @@ def generate(model: MRPForCausalLM, prompts: Sequence[list[int]], **options: Any
     return model.generate(**left_padded(prompts), return_dict_in_generate=True, **options)
 
 
+_TABLES = ("row_forwards", "row_head_forwards", "drafted", "accepted", "revoked", "accepted_lengths", "revocations")
+
+
+def same_output(got: Any, expected: Any) -> None:
+    """Asserts the same text, steps, log-probabilities and counts."""
+    assert torch.equal(got.sequences, expected.sequences)
+    assert torch.equal(got.reveal_step, expected.reveal_step)
+    torch.testing.assert_close(got.token_logprobs, expected.token_logprobs)
+    assert got.stats.forwards == expected.stats.forwards
+    for name in _TABLES:
+        assert torch.equal(getattr(got.stats, name), getattr(expected.stats, name)), name
+
+
 def texts(model: MRPForCausalLM, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
     """The generated tokens of every row, without padding."""
     out = generate(model, prompts, **options)
@@ -76,21 +87,46 @@ def text(model: MRPForCausalLM, prompt: list[int], **options: Any) -> list[int]:
     return texts(model, [prompt], **options)[0]
 
 
-def inside_a_block(prompt: list[int], tokens: list[int]) -> int:
-    """The index of a token that is new to the text and neither first nor last in its block."""
-    return next(
-        i for i in range(1, len(tokens)) if tokens[i] not in tokens[:i] and (len(prompt) + i) % BLOCK in range(1, BLOCK - 1)
-    )
+class Says(LogitsProcessor):
+    """One number for every token, once so many tokens are committed."""
+
+    def __init__(self, number: float, committed: int = 0) -> None:
+        self.number, self.committed = number, committed
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, self.number) if input_ids.shape[1] >= self.committed else scores
 
 
-class StopAfter(StoppingCriteria):
-    """Stops behind a token."""
+def says_all(number: float, committed: int = 0) -> dict[str, Any]:
+    """The options under which every score is one number, once so many tokens are committed."""
+    return {"logits_processor": [Says(number, committed)]}
 
-    def __init__(self, token: int) -> None:
-        self.token = token
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return input_ids[:, -1] == self.token
+SHA = "89abcdef0123456789abcdef0123456789abcdef"
+
+
+def in_hub_cache(folder: Path, cache: Path, name: str, sha: str = SHA) -> None:
+    """Puts a folder where a download would have put it."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, repository / "snapshots" / sha)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(sha)
+
+
+def same_tensors(a: Any, b: Any) -> bool:
+    """Whether two modules have the same tensors of the same names."""
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+SPEC: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 4, "max_new_tokens": 12, "eos_token_id": None}
+SPEC |= {"pad_token_id": 0, "return_dict_in_generate": True}
+
+
+def speculate(model: MRPForCausalLM, prompt: Tensor) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, and how many drafts were made and right: these depend on the head."""
+    out: Any = model.generate(prompt, **SPEC)
+    return out.sequences[0].tolist(), out.stats.drafted.tolist(), out.stats.accepted.tolist()
 
 
 def sample(index: int, length: int, response_start: int) -> Sample:
@@ -114,3 +150,22 @@ def python_function(source: str) -> Callable[[Any], Any]:
 def hashes(folder: Path) -> dict[str, str]:
     """SHA-256 of every file under a folder, by path."""
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
+
+
+def word_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, head_layers: int = 1) -> MRPForCausalLM:
+    """One layer of random weights for a tokenizer, blocks of 8."""
+    set_seed(seed)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    ids = {name: getattr(tokenizer, name) for name in ("mask_token_id", "pad_token_id", "eos_token_id")}
+    return MRPForCausalLM(
+        MRPConfig(
+            **shape,
+            **ids,
+            vocab_size=len(tokenizer),
+            num_key_value_heads=1,
+            block_size=8,
+            max_position_embeddings=256,
+            initializer_range=0.1,
+            num_nextn_predict_layers=head_layers,
+        )
+    )

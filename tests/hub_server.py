@@ -1,6 +1,6 @@
 """A small Hub on loopback for tests: what huggingface_hub 2.4 asks for when it pushes and loads models, with users by token.
 
-with HubServer(folder) as hub:
+with HubServer() as hub:
     hub.add_user("alice", token="hf_alice", organizations=["org"])
     environment = hub.environment(tmp_path, "hf_alice")
     run_python("from huggingface_hub import create_repo; create_repo('org/name')", tmp_path, environment)
@@ -24,9 +24,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from huggingface_hub import ModelCard
-
-LICENSES = {"apache-2.0", "mit", "other", "unknown"}
 Files = dict[str, bytes]
 Answer = tuple[int, Any, dict[str, str]]
 
@@ -75,16 +72,6 @@ class Repository:
         return self.commits[oid]
 
 
-@dataclass(frozen=True)
-class Logged:
-    """A request that was answered."""
-
-    method: str
-    path: str
-    query: str
-    status: int
-
-
 @dataclass
 class Fault:
     """The next request whose "METHOD /path" matches is answered by this status, or with its body changed."""
@@ -98,7 +85,6 @@ class Fault:
 class User:
     name: str
     organizations: Sequence[str]
-    can_write: bool
 
     def owns(self, repo_id: str) -> bool:
         return repo_id.split("/")[0] in (self.name, *self.organizations)
@@ -110,10 +96,12 @@ def oid_of(path: str, content: bytes) -> str:
     return hashlib.sha256(content).hexdigest() if large else hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-def check_card(text: str) -> None:
-    """Refuse a license that the Hub does not know, as it does."""
-    if ModelCard(text).data.get("license") not in {None, *LICENSES}:
-        raise HubError(400, f'"license" must be one of {sorted(LICENSES)}')
+def described(file: tuple[str, bytes]) -> dict[str, Any]:
+    """A file as listings tell of it."""
+    path, content = file
+    oid, size = oid_of(path, content), len(content)
+    lfs = {"lfs": {"oid": oid, "sha256": oid, "size": size, "pointerSize": 0}} if path.endswith(".safetensors") else {}
+    return {"type": "file", "path": path, "oid": oid, "size": size, **lfs}
 
 
 class HubServer:
@@ -122,16 +110,16 @@ class HubServer:
     Attributes:
         url: The address, for `HF_ENDPOINT`.
         repositories: By id.
-        requests: What was asked for, in order.
+        requests: What was asked for, "METHOD /path", in order.
         faults: What goes wrong next; `fail` adds one.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.lock = folder, threading.RLock()
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.users: dict[str, User] = {}
         self.repositories: dict[str, Repository] = {}
         self.objects: Files = {}
-        self.requests: list[Logged] = []
+        self.requests: list[str] = []
         self.faults: list[Fault] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
@@ -145,8 +133,8 @@ class HubServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def add_user(self, name: str, token: str, organizations: Sequence[str] = (), can_write: bool = True) -> None:
-        self.users[token] = User(name, tuple(organizations), can_write)
+    def add_user(self, name: str, token: str, organizations: Sequence[str] = ()) -> None:
+        self.users[token] = User(name, tuple(organizations))
 
     def fail(self, pattern: str, **how: Any) -> None:
         self.faults.append(Fault(pattern, **how))
@@ -167,9 +155,6 @@ class HubServer:
         repo = self.repositories.get(repo_id) or self.create(repo_id, private)
         base = repo.read("main")
         return repo.commit("refs/heads/main", "by the test", base.files | files, base.oid).oid
-
-    def asked(self, pattern: str) -> list[Logged]:
-        return [one for one in self.requests if re.match(pattern, f"{one.method} {one.path}?{one.query}")]
 
     def environment(self, home: Path, token: str | None = None, **more: str) -> dict[str, str]:
         """The environment of a process that uses this Hub: own caches under `home`, no credentials but the token."""
@@ -192,21 +177,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         where = urlsplit(self.path)
+        asked = f"{self.command} {where.path}"
         self.query = parse_qs(where.query)
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         with self.hub.lock:
-            struck = [fault for fault in self.hub.faults if re.match(fault.pattern, f"{self.command} {where.path}")][:1]
-            for fault in struck:
+            self.hub.requests.append(asked)
+            fault = next((fault for fault in self.hub.faults if re.match(fault.pattern, asked)), Fault(""))
+            if fault in self.hub.faults:
                 self.hub.faults.remove(fault)
-            status, body, headers = (
-                (struck[0].status, {"error": "a failure of the test's"}, {})
-                if struck and struck[0].status
-                else self._answer(unquote(where.path))
-            )
-            self.hub.requests.append(Logged(self.command, where.path, where.query, status))
-        body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        for fault in struck:
-            body = fault.change(body)
+            if fault.status is None:
+                status, body, headers = self._answer(unquote(where.path))
+            else:
+                status, body, headers = fault.status, {"error": "a failure of the test's"}, {}
+        body = fault.change(body if isinstance(body, bytes) else json.dumps(body).encode())
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
@@ -224,15 +207,12 @@ class _Handler(BaseHTTPRequestHandler):
             method = "GET" if self.command == "HEAD" else self.command
             for wanted, pattern, answer in ROUTES:
                 if method == wanted and (found := re.fullmatch(pattern, path)):
-                    return 200, *self._pair(answer(self, *found.groups()))
+                    answered = answer(self, *found.groups())
+                    return 200, *(answered if isinstance(answered, tuple) else (answered, {}))
             raise HubError(404, f"This server does not know {self.command} {path}")
         except HubError as error:
             status, message, code, more = (*error.args, None, None)[:4]
             return status, {"error": message, **(more or {})}, {"X-Error-Message": message, "X-Error-Code": code or ""}
-
-    @staticmethod
-    def _pair(answer: Any) -> tuple[Any, dict[str, str]]:
-        return answer if isinstance(answer, tuple) else (answer, {})
 
     def readable(self, repo_id: str) -> Repository:
         """A repository that the user may see; one that is missing and one that is private look the same."""
@@ -242,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
         return repo
 
     def writable(self, repo_id: str) -> None:
-        if self.user is None or not self.user.owns(repo_id) or not self.user.can_write:
+        if self.user is None or not self.user.owns(repo_id):
             raise HubError(403 if self.user else 401, f"You don't have the rights to write to {repo_id}")
 
     def whoami(self) -> Any:
@@ -262,27 +242,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def model_info(self, repo_id: str, revision: str = "main") -> Any:
         repo = self.readable(repo_id)
-        commit, siblings = repo.read(revision), []
-        for path, content in commit.files.items():
-            oid, size = oid_of(path, content), len(content)
-            lfs = {"lfs": {"sha256": oid, "size": size, "pointerSize": 0}} if path.endswith(".safetensors") else {}
-            siblings.append({"rfilename": path, "blobId": oid, "size": size, **lfs})
+        commit = repo.read(revision)
+        siblings = [{"rfilename": one["path"], "blobId": one["oid"], **one} for one in map(described, commit.files.items())]
         return {"id": repo_id, "sha": commit.oid, "private": repo.private, "tags": [], "siblings": siblings}
 
     def tree(self, repo_id: str, revision: str, folder: str | None = None) -> Any:
         files = self.readable(repo_id).read(revision).files
-        inside = {path: content for path, content in files.items() if path.startswith(folder or "")}
-        if not inside:
+        found = [described(one) for one in files.items() if one[0].startswith(folder or "")]
+        if not found:
             raise HubError(404, f"{folder} does not exist on {revision}", "EntryNotFound")
-        found = []
-        for path, content in inside.items():
-            oid, size = oid_of(path, content), len(content)
-            lfs = {"lfs": {"oid": oid, "size": size, "pointerSize": 0}} if path.endswith(".safetensors") else {}
-            found.append({"type": "file", "path": path, "oid": oid, "size": size, **lfs})
         return found
 
     def validate_yaml(self) -> Any:
-        check_card(json.loads(self.body)["content"])
         return {"errors": [], "warnings": []}
 
     def create_branch(self, repo_id: str, name: str) -> Any:
@@ -309,13 +280,11 @@ class _Handler(BaseHTTPRequestHandler):
         return {"files": answers}
 
     def lfs_batch(self, repo_id: str) -> Any:
-        upload = [
-            item
-            if item["oid"] in self.hub.objects
-            else {**item, "actions": {"upload": {"href": f"{self.hub.url}/lfs/{item['oid']}"}}}
-            for item in json.loads(self.body)["objects"]
-        ]
-        return {"transfer": "basic", "objects": upload}
+        items = json.loads(self.body)["objects"]
+        for item in items:
+            if item["oid"] not in self.hub.objects:
+                item["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{item['oid']}"}}
+        return {"transfer": "basic", "objects": items}
 
     def lfs_upload(self, oid: str) -> Any:
         if hashlib.sha256(self.body).hexdigest() != oid:
@@ -339,7 +308,6 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 large = kind == "lfsFile"
                 files[value["path"]] = self.hub.objects[value["oid"]] if large else base64.b64decode(value["content"])
-        check_card(files.get("README.md", b"").decode())
         repo.pull_requests += proposed
         ref = f"refs/pr/{repo.pull_requests}" if proposed else repo.ref(revision)
         made = repo.commit(ref, header["summary"], files, base.oid)

@@ -22,13 +22,14 @@ RECORD = ROOT / "tests" / "mutants.json"
 FIRST = [f"tests/generate/test_fuzz.py::test_random_decodes[{seed}]" for seed in range(8)]
 SELECTION = {
     "rules": ("rules", "bans"),
-    "generate": ("remask", "infilling", "active_rows"),
+    "generate": ("decoding", "active_rows", "score"),
     "networks": ("cache", "sampling", "continuation", "graphs", "round_attention", "first_use"),
     "kernels": ("pick", "kernels", "round_attention", "sampling", "fused_layers", "kernel_decoding", "first_use"),
 }
 # What is imported before, so that no child has to.
 WARM = ("pytest", "tokenizers", "transformers.trainer", "transformers.models.qwen3.modeling_qwen3")
-SECONDS = 300  # of the processor's time, after which a mutant counts as found: it does not come to an end
+SECONDS = 300  # of the processor's time that a mutant is given
+ONE_TEST = 30  # of it, after which a test of it does not come to an end, so that it counts as found
 
 Mutant = dict[str, str]
 
@@ -73,6 +74,10 @@ def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
         """Notes the first failure."""
 
         failed = ""
+
+        def pytest_runtest_logstart(self) -> None:
+            used = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
+            resource.setrlimit(resource.RLIMIT_CPU, (min(used + ONE_TEST, SECONDS), SECONDS + 1))
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             if report.failed and not self.failed:

@@ -72,7 +72,7 @@ def started(folder: Path, *flags: str) -> Iterator[Server]:
         pytest.importorskip(name, reason="the server and its tests' client stand on it")
     command = [sys.executable, "-m", "mrp_trainer.cli", "serve", MODEL, "--port", "0", *flags]
     log = folder / "log"
-    with HubServer(folder / "hub") as hub, log.open("w") as errors:
+    with HubServer() as hub, log.open("w") as errors:
         environment = {**ENVIRONMENT, "HF_ENDPOINT": hub.url, "HF_HOME": str(folder)}
         running = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:

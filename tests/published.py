@@ -4,12 +4,13 @@ Nothing here uses the package: tensors are looked up by their published names.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, WIDTH = 32, 48, 2, 4, 2, 8
@@ -129,6 +130,23 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], shar
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map})
     )
+    return folder
+
+
+def as_published(source: Path, folder: Path) -> Path:
+    """A checkpoint of this package in one file, its tokenizer beside it, as one in the published layout."""
+    folder.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.suffix in (".json", ".jinja"):
+            shutil.copyfile(path, folder / path.name)
+    tensors = load_file(source / "model.safetensors")
+    save_file({name.replace("mrp_head.", f"{HEAD}."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    fields = json.loads((source / "config.json").read_text())
+    name = "SDARMRPForCausalLM" if fields["num_nextn_predict_layers"] else "SDARForCausalLM"
+    fields |= {"model_type": "sdar", "architectures": [name], "rope_theta": fields.pop("rope_parameters")["rope_theta"]}
+    left_out = {"auto_map"} if fields["num_nextn_predict_layers"] else {"auto_map", "num_nextn_predict_layers", "num_mrp_heads"}
+    kept = {name: value for name, value in fields.items() if name not in left_out}
+    (folder / "config.json").write_text(json.dumps(kept))
     return folder
 
 

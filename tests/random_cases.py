@@ -10,16 +10,18 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 
-from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp import MRPConfig, MRPForCausalLM, MRPGenerationConfig
 from modeling_mrp.generate.option_table import DRAFTING, PUBLISHED, REMASK_RULES, TARGETS
+from modeling_mrp.generate.options import OPTION_NAMES
 from tests.reference import Row as SlowRow
 from tests.reference import reference_decode
 
 Row = dict[str, Any]
 MASK, VOCAB = 60, 64
 # Those that say what a text is; half of the cases are of the rules from papers.
+WAYS = ("arguments", "dict", "theirs", "ours", "own")  # of giving options, the last in the model's own config
 MODES = (*2 * ("static", "dynamic", "sequential", "entropy_bound", "mrp_direct", "mrp_remask"), *PUBLISHED)
 
 
@@ -183,7 +185,7 @@ def random_infill(rng: random.Random, rows: int, most: int) -> Tensor | None:
     """Draw given tokens and masks that continue each prompt, sometimes whole blocks of either; mostly none."""
     if rng.random() < 0.6:
         return None
-    count = rng.randint(1, most)
+    count = rng.choice((most, rng.randint(1, most)))  # to the limit, too
     pattern = []
     for _ in range(rows):
         share, ids = rng.random(), list[int]()
@@ -241,17 +243,42 @@ class Case:
         strings = {"stop_strings": [f"w{id:02d}" for id in self.stops], "tokenizer": word_tokenizer()}
         return self.rng.choice((strings, {"stopping_criteria": [StopsBehind(self.stops)]}))
 
-    def decode(self, order: Sequence[int] | None = None, **options: Any) -> tuple[list[Row], Any]:
-        """Decode all rows, or some in an order; what each got (tokens, steps, log-probabilities), and the whole output."""
+    def decode(
+        self,
+        order: Sequence[int] | None = None,
+        criteria: Sequence[StoppingCriteria] = (),
+        way: str = "arguments",
+        **options: Any,
+    ) -> tuple[list[Row], Any]:
+        """Decode all rows, or some in an order, with more criteria and options given in one of `WAYS`; what each got (tokens,
+        steps, log-probabilities), and the whole output."""
         self.calls += 1
         places = range(len(self.prompts)) if order is None else order
         inputs: dict[str, Any] = batch_of([self.prompts[i] for i in places], self.rng.choice(("left", "right")))
         given = {"decoding": self.mode, **self.options, **self.stopping(), "seed": [self.seeds[i] for i in places], **options}
+        if criteria:
+            given["stopping_criteria"] = [*given.get("stopping_criteria", []), *criteria]
         infill = None if self.infill is None else self.infill[list(places)]
-        out: Any = self.model.generate(**inputs, infill_ids=infill, return_dict_in_generate=True, **given)
+        own, given = self.model.generation_config, self.given_in(way, given)
+        try:
+            out: Any = self.model.generate(**inputs, infill_ids=infill, return_dict_in_generate=True, **given)
+        finally:
+            self.model.generation_config = own
         new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         parts = zip(new, out.reveal_step.tolist(), out.token_logprobs, strict=True)
         return [{"tokens": tokens, "steps": steps, "logprobs": logprobs} for tokens, steps, logprobs in parts], out
+
+    def given_in(self, way: str, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that say the same in another way; the model's own config may be changed."""
+        if way == "arguments":
+            return given
+        fields = {name: value for name, value in given.items() if name in OPTION_NAMES}
+        others = {name: value for name, value in given.items() if name not in OPTION_NAMES}
+        if way == "own":
+            self.model.generation_config = MRPGenerationConfig(**fields)
+            return others
+        kinds: dict[str, Any] = {"dict": dict, "theirs": GenerationConfig, "ours": MRPGenerationConfig}
+        return {"generation_config": kinds[way](**fields), **others}
 
     def by_reference(self, row: int, **options: Any) -> SlowRow:
         """Decode a row by the slow decoder."""

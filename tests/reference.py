@@ -15,7 +15,7 @@ import transformers as hf
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.option_table import OPTIONS, PUBLISHED
+from modeling_mrp.generate.option_table import OPTIONS
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
 from modeling_mrp.rules.reveal import RevealRule
@@ -99,6 +99,7 @@ class Row:
         revocations: (index behind the prompt, token) of what `mrp_remask` took back, in order.
         lengths: Of each round how many states it went through.
         depths: Of each round how deep drafts were offered, and accepted.
+        verified: Of each round whether drafts were scored.
         made, drawn: By position the step and log-probability of a reveal, and the scores [vocab] that it was drawn from.
         step_of: By state, the steps since its block was opened.
         past: Steps so far, with what each chose before bans.
@@ -126,6 +127,7 @@ class Row:
         self.stop: int | None = None  # where it ends the text
         self.lengths: list[int] = []
         self.depths: list[tuple[int, int]] = []
+        self.verified: list[bool] = []
         self.revocations: list[tuple[int, int]] = []
 
     def finish(self, state: State) -> "Row":
@@ -301,22 +303,8 @@ class Row:
 
     def choose(self, state: State, said: Said, decoding: str) -> list[Pick]:
         """The picks that the backbone's step at a state reveals, from left to right."""
-        if decoding in PUBLISHED:
-            return chosen_by(decoding, self.told(state, said), self.past, self.options)
-        picks, steps = list(said.picks.values()), self.options.denoising_steps or self.block
-        count = self.block // steps + (self.step_of[state] < self.block % steps)
-        if decoding in ("static", "mrp_direct"):
-            chosen = most_confident(picks, count)
-        elif decoding == "sequential":
-            chosen = picks[:count]
-        elif decoding in ("dynamic", "mrp_remask"):
-            threshold = logit(self.options.confidence_threshold)
-            chosen = [pick for pick in picks if pick.log_odds > threshold] or most_confident(picks, 1)
-        else:
-            ranked = sorted(picks, key=lambda pick: (pick.entropy, pick.position))
-            sums = [sum(pick.entropy for pick in ranked[: n + 1]) for n in range(len(ranked))]
-            chosen = [p for p, total in zip(ranked, sums, strict=True) if total < self.options.entropy_threshold] or ranked[:1]
-        return sorted(chosen, key=lambda pick: pick.position)
+        rule = {"mrp_direct": "static", "mrp_remask": "dynamic"}.get(decoding, decoding)
+        return chosen_by(rule, self.told(state, said), self.past, self.options)
 
     def chosen(self, state: State, said: Said, decoding: str) -> list[Pick]:
         """What a step of the text reveals, noted for later ones, without what bans take back."""
@@ -519,6 +507,7 @@ class Row:
             if source is None:  # behind a clean block
                 last = state
             self.drafted += sum(not behind for _, _, behind in nodes[1:])
+            self.verified.append(any(not behind for _, _, behind in nodes[1:]))
             self.accepted += depth
             self.lengths.append(length)
             offered = any(self.follows(node, last) for node, _, behind in nodes[1:] if not behind)

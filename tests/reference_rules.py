@@ -1,4 +1,4 @@
-"""The published reveal rules as their definitions read, slowly: from all earlier steps, without memos, in probabilities.
+"""The reveal rules as their definitions read, slowly: from all earlier steps, without memos, in probabilities.
 
 A rule is a function of the step, the earlier steps of its block, and the options. It gives picks; in the end the surest one if
 there are none.
@@ -46,6 +46,30 @@ def p(pick: Any) -> float:
 
 def lower(options: Any, published: float) -> float:
     return published if options.low_threshold is None else options.low_threshold
+
+
+def quota(step: Step, options: Any) -> int:
+    """How many a step reveals of a schedule."""
+    steps = options.denoising_steps or step.block
+    return step.block // steps + (min(step.number, steps - 1) < step.block % steps)
+
+
+def by_static(step: Step, past: list[Step], options: Any) -> list[Any]:
+    return ranked(step.picks)[: quota(step, options)]
+
+
+def by_sequential(step: Step, past: list[Step], options: Any) -> list[Any]:
+    return step.picks[: quota(step, options)]
+
+
+def by_dynamic(step: Step, past: list[Step], options: Any) -> list[Any]:
+    return [pick for pick in step.picks if p(pick) > options.confidence_threshold]
+
+
+def by_entropy_bound(step: Step, past: list[Step], options: Any) -> list[Any]:
+    order = sorted(step.picks, key=lambda pick: (pick.entropy, pick.position))
+    sums = [sum(pick.entropy for pick in order[: n + 1]) for n in range(len(order))]
+    return [pick for pick, total in zip(order, sums, strict=True) if total < options.entropy_threshold] or order[:1]
 
 
 def by_fast_dllm(step: Step, past: list[Step], options: Any) -> list[Any]:
@@ -117,7 +141,7 @@ def by_prophet(step: Step, past: list[Step], options: Any) -> list[Any]:
     wide = 7.5 if progress < 0.33 else 5 if progress < 0.67 else 2.5
     if sum(pick.log_odds for pick in step.picks) / len(step.picks) >= wide:
         return step.picks
-    return ranked(step.picks)[: step.block // steps + (min(step.number, steps - 1) < step.block % steps)]
+    return by_static(step, past, options)
 
 
 def by_bacd(step: Step, past: list[Step], options: Any) -> list[Any]:

@@ -7,7 +7,6 @@ import random
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 from helpers import naive_norm
+from mrp_trainer import TINY
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.runs import LORA_TARGETS
@@ -32,6 +32,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from modeling_mrp import MRPConfig, MRPForCausalLM
 
 BLOCK, MASK = 4, 60
+CHATS = [
+    {"messages": [{"role": "user", "content": f"What is {n} + 4?"}, {"role": "assistant", "content": f"n = {n} + 4 = {n + 4}"}]}
+    for n in range(6)
+]
 # Once, in the process from which all others are forked: what takes seconds to import.
 _PRELOADED = [
     "transformers.trainer",
@@ -103,13 +107,11 @@ class Run:
         double: Whether all is computed in float64.
         seed: Of torch's generator and of the weights that training starts from.
         resume: Whether to take up the newest checkpoint.
-        kill: The process kills itself, with SIGKILL: at a step's event (`(3, "on_step_end")`), or as soon as a file is there
-            (`(4, "optimizer.pt")`: in the checkpoint of step 4).
+        kill: The process kills itself, with SIGKILL, at a step's event: `(3, "on_step_end")`.
         scramble: Whether every step is preceded by another seed of every global generator.
         sharded: Whether FSDP2 shards the model.
         adapter: Whether only a LoRA adapter of the head trains.
         eval_rows: How many rows are held out.
-        vocab_size: The model's.
     """
 
     folder: Path
@@ -124,7 +126,6 @@ class Run:
     sharded: bool = False
     adapter: bool = False
     eval_rows: int = 0
-    vocab_size: int = 64
 
 
 class _Watch(TrainerCallback):
@@ -148,24 +149,12 @@ class _Watch(TrainerCallback):
                 if parameter.grad is not None:
                     self.gradients[name] = whole(parameter.grad).clone()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._kill("on_save", state.global_step)
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._kill("on_step_end", state.global_step)
-        if self.run.kill is not None and self.run.kill[0] == state.global_step and "." in self.run.kill[1]:
-            threading.Thread(target=self._kill_when_there, daemon=True).start()
 
     def _kill(self, event: str, step: int) -> None:
         if self.run.kill == (step, event):
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def _kill_when_there(self) -> None:
-        assert self.run.kill is not None
-        step, name = self.run.kill
-        while not (self.run.folder / f"checkpoint-{step}" / name).exists():
-            time.sleep(1e-4)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def whole(tensor: Any) -> Tensor:
@@ -182,7 +171,7 @@ def prepare(run: Run) -> MRPTrainer:
     arguments = MRPTrainingArguments(output_dir=str(run.folder), **chosen)
     if run.sharded:
         _let_accelerate_shard_on_cpus()
-    model: Any = small_model(run.double, run.seed, vocab_size=run.vocab_size)
+    model: Any = small_model(run.double, run.seed)
     if run.adapter:
         torch.manual_seed(run.seed)
         lora = LoraConfig(r=2, target_modules=LORA_TARGETS["mrp"], init_lora_weights=False)
@@ -304,3 +293,14 @@ def start(run: Run | Callable[[int], None], processes: int = 1) -> list[int | No
             process.kill()
             process.join()
     return codes
+
+
+def chat_trainer(
+    folder: Path, tokenizer: Any, train: Any = CHATS, held_out: Any = None, model: Any = None, **rest: Any
+) -> MRPTrainer:
+    """A trainer of the embedded checkpoint on records, as a program makes one; three steps."""
+    callbacks = rest.pop("callbacks", None)
+    chosen = {"objective": "mrp", "max_length": 64, "use_cpu": True, "disable_tqdm": True, "max_steps": 3, "logging_steps": 1}
+    args = MRPTrainingArguments(str(folder), **{**chosen, **rest})
+    model = MRPForCausalLM.from_pretrained(TINY) if model is None else model
+    return MRPTrainer(model, args, train, held_out, processing_class=tokenizer, callbacks=callbacks)

@@ -1668,7 +1668,8 @@ def cache_for(
     why = "graphs is False" if graphs is False or unasked else obstacle(model)
     if graphs and why is not None:
         raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
-    kept = None if why is not None else _kept_for(model, rows, capacity, scratch, with_head or bool(past and past.head_layers))
+    deep = with_head or (past is not None and past.head_layers > 0)  # a Cache of transformers is false where it is empty
+    kept = None if why is not None else _kept_for(model, rows, capacity, scratch, deep)
     if kept is None:
         cache = model.block_cache(rows, capacity, scratch, with_head) if past is None else past
         yield cache.with_room(rows, capacity, scratch), None
@@ -1884,6 +1885,15 @@ class State:
         """The block's tokens with masks."""
         return self.key[1]
 
+    def revealing(self, where: Sequence[int], key: Key) -> "State":
+        """The state named `key` that revealing the columns `where` makes, where none of them ends the text."""
+        if len(where) == 1:
+            at = self.free.index(where[0])
+            free = self.free[:at] + self.free[at + 1 :]
+        else:
+            free = tuple([column for column in self.free if column not in where])
+        return State(key, free, self.end, self.masks - len(where), self.step + 1)
+
 
 class Scores:
     """What the backbone said at a state, or the head thinks that it will say.
@@ -2068,12 +2078,11 @@ class Row:
             ids[column] = one = token[column]
             if column < end and one in eos:
                 end = column
-        if len(where) == 1 and end == state.end:
-            at = state.free.index(where[0])
-            free = state.free[:at] + state.free[at + 1 :]
-        else:
-            free = tuple([column for column in state.free if column < end and column not in where])
-        return State((start, tuple(ids)), free, end, state.masks - len(where), state.step + 1)
+        key = (start, tuple(ids))
+        if end == state.end:
+            return state.revealing(where, key)
+        free = tuple([column for column in state.free if column < end and column not in where])
+        return State(key, free, end, state.masks - len(where), state.step + 1)
 
     def ends(self, state: State) -> bool:
         """Tell if the text is whole at a state: it ends there, and nothing before that is left to reveal."""
@@ -2193,29 +2202,31 @@ def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count
     Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every second set is
     another one alone.
     """
-    best, threshold = surest(columns, odds), bounded(threshold, 2 * MOST_ODDS)
-    over, doubts, chance = [best], [], 1.0
+    best, threshold, exp = surest(columns, odds), bounded(threshold, 2 * MOST_ODDS), math.exp
+    over, chance = [best], 1.0
     for column in columns:
         if column != best:
-            doubt = THRESHOLD_SHARPNESS * (odds[column] - threshold)
-            if doubt > 0:
+            gap = THRESHOLD_SHARPNESS * (odds[column] - threshold)
+            if gap > 0:
                 over.append(column)
+                chance /= 1.0 + exp(-gap)
             else:
-                doubt = -doubt
-            doubts.append((doubt, column))
-            chance /= 1.0 + math.exp(-doubt)
-    doubts.sort()
+                chance /= 1.0 + exp(gap)
+    doubts: list[tuple[float, int]] = []
+    if count > 1:
+        gaps = [(abs(THRESHOLD_SHARPNESS * (odds[column] - threshold)), column) for column in columns if column != best]
+        doubts = sorted(gaps)[: count - 1]
     if len(over) > 1:
         guesses = [(tuple(sorted(over)), chance)]
-        for doubt, column in doubts[: count - 1]:
+        for doubt, column in doubts:
             other = [one for one in over if one != column] if column in over else [*over, column]
-            guesses.append((tuple(sorted(other)), chance * math.exp(-doubt)))
+            guesses.append((tuple(sorted(other)), chance * exp(-doubt)))
         return guesses
     del doubts[count // 2 :]
     alone = alone_chances([best, *(column for _, column in doubts)], columns, odds)
     guesses = [((best,), chance * alone[best])]
     for doubt, column in doubts:
-        guesses.append(((best, column) if best < column else (column, best), chance * math.exp(-doubt)))
+        guesses.append(((best, column) if best < column else (column, best), chance * exp(-doubt)))
         guesses.append(((column,), chance * alone[column]))
     return guesses[:count]
 
@@ -2412,6 +2423,10 @@ is built a little, the head reads all of it in one pass, and it is built anew, f
 
 
 
+# Followers of a state that are considered, and from how many rows on it is one: a chain comes to nearly as much (1 to 5 % fewer
+# tokens a forward), and what the host decides takes a quarter less, which adds up over the rows (`benchmarks/NOTES.md`).
+BRANCHES, CROWD = 3, 16
+
 
 class Node:
     """A state that a round submits.
@@ -2430,9 +2445,9 @@ class Node:
         self.source: Final = source
 
 
-# A state that may be drafted: the one before it, the columns and tokens [block] that make it (no columns: it is that one), what
-# told of it, and its parent.
-Follower = tuple[State, Sequence[int], Sequence[int], Scores | None, int]
+# A state that may be drafted: the one before it, the columns revealed there and the name of what they make (no columns: it is
+# the one before), what told of it, and its parent.
+Follower = tuple[State, Sequence[int], Key, Scores | None, int]
 
 
 class Search:
@@ -2448,7 +2463,7 @@ class Search:
 
     def __init__(self, row: Row, rule: RevealRule) -> None:
         self.row, self.rule = row, rule
-        self.followers: list[Follower] = [(row.state, (), (), row.source, -1)]
+        self.followers: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
         self.chances, self.met = [1.0], {row.state.key: 0}
 
     def take(self) -> tuple[Node | None, float]:
@@ -2458,14 +2473,14 @@ class Search:
             return None, 0.0
         at = self.chances.index(chance)
         self.chances[at] = -math.inf
-        before, where, token, source, parent = self.followers[at]
-        return Node(self.row.after(before, where, token) if where else before, parent, source), chance
+        before, where, key, source, parent = self.followers[at]
+        return Node(before.revealing(where, key) if where else before, parent, source), chance
 
     def open_block(self, state: State, place: int, chance: float) -> None:
         """Let the next block's first state follow a clean one, which is the round's node at `place`."""
         behind = self.row.opened(state.start + self.row.block_size)
         if behind.masks:  # one block at a time: a given one has to wait
-            self.followers.append((behind, (), (), None, place))
+            self.followers.append((behind, (), behind.key, None, place))
             self.chances.append(chance)
 
     def follow(self, state: State, said: Scores, branches: int, chance: float) -> None:
@@ -2499,7 +2514,7 @@ class Search:
             if at is None:
                 met[key] = len(chances)
                 chances.append(likely * chance)
-                self.followers.append((before, where, token, source, -1))
+                self.followers.append((before, where, key, source, -1))
             else:
                 chances[at] += likely * chance
 
@@ -4477,14 +4492,15 @@ class Decoder:
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
         """Choose the states of the round: none for rows that have ended."""
-        drafting, rule = self.mode.drafting, self.mode.rule
+        drafting = self.mode.drafting
         if drafting is None or amount.states == 1:
             return [undrafted(row, amount.narrow) if row.stop is None else [] for row in rows]
         estimates: list[dict[Key, Scores]] = [{} for _ in rows]
 
         def grown(size: int) -> list[list[Node]]:
             known = zip(rows, estimates, strict=True)
-            return [build_draft(row, rule, size, drafting.branches, one) if row.stop is None else [] for row, one in known]
+            branches = drafting.branches
+            return [build_draft(row, self.rule_of(row), size, branches, one) if row.stop is None else [] for row, one in known]
 
         for turn, size in enumerate(growth(amount.states, amount.passes) if amount.passes else []):
             # Later passes leave out the row's own state: what it is read from stays the same.
@@ -4493,20 +4509,23 @@ class Decoder:
 
     def read(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
         """Let the head read drafted states in one pass: an estimate for each, from what its source has."""
-        asked = [
-            [(node.state, node.source.hidden) for node in nodes if node.state.masks and node.source and node.source.hidden]
+        read = [
+            [
+                (node.state, said.hidden, said.shortlist)
+                for node in nodes
+                if node.state.masks and (said := node.source) and said.hidden
+            ]
             for nodes in drafts
         ]
-        if any(asked):
-            made = self.networks.head(rows, asked)
-            states = [(row, state) for row, part in zip(rows, asked, strict=True) for state, _ in part]
-            read = [node.source for nodes in drafts for node in nodes if node.state.masks and node.source]
-            few = [source.shortlist for source in read if source.hidden]
+        if any(read):
+            made = self.networks.head(rows, [[(state, hidden) for state, hidden, _ in part] for part in read])
+            states = [(row, state) for row, part in zip(rows, read, strict=True) for state, _, _ in part]
+            few = [shortlist for part in read for _, _, shortlist in part]
             hidden = [one for part in made for one in part]
-            scores = self.networks.picked(self.networks.drafter, states, hidden, shortlists=few)
-            keys = [(known, state.key) for part, known in zip(asked, estimates, strict=True) for state, _ in part]
-            for (known, key), said in zip(keys, scores, strict=True):
-                known[key] = said
+            scores = iter(self.networks.picked(self.networks.drafter, states, hidden, shortlists=few))
+            for part, known in zip(read, estimates, strict=True):
+                for state, _, _ in part:
+                    known[state.key] = next(scores)
 
     def accept(
         self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], scores: Sequence[Sequence[Scores]], drafted: bool
@@ -4522,7 +4541,7 @@ class Decoder:
         return frontiers
 
     def rule_of(self, row: Row) -> RevealRule:
-        """Choose the rule by which a row's states are accepted: the mode's; other decoders may have one for each row."""
+        """Choose the rule of a row's text: the mode's; other decoders may have one for each row."""
         return self.mode.rule
 
     def write(self, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> None:
@@ -5149,7 +5168,8 @@ class DecodingOptions:
         mrp_steps: reveals of the head after each backbone step, unverified
         num_draft_states: K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured
             time says pay, none where none do
-        draft_branches: followers considered per state; 1 drafts a chain
+        draft_branches: followers considered per state; 1 drafts a chain; None: 3, and 1 in a call of 16 rows or more, where
+            what the host decides adds up
         draft_passes: head passes per round, at most; each re-reads what is drafted so far
         draft_shortlist: tokens of a position that a head pass chooses among, those likeliest before it, where no processors or
             bans act; 0: all tokens; None: of a vocabulary of more than 16,384 16, or 64 where text is sampled
@@ -5169,7 +5189,7 @@ class DecodingOptions:
     factor: Annotated[float | None, 1.0, _FACTOR, ("fast_dllm",)] = None
     mrp_steps: Annotated[int | None, 1, _STEPS, ("mrp_direct",)] = None
     num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
-    draft_branches: Annotated[int | None, 3, COUNT, DRAFTING] = None
+    draft_branches: Annotated[int | None, None, COUNT, DRAFTING] = None
     draft_passes: Annotated[int | None, 1, COUNT, ("mrp_spec",)] = None
     draft_shortlist: Annotated[int | None, None, _LISTED, ("mrp_spec",)] = None
     remask_rule: Annotated[RemaskRule | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
@@ -5393,8 +5413,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             )
         check_supported(vars(self))
 
-    def mode(self, block_size: int) -> Mode:
-        """Look up what is revealed, refined and drafted, of options that were checked."""
+    def mode(self, block_size: int, rows: int = 1) -> Mode:
+        """Look up what is revealed, refined and drafted in a call of so many rows, of options that were checked."""
         options: Any = self  # none of them None
         name, auto = options.decoding, options.num_draft_states == "auto"
         if name in _REFINED:
@@ -5405,7 +5425,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         states = WIDTHS[-1] if auto else options.num_draft_states
         passes = min(options.draft_passes, states - 1) if name == "mrp_spec" else 0
         few = options.draft_shortlist if name == "mrp_spec" else None
-        drafting = Drafting(states, options.draft_branches, passes, auto, few)
+        branches = options.draft_branches or (BRANCHES if rows < CROWD else 1)
+        drafting = Drafting(states, branches, passes, auto, few)
         return Mode(_RULES[options.target](self, block_size), drafting=drafting)
 
     def eos_ids(self) -> list[int]:
@@ -5947,6 +5968,11 @@ class MRPGenerationMixin(GenerationMixin):
         self.generation_config = MRPGenerationConfig.from_dict(self.generation_config.to_dict())
         self.generation_config._original_object_hash = hash(self.generation_config)
 
+    def _get_stopping_criteria(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        """Leave out stop strings, which come back from the model's own config: there is a criterion for them already."""
+        generation_config.stop_strings = None
+        return super()._get_stopping_criteria(generation_config, *args, **kwargs)
+
     def check_options(self) -> None:
         """Raise `ValueError`, with value and remedy, for a field of the model's generation config that it cannot honour."""
         MRPGenerationConfig(**self.generation_config.to_dict()).check(self.config.block_size, True)
@@ -6024,7 +6050,7 @@ def _decode(
         model.lm_head.weight.device,
         model.config.mask_token_id,
     )
-    input_ids, mode, new = input_ids.to(device), config.mode(block), config.max_length - input_ids.shape[1]
+    input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - input_ids.shape[1]
     picker, real = _picker(model, logits_processor, config, mode), torch.ones_like(input_ids, dtype=torch.bool)
     if config.do_sample and config.seed is None and (getattr(model, "_tp_size", None) or 1) > 1:
         raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")

@@ -81,12 +81,17 @@ class Shape:
 
 
 class Times:
-    """Seconds of rounds by the states that they score, without the head and with it; and what first uses of a shape cost."""
+    """Seconds of rounds by the states that they score, without the head and with it; and what first uses of a shape cost.
+
+    Args:
+        records: Whether they do: where all was recorded before, a slow first round says nothing of another shape's.
+    """
 
     FIRST = 3  # uses make a time known: in those before a shape may be recorded or compiled
     RATE, OUTLIER = 0.1, 1.5
 
-    def __init__(self) -> None:
+    def __init__(self, records: bool = True) -> None:
+        self.records = records
         self.seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
         self.first: dict[Shape, list[float]] = {}
         self.recording, self.head = 0.0, 1.0  # what first uses took beyond a round, and a round with the head over one without
@@ -98,7 +103,8 @@ class Times:
             first.append(seconds)
             if len(first) == self.FIRST:
                 known.setdefault(scored, min(first))
-                self.recording = self.recording if shape.head else sum(first) - len(first) * min(first)
+                if self.records and not shape.head:
+                    self.recording = sum(first) - len(first) * min(first)
         else:
             known[scored] += self.RATE * (min(seconds, self.OUTLIER * known[scored]) - known[scored])
         if shape.head and scored in known:
@@ -170,6 +176,7 @@ class Auto:
 
     Args:
         states, passes: The most of both.
+        records: As of `Times`.
     """
 
     SHARE = 0.045  # of the target's time may be lost by trying
@@ -178,11 +185,11 @@ class Auto:
     WINDOW, FADE = 2000.0, 1 / 8000  # rows that count, the newest most; and what a round takes off what was not used
     ROUND = 1.5  # rows that those of one round count as, at most: they are alike
 
-    def __init__(self, states: int, passes: int) -> None:
+    def __init__(self, states: int, passes: int, records: bool = True) -> None:
         kinds = [0, passes] if passes else [0]
         self.ladders = [[Amount(one, min(kind, one - 1)) for one in WIDTHS if 1 < one <= states] for kind in kinds]
         self.gains = {amount: Gains() for amount in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
-        self.times, self.balance, self.plain = Times(), 0.0, 0.0  # `plain`: seconds of a step of the target alone
+        self.times, self.balance, self.plain = Times(records), 0.0, 0.0  # `plain`: seconds of a step of the target alone
         self.amount, self.shape = PLAIN, Shape(1, 1, False)
         self.spent: dict[int, float] = {}  # seconds by rows of the batch
         self.tried: tuple[Amount, Shape] | None = None

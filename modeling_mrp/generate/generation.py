@@ -139,6 +139,11 @@ class MRPGenerationMixin(GenerationMixin):
         self.generation_config = MRPGenerationConfig.from_dict(self.generation_config.to_dict())
         self.generation_config._original_object_hash = hash(self.generation_config)
 
+    def _get_stopping_criteria(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        """Leave out stop strings, which come back from the model's own config: there is a criterion for them already."""
+        generation_config.stop_strings = None
+        return super()._get_stopping_criteria(generation_config, *args, **kwargs)
+
     def check_options(self) -> None:
         """Raise `ValueError`, with value and remedy, for a field of the model's generation config that it cannot honour."""
         MRPGenerationConfig(**self.generation_config.to_dict()).check(self.config.block_size, True)
@@ -216,7 +221,7 @@ def _decode(
         model.lm_head.weight.device,
         model.config.mask_token_id,
     )
-    input_ids, mode, new = input_ids.to(device), config.mode(block), config.max_length - input_ids.shape[1]
+    input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - input_ids.shape[1]
     picker, real = _picker(model, logits_processor, config, mode), torch.ones_like(input_ids, dtype=torch.bool)
     if config.do_sample and config.seed is None and (getattr(model, "_tp_size", None) or 1) > 1:
         raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")

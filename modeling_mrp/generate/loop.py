@@ -166,20 +166,23 @@ class Decoder:
 
     def read(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
         """Let the head read drafted states in one pass: an estimate for each, from what its source has."""
-        asked = [
-            [(node.state, node.source.hidden) for node in nodes if node.state.masks and node.source and node.source.hidden]
+        read = [
+            [
+                (node.state, said.hidden, said.shortlist)
+                for node in nodes
+                if node.state.masks and (said := node.source) and said.hidden
+            ]
             for nodes in drafts
         ]
-        if any(asked):
-            made = self.networks.head(rows, asked)
-            states = [(row, state) for row, part in zip(rows, asked, strict=True) for state, _ in part]
-            read = [node.source for nodes in drafts for node in nodes if node.state.masks and node.source]
-            few = [source.shortlist for source in read if source.hidden]
+        if any(read):
+            made = self.networks.head(rows, [[(state, hidden) for state, hidden, _ in part] for part in read])
+            states = [(row, state) for row, part in zip(rows, read, strict=True) for state, _, _ in part]
+            few = [shortlist for part in read for _, _, shortlist in part]
             hidden = [one for part in made for one in part]
-            scores = self.networks.picked(self.networks.drafter, states, hidden, shortlists=few)
-            keys = [(known, state.key) for part, known in zip(asked, estimates, strict=True) for state, _ in part]
-            for (known, key), said in zip(keys, scores, strict=True):
-                known[key] = said
+            scores = iter(self.networks.picked(self.networks.drafter, states, hidden, shortlists=few))
+            for part, known in zip(read, estimates, strict=True):
+                for state, _, _ in part:
+                    known[state.key] = next(scores)
 
     def accept(
         self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], scores: Sequence[Sequence[Scores]], drafted: bool

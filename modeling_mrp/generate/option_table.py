@@ -129,7 +129,8 @@ class DecodingOptions:
         mrp_steps: reveals of the head after each backbone step, unverified
         num_draft_states: K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured
             time says pay, none where none do
-        draft_branches: followers considered per state; 1 drafts a chain
+        draft_branches: followers considered per state; 1 drafts a chain; None: 3, and 1 in a call of 16 rows or more, where
+            what the host decides adds up
         draft_passes: head passes per round, at most; each re-reads what is drafted so far
         draft_shortlist: tokens of a position that a head pass chooses among, those likeliest before it, where no processors or
             bans act; 0: all tokens; None: of a vocabulary of more than 16,384 16, or 64 where text is sampled
@@ -149,7 +150,7 @@ class DecodingOptions:
     factor: Annotated[float | None, 1.0, _FACTOR, ("fast_dllm",)] = None
     mrp_steps: Annotated[int | None, 1, _STEPS, ("mrp_direct",)] = None
     num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
-    draft_branches: Annotated[int | None, 3, COUNT, DRAFTING] = None
+    draft_branches: Annotated[int | None, None, COUNT, DRAFTING] = None
     draft_passes: Annotated[int | None, 1, COUNT, ("mrp_spec",)] = None
     draft_shortlist: Annotated[int | None, None, _LISTED, ("mrp_spec",)] = None
     remask_rule: Annotated[RemaskRule | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 from transformers.utils import logging as transformers_logging
 
+from ..rules.draft import BRANCHES, CROWD
 from ..rules.memory import BoundedAdaptive, Coherent, Credit, Klass, SlowFast
 from ..rules.published import (
     ConfidenceAdaptive,
@@ -119,8 +120,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             )
         check_supported(vars(self))
 
-    def mode(self, block_size: int) -> Mode:
-        """Look up what is revealed, refined and drafted, of options that were checked."""
+    def mode(self, block_size: int, rows: int = 1) -> Mode:
+        """Look up what is revealed, refined and drafted in a call of so many rows, of options that were checked."""
         options: Any = self  # none of them None
         name, auto = options.decoding, options.num_draft_states == "auto"
         if name in _REFINED:
@@ -131,7 +132,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         states = WIDTHS[-1] if auto else options.num_draft_states
         passes = min(options.draft_passes, states - 1) if name == "mrp_spec" else 0
         few = options.draft_shortlist if name == "mrp_spec" else None
-        drafting = Drafting(states, options.draft_branches, passes, auto, few)
+        branches = options.draft_branches or (BRANCHES if rows < CROWD else 1)
+        drafting = Drafting(states, branches, passes, auto, few)
         return Mode(_RULES[options.target](self, block_size), drafting=drafting)
 
     def eos_ids(self) -> list[int]:

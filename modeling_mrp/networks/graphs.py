@@ -195,7 +195,8 @@ def cache_for(
     why = "graphs is False" if graphs is False or unasked else obstacle(model)
     if graphs and why is not None:
         raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
-    kept = None if why is not None else _kept_for(model, rows, capacity, scratch, with_head or bool(past and past.head_layers))
+    deep = with_head or (past is not None and past.head_layers > 0)  # a Cache of transformers is false where it is empty
+    kept = None if why is not None else _kept_for(model, rows, capacity, scratch, deep)
     if kept is None:
         cache = model.block_cache(rows, capacity, scratch, with_head) if past is None else past
         yield cache.with_room(rows, capacity, scratch), None

@@ -19,6 +19,10 @@ from .noise import gumbel, noise_key
 from .reveal import RevealRule
 from .state import Key, Row, Scores, State
 
+# Followers of a state that are considered, and from how many rows on it is one: a chain comes to nearly as much (1 to 5 % fewer
+# tokens a forward), and what the host decides takes a quarter less, which adds up over the rows (`benchmarks/NOTES.md`).
+BRANCHES, CROWD = 3, 16
+
 
 class Node:
     """A state that a round submits.
@@ -37,9 +41,9 @@ class Node:
         self.source: Final = source
 
 
-# A state that may be drafted: the one before it, the columns and tokens [block] that make it (no columns: it is that one), what
-# told of it, and its parent.
-Follower = tuple[State, Sequence[int], Sequence[int], Scores | None, int]
+# A state that may be drafted: the one before it, the columns revealed there and the name of what they make (no columns: it is
+# the one before), what told of it, and its parent.
+Follower = tuple[State, Sequence[int], Key, Scores | None, int]
 
 
 class Search:
@@ -55,7 +59,7 @@ class Search:
 
     def __init__(self, row: Row, rule: RevealRule) -> None:
         self.row, self.rule = row, rule
-        self.followers: list[Follower] = [(row.state, (), (), row.source, -1)]
+        self.followers: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
         self.chances, self.met = [1.0], {row.state.key: 0}
 
     def take(self) -> tuple[Node | None, float]:
@@ -65,14 +69,14 @@ class Search:
             return None, 0.0
         at = self.chances.index(chance)
         self.chances[at] = -math.inf
-        before, where, token, source, parent = self.followers[at]
-        return Node(self.row.after(before, where, token) if where else before, parent, source), chance
+        before, where, key, source, parent = self.followers[at]
+        return Node(before.revealing(where, key) if where else before, parent, source), chance
 
     def open_block(self, state: State, place: int, chance: float) -> None:
         """Let the next block's first state follow a clean one, which is the round's node at `place`."""
         behind = self.row.opened(state.start + self.row.block_size)
         if behind.masks:  # one block at a time: a given one has to wait
-            self.followers.append((behind, (), (), None, place))
+            self.followers.append((behind, (), behind.key, None, place))
             self.chances.append(chance)
 
     def follow(self, state: State, said: Scores, branches: int, chance: float) -> None:
@@ -106,7 +110,7 @@ class Search:
             if at is None:
                 met[key] = len(chances)
                 chances.append(likely * chance)
-                self.followers.append((before, where, token, source, -1))
+                self.followers.append((before, where, key, source, -1))
             else:
                 chances[at] += likely * chance
 

@@ -95,29 +95,31 @@ def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count
     Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every second set is
     another one alone.
     """
-    best, threshold = surest(columns, odds), bounded(threshold, 2 * MOST_ODDS)
-    over, doubts, chance = [best], [], 1.0
+    best, threshold, exp = surest(columns, odds), bounded(threshold, 2 * MOST_ODDS), math.exp
+    over, chance = [best], 1.0
     for column in columns:
         if column != best:
-            doubt = THRESHOLD_SHARPNESS * (odds[column] - threshold)
-            if doubt > 0:
+            gap = THRESHOLD_SHARPNESS * (odds[column] - threshold)
+            if gap > 0:
                 over.append(column)
+                chance /= 1.0 + exp(-gap)
             else:
-                doubt = -doubt
-            doubts.append((doubt, column))
-            chance /= 1.0 + math.exp(-doubt)
-    doubts.sort()
+                chance /= 1.0 + exp(gap)
+    doubts: list[tuple[float, int]] = []
+    if count > 1:
+        gaps = [(abs(THRESHOLD_SHARPNESS * (odds[column] - threshold)), column) for column in columns if column != best]
+        doubts = sorted(gaps)[: count - 1]
     if len(over) > 1:
         guesses = [(tuple(sorted(over)), chance)]
-        for doubt, column in doubts[: count - 1]:
+        for doubt, column in doubts:
             other = [one for one in over if one != column] if column in over else [*over, column]
-            guesses.append((tuple(sorted(other)), chance * math.exp(-doubt)))
+            guesses.append((tuple(sorted(other)), chance * exp(-doubt)))
         return guesses
     del doubts[count // 2 :]
     alone = alone_chances([best, *(column for _, column in doubts)], columns, odds)
     guesses = [((best,), chance * alone[best])]
     for doubt, column in doubts:
-        guesses.append(((best, column) if best < column else (column, best), chance * math.exp(-doubt)))
+        guesses.append(((best, column) if best < column else (column, best), chance * exp(-doubt)))
         guesses.append(((column,), chance * alone[column]))
     return guesses[:count]
 

@@ -37,6 +37,15 @@ class State:
         """The block's tokens with masks."""
         return self.key[1]
 
+    def revealing(self, where: Sequence[int], key: Key) -> "State":
+        """The state named `key` that revealing the columns `where` makes, where none of them ends the text."""
+        if len(where) == 1:
+            at = self.free.index(where[0])
+            free = self.free[:at] + self.free[at + 1 :]
+        else:
+            free = tuple([column for column in self.free if column not in where])
+        return State(key, free, self.end, self.masks - len(where), self.step + 1)
+
 
 class Scores:
     """What the backbone said at a state, or the head thinks that it will say.
@@ -221,12 +230,11 @@ class Row:
             ids[column] = one = token[column]
             if column < end and one in eos:
                 end = column
-        if len(where) == 1 and end == state.end:
-            at = state.free.index(where[0])
-            free = state.free[:at] + state.free[at + 1 :]
-        else:
-            free = tuple([column for column in state.free if column < end and column not in where])
-        return State((start, tuple(ids)), free, end, state.masks - len(where), state.step + 1)
+        key = (start, tuple(ids))
+        if end == state.end:
+            return state.revealing(where, key)
+        free = tuple([column for column in state.free if column < end and column not in where])
+        return State(key, free, end, state.masks - len(where), state.step + 1)
 
     def ends(self, state: State) -> bool:
         """Tell if the text is whole at a state: it ends there, and nothing before that is left to reveal."""

@@ -1,21 +1,28 @@
 """The algorithm `MRP`, as the engine knows algorithms."""
 
+import logging
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from prometheus_client import Counter
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.dllm.algorithm.base import DllmAlgorithm
+from sglang.srt.dllm.config import DllmConfig
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.utils import enable_fused_set_kv_buffer
 from sglang.srt.runtime_context import get_observability, get_parallel
 
+from .pace import share_in
 from .requests import GREEDY, refusal
 from .rounds import Rounds
+
+log = logging.getLogger(__name__)
 
 # Attention backends that write a layer's keys and values to the pool and then read all of them from there.
 _WRITES_FIRST = ("torch_native", "triton", "fa3", "fa4")
@@ -32,7 +39,8 @@ class MRP(DllmAlgorithm):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id, abort)
+        share = share_in(get_tp_group().cpu_group)
+        self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id, abort, share)
         self.batch: Any = None  # the scheduler's, while it runs (`plugin.with_requests`)
         SchedulerOutputStreamer.has_additional_customized_info = True  # `plugin.with_progress` gives it
         if get_observability().enable_metrics and get_parallel().tp_rank == 0:
@@ -40,9 +48,11 @@ class MRP(DllmAlgorithm):
 
     @classmethod
     def configure_server_args(cls, server_args: Any) -> None:
-        """Have requests that give no temperature decoded greedily."""
+        """Give each request as many rows of a forward as it may draft states, and decode greedily without a temperature."""
+        rows = rows_of(server_args)
         if resolving_view(server_args).preferred_sampling_params is None:
             declare_resolution(server_args, cls.__name__, preferred_sampling_params=dict(GREEDY))
+        declare_resolution(server_args, cls.__name__, max_running_requests=rows)
 
     @classmethod
     def validate_request(cls, req: Any) -> str | None:
@@ -67,6 +77,20 @@ def abort(req: Any, message: str) -> None:
     req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 
+def rows_of(server_args: Any) -> int:
+    """Count the rows of the largest forward: what `--max-running-requests` becomes, of which the user says the requests."""
+    view, config = resolving_view(server_args), DllmConfig.from_server_args(server_args)
+    rows = int(view.max_running_requests * config.mrp_settings.mode.width)
+    graphs = view.cuda_graph_config.decode
+    if graphs.backend != Backend.DISABLED and (graphs.max_bs or rows) < rows:
+        log.warning(
+            "CUDA graphs are recorded for forwards of up to %d rows, and drafts may make %d of %d requests: "
+            "set --cuda-graph-max-bs-decode to %d",
+            *(graphs.max_bs, rows, view.max_running_requests, rows),
+        )
+    return rows
+
+
 def writes_first(engine: Any, batch: Any) -> bool:
     """Tell if a layer writes the keys and values of all rows before attention reads any."""
     if engine.prefill_attention_backend_str in _WRITES_FIRST:
@@ -75,4 +99,4 @@ def writes_first(engine: Any, batch: Any) -> bool:
         return enable_fused_set_kv_buffer(batch)  # written with the rotary embedding
 
 
-__all__ = ["MRP", "abort", "writes_first"]
+__all__ = ["MRP", "abort", "rows_of", "writes_first"]

@@ -58,7 +58,7 @@ def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> 
 
     Raises:
         ValueError: if the config is that of no model here; a tensor is missing, one too many, or of another shape; or the head
-            belongs to another backbone than its config names.
+            belongs to another backbone than its config names, or to one that is quantized where it does not say so.
         OSError: if something cannot be read.
     """
     config: Any = MRPConfig.from_pretrained(source, revision=revision)
@@ -69,7 +69,13 @@ def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> 
         )
     backbone = named_backbone(config, source)
     if backbone is not None:
-        check_same_backbone(config, MRPConfig.from_pretrained(backbone.where, revision=backbone.revision), source)
+        of_backbone: Any = MRPConfig.from_pretrained(backbone.where, revision=backbone.revision)
+        check_same_backbone(config, of_backbone, source)
+        if getattr(of_backbone, "quantization_config", None) != getattr(config, "quantization_config", None):
+            raise ValueError(
+                f"the backbone {backbone.where} that {source} names has another quantization_config, and the engine reads that "
+                f"of {source} alone: copy the backbone's into its config.json"
+            )
     if weights and getattr(config, "quantization_config", None) is None:
         _check_tensors(config, source, revision, backbone)
     try:
@@ -107,14 +113,9 @@ def head_weight(name: str) -> str | None:
 
 
 def backbone_weights(config: Any, source: str) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors of the backbone that the config of the head repository `source` names.
-
-    Raises:
-        ValueError: if it names none.
-    """
-    backbone = named_backbone(config, source)
-    if backbone is None:
-        raise ValueError(f"{source} holds no backbone, and its config names none: download it again")
+    """Read the tensors of the backbone that the config of the head repository `source` names; none where it names none."""
+    if (backbone := named_backbone(config, source)) is None:
+        return
     for file in weight_files(backbone.where, revision=backbone.revision):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator

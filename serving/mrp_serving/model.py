@@ -74,6 +74,7 @@ class MRPForCausalLM(SDARForCausalLM):
             config.rope_scaling = None if rope.get("rope_type", "default") == "default" else rope
         super().__init__(config, quant_config, prefix)
         self.mrp_head = Head(config) if config.num_nextn_predict_layers else None
+        self.has_weights = False
         self.hands_out_hidden = get_exec().dllm.dllm_algorithm == ALGORITHM
 
     @property
@@ -95,7 +96,7 @@ class MRPForCausalLM(SDARForCausalLM):
     def run_head(self, engine: Any, batch: Any, hidden: Tensor) -> Tensor:
         """Compute h_C [tokens, hidden_size] of a batch, from hidden states of that shape, outside of the engine's graphs."""
         assert self.mrp_head is not None
-        with forward_context(ForwardContext(attn_backend=engine.attn_backend), forward_batch=batch):
+        with forward_context(ForwardContext(attn_backend=engine.attn_backend)):
             engine.attn_backend.init_forward_metadata(batch)
             return self.mrp_head(self.model.embed_tokens(batch.input_ids), hidden, batch.positions, batch)
 
@@ -110,39 +111,39 @@ class MRPForCausalLM(SDARForCausalLM):
         return weight.new_zeros(0, len(weight))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load a checkpoint's tensors, and those of the backbone that a head repository names.
+        """Load tensors by the checkpoint's names: all of them, then any of them anew.
+
+        At first those of the backbone that a head repository names follow. That nothing is missing was checked before.
 
         Raises:
-            ValueError: for a tensor that is unknown, or a head's that is missing.
+            ValueError: for a tensor that the head does not have.
         """
         head = {} if self.mrp_head is None else dict(self.mrp_head.named_parameters())
-        left, of_backbone = set(head), 0
+        others = False
 
-        def others() -> Iterator[tuple[str, Tensor]]:
-            nonlocal of_backbone
+        def of_backbone() -> Iterator[tuple[str, Tensor]]:
+            nonlocal others
             for name, tensor in weights:
                 if (part := head_weight(name)) is None:
-                    of_backbone += 1
+                    others = True
                     yield name, tensor
-                elif part:
-                    left.discard(self._load_head(head, part, tensor))
+                else:
+                    _load_head(head, part, tensor)
 
-        super().load_weights(others())
-        if left:
-            raise ValueError(f"the checkpoint has no tensors for {', '.join(sorted(left))} of the head: download it again")
-        if not of_backbone:
+        super().load_weights(of_backbone())
+        if not self.has_weights and not others:
             super().load_weights(backbone_weights(self.config, get_model().model_path))
+        self.has_weights = True
 
-    def _load_head(self, head: dict[str, Any], name: str, tensor: Tensor) -> str:
-        for part, (whole, shard) in _STACKED.items():
-            if f".{part}." in name:
-                name = name.replace(part, whole)
-                head[name].weight_loader(head[name], tensor, shard)
-                return name
-        if name not in head:
-            raise ValueError(f"the checkpoint holds {name} for the head, which has no such tensor: check the config")
-        getattr(head[name], "weight_loader", default_weight_loader)(head[name], tensor)
-        return name
+
+def _load_head(head: dict[str, Any], name: str, tensor: Tensor) -> None:
+    shards: tuple[str | int, ...] = ()
+    for part, (whole, shard) in _STACKED.items():
+        if f".{part}." in name:
+            name, shards = name.replace(part, whole), (shard,)
+    if name not in head:
+        raise ValueError(f"{name} is given for the head, which has no such tensor: check the config")
+    getattr(head[name], "weight_loader", default_weight_loader)(head[name], tensor, *shards)
 
 
 class SDARMRPForCausalLM(MRPForCausalLM):

@@ -3,21 +3,27 @@
 K states that share a prefix and do not see each other are K rows of one batch of the engine that share its slots, so attention
 needs no mask. A state that looks at a clean block of the same round has that block's slots behind its prefix: every layer
 writes keys and values before it reads them.
+
+Where a state stands is laid out on the host. A forward is one copy to the device, one gather of slots, one indexed write to the
+map of positions to slots, the network, and one read of what was picked.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from modeling_mrp.networks.networks import Hidden, Networks, gathered
-from modeling_mrp.networks.picker import Picker
+from modeling_mrp.networks.networks import Hidden, Networks
+from modeling_mrp.networks.picker import Picker, Picks, Spots
+from modeling_mrp.rules.draft import Node
 from modeling_mrp.rules.state import Row, Scores, State
 
 from .picker import Pickers, Sampling
 from .scratch import Borrowed
+from .transfer import Part, sent
 
 # States of a row, each with the place of the clean one that it looks at, or -1.
 Packed = Sequence[Sequence[tuple[State, int]]]
@@ -29,116 +35,136 @@ class Own:
 
     Attributes:
         places: Theirs in the batch.
-        rows: [rows] long, in the pool that maps positions to slots.
-        slots: [rows, block] long, of the block that each is at.
-        starts: That block's absolute position, by row.
+        rows: Theirs in the pool that maps positions to slots.
+        starts: The absolute position of the block that each is at.
     """
 
     places: list[int]
-    rows: Tensor
-    slots: Tensor
+    rows: list[int]
     starts: list[int]
+
+
+class Room:
+    """Where the states of a round may stand: rows of the pool, and blocks of slots.
+
+    Args:
+        slots: [batch, block] long, of the block that each row of the engine's batch is at.
+        own: Those rows that take part.
+        lent: What is borrowed.
+
+    Attributes:
+        blocks: [batch + borrowed, block] long: those slots, and the borrowed ones.
+        rows: By row that takes part its own row of the pool, and the borrowed ones.
+        homes: Likewise its blocks, by place in `blocks`.
+    """
+
+    def __init__(self, slots: Tensor, own: Own, lent: Borrowed) -> None:
+        self.own, self.lent, self.batch = own, lent, len(slots)
+        self.blocks = torch.cat([slots, lent.slots]) if lent.width else slots
+        self.rows = [[row, *more] for row, more in zip(own.rows, lent.rows, strict=True)]
+        self.homes = [
+            [place, *range(self.batch + at * lent.width, self.batch + (at + 1) * lent.width)]
+            for at, place in enumerate(own.places)
+        ]
+
+    def keep(self, at: int, home: int) -> int:
+        """Let a row that takes part keep a borrowed block, and give its own one back; returns the kept one's place."""
+        homes = self.homes[at]
+        self.lent.swapped[homes[home] - self.batch] = self.blocks[homes[0]]
+        homes[0], homes[home] = homes[home], homes[0]
+        return homes[0]
 
 
 @dataclass(frozen=True)
 class Cells:
-    """The states of a round, flat.
+    """The states of a forward, flat, and what they need of the map of positions to slots.
 
     Attributes:
-        row: Where each stands.
         states: Each state.
-        pool_row: [n] long, its row of the pool.
-        slots: [n, block] long, what its keys and values are written to.
+        row: Where each stands: which of the rows that take part,
+        pool_row: its row of the pool,
+        home: and its block, by place in `Room.blocks`.
         prefix: What it sees in tokens; itself not included.
+        written: Blocks that are to be written to the map: row of the pool, position, and place in `Room.blocks`.
     """
 
-    row: list[int]
     states: list[State]
-    pool_row: Tensor
-    slots: Tensor
+    row: list[int]
+    pool_row: list[int]
+    home: list[int]
     prefix: list[int]
+    written: list[tuple[int, int, int]]
 
 
-def share_prefixes(table: Tensor, own: Own, lent: Borrowed) -> None:
-    """Give the borrowed rows the prefixes of their batch rows; `table` [pool rows, positions] maps positions to slots."""
-    if lent.width and (longest := max(own.starts)):
-        table[lent.rows, :longest] = table[own.rows, None, :longest]
-
-
-def place_states(table: Tensor, own: Own, lent: Borrowed, packed: Packed, held: Sequence[int], parents: bool) -> Cells:
-    """Give each state a row of the pool, and lay out there what it sees.
+def place_states(room: Room, packed: Packed, held: Sequence[int], block: int, parents: bool) -> Cells:
+    """Give each state a row of the pool, and say what it sees there behind the shared prefix.
 
     A row's first state writes to the row's own slots, as long as its block is the one that the engine is at.
 
     Args:
-        table: [pool rows, positions], maps positions to slots; borrowed rows are written to.
-        own: The batch's rows.
-        lent: What is borrowed; its rows have their prefixes (`share_prefixes`).
+        room: Where they may stand.
         packed: Of each row its states.
         held: So many tokens each row has by now.
+        block: Tokens of a block.
         parents: Whether states see their clean parents.
     """
-    block, device = own.slots.shape[1], table.device
-    row, states, home, behind, prefix = [], [], [], [], []  # home: 0 own, then borrowed; behind: what stands behind the prefix
-    for r, (start, of_row) in enumerate(zip(own.starts, packed, strict=True)):
-        further = held[r] > start  # the engine's block is clean, and kept
-        for j, (state, looks_at) in enumerate(of_row):
-            row.append(r)
-            states.append(state)
-            home.append(max(j, 1) if further else j)
-            behind.append(0 if further else looks_at if parents else -1)
-            prefix.append(start + block * (behind[-1] >= 0))
-    at, homes, seen = torch.tensor([row, home, behind], dtype=torch.long, device=device).unbind()
-    pool_rows = torch.cat([own.rows[:, None], lent.rows], 1)
-    slots = torch.cat([own.slots[:, None], lent.slots], 1)
-    cells = Cells(row, states, pool_rows[at, homes], slots[at, homes], prefix)
-    moved = homes > 0
-    looking = moved & (seen >= 0)
-    _write(table, cells.pool_row[looking], own, at[looking], 0, slots[at[looking], seen[looking]])
-    _write(table, cells.pool_row[moved], own, at[moved], looking[moved].long() * block, cells.slots[moved])
+    cells = Cells([], [], [], [], [], [])
+    for at, (start, of_row) in enumerate(zip(room.own.starts, packed, strict=True)):
+        further = held[at] > start  # the engine's block is clean, and kept
+        for place, (state, looks_at) in enumerate(of_row):
+            home = max(place, 1) if further else place
+            behind = 0 if further else looks_at if parents else -1
+            pool_row, own = room.rows[at][home], room.homes[at][home]
+            prefix = start
+            if home and behind >= 0:
+                cells.written.append((pool_row, prefix, room.homes[at][behind]))
+            prefix += block * (behind >= 0)
+            if home:
+                cells.written.append((pool_row, prefix, own))
+            cells.states.append(state)
+            cells.row.append(at)
+            cells.pool_row.append(pool_row)
+            cells.home.append(own)
+            cells.prefix.append(prefix)
     return cells
 
 
-def _write(table: Tensor, pool_row: Tensor, own: Own, row: Tensor, behind: Tensor | int, slots: Tensor) -> None:
-    starts = torch.tensor(own.starts, device=table.device)[row] + behind
-    positions = starts[:, None] + torch.arange(slots.shape[1], device=table.device)
-    table[pool_row[:, None], positions] = slots.to(table.dtype)
+def map_positions(written: Sequence[tuple[int, int, int]], block: int, stride: int) -> np.ndarray:
+    """List the cells, [n * block], that blocks take in a map of positions to slots whose rows lie `stride` apart."""
+    firsts = np.array([row * stride + position for row, position, _ in written], np.int64)
+    return (firsts[:, None] + np.arange(block)).ravel()
 
 
-def packed_batch(batch: Any, own: Own, cells: Cells, translator: Any) -> Any:
+def packed_batch(batch: Any, own: Own, cells: Cells, there: dict[str, Tensor], host: dict[str, Tensor], slots: Tensor) -> Any:
     """Make a `ForwardBatch` of states out of the one that the engine made of their rows.
 
     Args:
         batch: The engine's.
         own: Its rows.
         cells: Where the states stand.
-        translator: The model runner's `kv_index_translator`.
+        there: What was sent of them to the device, and
+        host: what it was copied from.
+        slots: [n, block], what the states' keys and values are written to.
     """
-    block, device, count = cells.slots.shape[1], cells.slots.device, len(cells.prefix)
-    ids = torch.tensor([state.ids for state in cells.states], device=device)
-    positions = torch.tensor([state.start for state in cells.states], device=device)[:, None] + torch.arange(
-        block, device=device
-    )
-    lengths = [prefix + block for prefix in cells.prefix]
+    count, block = slots.shape
     of_rows = [own.places[row] for row in cells.row]
-    sizes = {name: getattr(batch, name).dtype for name in ("seq_lens", "extend_seq_lens", "extend_prefix_lens")}
     nonpadded = batch.global_num_token_non_padded
-    made = replace(
+    return replace(
         batch,
         batch_size=count,
-        input_ids=ids.flatten().to(batch.input_ids.dtype),
-        positions=positions.flatten().to(batch.positions.dtype),
-        req_pool_indices=cells.pool_row.to(batch.req_pool_indices.dtype),
+        input_ids=there["ids"],
+        positions=there["positions"],
+        req_pool_indices=there["pool_row"],
         req_pool_indices_cpu=None,
-        seq_lens=torch.tensor(lengths, dtype=sizes["seq_lens"], device=device),
-        seq_lens_cpu=torch.tensor(lengths),
-        seq_lens_sum=sum(lengths),
-        orig_seq_lens=None if batch.orig_seq_lens is None else torch.tensor(lengths, device=device).to(batch.orig_seq_lens),
-        out_cache_loc=cells.slots.flatten(),
+        seq_lens=there["lengths"],
+        seq_lens_cpu=host["lengths"],
+        seq_lens_sum=sum(cells.prefix) + count * block,
+        orig_seq_lens=there.get("orig_lengths"),
+        out_cache_loc=slots.flatten(),
         extend_num_tokens=count * block,
-        extend_seq_lens=torch.full((count,), block, dtype=sizes["extend_seq_lens"], device=device),
-        extend_prefix_lens=torch.tensor(cells.prefix, dtype=sizes["extend_prefix_lens"], device=device),
-        extend_start_loc=torch.arange(0, count * block, block, device=device).to(batch.extend_start_loc),
+        extend_seq_lens=there["sizes"],
+        extend_prefix_lens=there["prefix"],
+        extend_start_loc=there["begins"],
         extend_seq_lens_cpu=[block] * count,
         extend_prefix_lens_cpu=cells.prefix,
         extend_logprob_start_lens_cpu=[0] * count,
@@ -147,7 +173,6 @@ def packed_batch(batch: Any, own: Own, cells: Cells, translator: Any) -> Any:
         global_num_token_non_padded=None if nonpadded is None else torch.full_like(nonpadded, count * block),
         global_num_token_non_padded_cpu=count * block,
         num_token_non_padded=None,
-        dllm_prompt_mask=None,
         kv_loc_plan=None,
         kv_loc_cols=None,
         out_cache_loc_virtual=None,
@@ -155,8 +180,6 @@ def packed_batch(batch: Any, own: Own, cells: Cells, translator: Any) -> Any:
         forward_metadata_ready=False,
         residual_stream=None,
     )
-    translator.own_plan(made).bind(made, translator)
-    return made
 
 
 class EngineNetworks(Networks):
@@ -187,30 +210,132 @@ class EngineNetworks(Networks):
         self.picker = self.drafter = each
         self.device, self.graph_ran, self.shifted = batch.input_ids.device, False, False
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
+        slots = batch.out_cache_loc if batch.out_cache_loc_virtual is None else batch.out_cache_loc_virtual
+        self.room = Room(slots.long().view(-1, block), own, lent)
+        self._shares = lent.width > 0 and max(own.starts) > 0  # borrowed rows have no prefixes yet
         self._scored: Tensor | None = None
-        share_prefixes(self._table, own, lent)
+        self._firsts: list[int] = []  # by row, where its states begin in what was scored
+        self._kept: list[tuple[int, int, int]] = []  # of borrowed blocks that rows keep now: as `Cells.written`
+        self._last: tuple[Tensor, list[State], Tensor] | None = None  # of the last forward: made, states, free columns
 
-    @property
-    def _table(self) -> Tensor:
-        table: Tensor = self.engine.req_to_token_pool.req_to_token
-        return table
+    def _forward(self, packed: Packed, held: Sequence[int], hidden: Sequence[Hidden] = (), residual: bool = False) -> Tensor:
+        """Run the backbone, or from `hidden` the head, over states, row by row.
 
-    def _network(self, packed: Packed, held: Sequence[int], hidden: Tensor | None = None) -> Tensor:
-        """See `Networks`; what no state stands for is zero."""
-        cells = place_states(self._table, self.own, self.lent, packed, held, parents=hidden is None)
-        batch = packed_batch(self.batch, self.own, cells, self.engine.kv_index_translator)
-        width = max(map(len, packed))
-        at = [row * width + place for row, states in enumerate(packed) for place in range(len(states))]
-        places = torch.tensor(at, device=self.device)
-        if hidden is None:
+        Returns:
+            [states, block, hidden_size], of the head h_A + h_C or, if it is asked for the `residual`, h_C.
+        """
+        block, table = self.block, self.engine.req_to_token_pool.req_to_token
+        cells = place_states(self.room, packed, held, block, parents=not hidden)
+        written, self._kept = [*self._kept, *cells.written], []
+        parts = self._parts(cells) | self._to_write(written, cells.home)
+        sources = {id(tensor): tensor for tensor, _ in hidden}
+        begins = begins_of(sources)
+        parts["sources"] = Part([begins[id(tensor)] + place for tensor, place in hidden])
+        if self._shares:
+            parts["from"] = Part([row for row, *more in self.room.rows for _ in more])
+            parts["to"] = Part([row for _, *more in self.room.rows for row in more])
+        there, host = sent(parts, self.device)
+        if self._shares:
+            prefixes = table[:, : max(self.own.starts)]
+            prefixes.index_copy_(0, there["to"], prefixes.index_select(0, there["from"]))
+            self._shares = False
+        blocks = self.room.blocks.index_select(0, there["homes"])
+        if written:
+            self._write(there, blocks[len(cells.home) :])
+        batch = packed_batch(self.batch, self.own, cells, there, host, blocks[: len(cells.home)])
+        translator = self.engine.kv_index_translator
+        translator.own_plan(batch).bind(batch, translator)
+        if not hidden:
             output = self.engine.forward(batch, pp_proxy_tensors=None)
             self.graph_ran = bool(output.can_run_graph)
             made = output.logits_output.hidden_states
+            made = made.clone() if self.graph_ran else made  # the next replay writes there
         else:
-            made = self.engine.model.run_head(self.engine, batch, hidden[places].flatten(0, 1))
-        spread = made.new_zeros(len(packed) * width, self.block, made.shape[-1])
-        spread[places] = made.unflatten(0, (-1, self.block))
-        return spread
+            made = self._read(batch, joined(sources).index_select(0, there["sources"]).flatten(0, 1), residual)
+        made = made.unflatten(0, (-1, block))
+        self._last = made, cells.states, there["free"]
+        return made
+
+    def _to_write(self, written: Sequence[tuple[int, int, int]], homes: Sequence[int] = ()) -> dict[str, Part]:
+        """Lay out where blocks go in the map of positions to slots, and the places of some others' slots and theirs."""
+        stride = self.engine.req_to_token_pool.req_to_token.stride(0)
+        places = [*homes, *(place for _, _, place in written)]
+        return {"homes": Part(places), "written": Part(map_positions(written, self.block, stride))}
+
+    def _write(self, there: dict[str, Tensor], slots: Tensor) -> None:
+        """Write slots [n, block] to the map."""
+        table = self.engine.req_to_token_pool.req_to_token
+        table.view(-1).index_copy_(0, there["written"], slots.flatten().to(table.dtype))
+
+    def _parts(self, cells: Cells) -> dict[str, Part]:
+        """Lay out the fields of a `ForwardBatch` of states, and the columns that may be picked at."""
+        block, count, batch = self.block, len(cells.states), self.batch
+        starts = np.array([state.start for state in cells.states], np.int64)
+        prefix = np.array(cells.prefix, np.int64)
+        parts = {
+            "ids": Part([token for state in cells.states for token in state.ids], batch.input_ids.dtype),
+            "positions": Part((starts[:, None] + np.arange(block)).ravel(), batch.positions.dtype),
+            "pool_row": Part(cells.pool_row, batch.req_pool_indices.dtype),
+            "lengths": Part(prefix + block, batch.seq_lens.dtype),
+            "prefix": Part(prefix, batch.extend_prefix_lens.dtype),
+            "sizes": Part(np.full(count, block), batch.extend_seq_lens.dtype),
+            "begins": Part(np.arange(0, count * block, block), batch.extend_start_loc.dtype),
+            "free": Part([at * block + column for at, state in enumerate(cells.states) for column in state.free]),
+        }
+        if batch.orig_seq_lens is not None:
+            parts["orig_lengths"] = Part(prefix + block, batch.orig_seq_lens.dtype)
+        return parts
+
+    def _read(self, batch: Any, given: Tensor, residual: bool) -> Tensor:
+        """Run the head from hidden states [tokens, hidden_size]; result as of `_forward`, of that shape."""
+        made: Tensor = self.engine.model.run_head(self.engine, batch, given)
+        return made if residual else given + made
+
+    def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
+        """See `Networks.score`."""
+        for row, nodes in zip(rows, drafts, strict=True):
+            row.counts.forwards += bool(nodes)
+        packed = [[(node.state, node.parent) for node in nodes] for nodes in drafts]
+        hidden = self._forward(packed, [row.held for row in rows])
+        self.forwards["denoise"] += 1
+        self._scored, self._firsts = hidden, np.cumsum([0, *map(len, drafts)]).tolist()
+        states = [(row, node.state) for row, nodes in zip(rows, drafts, strict=True) for node in nodes]
+        parents = [nodes[node.parent].state if node.parent >= 0 else None for nodes in drafts for node in nodes]
+        found = iter(self.picked(self.picker, states, [(hidden, at) for at in range(len(states))], parents))
+        return [[next(found) for _ in nodes] for nodes in drafts]
+
+    def head(
+        self, rows: Sequence[Row], asked: Sequence[Sequence[tuple[State, Hidden]]], residual: bool = False
+    ) -> list[list[Hidden]]:
+        """See `Networks.head`; no block is behind here."""
+        packed = [[(state, -1) for state, _ in states] for states in asked]
+        made = self._forward(packed, [row.held for row in rows], [hidden for states in asked for _, hidden in states], residual)
+        self.forwards["head"] += 1
+        for row, states in zip(rows, asked, strict=True):
+            row.counts.head_forwards += bool(states)
+        places = iter(range(len(made)))
+        return [[(made, next(places)) for _ in states] for states in asked]
+
+    def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
+        """Keep the accepted clean state of each row, and have the head read it.
+
+        A clean state that was drafted lies in borrowed slots: they become the row's, whose own are given back in their place.
+        """
+        for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
+            if slots and slots[0] > 0:
+                self._kept.append((self.own.rows[at], row.held, self.room.keep(at, slots[0])))
+        if self.with_head:
+            assert self._scored is not None
+            asked: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
+            for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
+                if slots:
+                    asked[at].append((row.opened(row.held), (self._scored, self._firsts[at] + slots[0])))
+            self.head(rows, asked)
+        elif self._kept:
+            there, _ = sent(self._to_write(self._kept), self.device)
+            self._write(there, self.room.blocks.index_select(0, there["homes"]))
+        for row, slots in zip(rows, clean, strict=True):
+            row.held += self.block * bool(slots)
 
     def picked(
         self,
@@ -220,54 +345,105 @@ class EngineNetworks(Networks):
         parents: Sequence[State | None] = (),
         shortlists: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
-        """See `Networks.picked`; rows with the same `Sampling` are picked for together."""
+        """See `Networks.picked`; rows with the same `Sampling` are picked for together, in one read."""
         groups: dict[Sampling, list[int]] = {}
         for at, (row, _) in enumerate(states):
             groups.setdefault(row.sampling, []).append(at)
+        if len(groups) == 1:
+            return self._picked(self.pickers.of(next(iter(groups))), states, hidden, parents, shortlists)
         found: dict[int, Scores] = {}
         for sampling, places in groups.items():
             part: list[Any] = [[of[at] for at in places] if of else of for of in (states, hidden, parents, shortlists)]
-            found |= zip(places, super().picked(self.pickers.of(sampling), *part), strict=True)
+            found |= zip(places, self._picked(self.pickers.of(sampling), *part), strict=True)
         return [found[at] for at in range(len(states))]
 
-    def head(
-        self, rows: Sequence[Row], asked: Sequence[Sequence[tuple[State, Hidden]]], residual: bool = False
-    ) -> list[list[Hidden]]:
-        """See `Networks.head`; no block is behind here."""
-        width, filler = max(map(len, asked)), next(states[0][1] for states in asked if states)
-        given = gathered([one for states in asked for one in [*(h for _, h in states), *[filler] * (width - len(states))]])
-        made = self._network([[(state, -1) for state, _ in states] for states in asked], [row.held for row in rows], given)
-        self.forwards["head"] += 1
-        for row, states in zip(rows, asked, strict=True):
-            row.counts.head_forwards += bool(states)
-        made = made if residual else given + made
-        return [[(made, at * width + place) for place in range(len(states))] for at, states in enumerate(asked)]
+    def _picked(
+        self,
+        picker: Picker,
+        states: Sequence[tuple[Row, State]],
+        hidden: Sequence[Hidden],
+        parents: Sequence[State | None],
+        shortlists: Sequence[Hidden | None],
+    ) -> list[Scores]:
+        """See `Networks.picked`; one read, and no copy to the device behind a forward over those states."""
+        block, spots = self.block, Spots(states, self.device, parents)
+        columns = np.array([at * block + column for at, (_, state) in enumerate(states) for column in state.free], np.int64)
+        if not len(columns):
+            return [Scores([0] * block, [-torch.inf] * block, hidden=one) for one in hidden]
+        whole, places, there = self._at(states, hidden, columns)
+        blocks = whole.index_select(0, places)
+        known: list[Hidden] = [one for one in shortlists if one is not None]
+        if len(known) == len(states):
+            all_listed, places, _ = self._places_of(known, columns)
+            picks = picker.among(blocks, all_listed.index_select(0, places), spots)
+        else:
+            picks = picker(blocks, spots)
+        few: Sequence[Hidden | None] = shortlists or [None] * len(states)
+        if picks.shortlist is not None:
+            listed = picks.shortlist.new_zeros(len(states) * block, picks.shortlist.shape[1])
+            listed.index_copy_(0, there, picks.shortlist)
+            few = [(listed.unflatten(0, (-1, block)), place) for place in range(len(states))]
+        found = zip(on_host(picks, columns, len(states), block), hidden, few, strict=True)
+        return [Scores(*said, one, short) for said, one, short in found]
 
-    def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Keep the accepted clean state of each row, and have the head read it.
+    def _at(
+        self, states: Sequence[tuple[Row, State]], hidden: Sequence[Hidden], columns: np.ndarray
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_places_of`, of the hidden states of states; those of the last forward are there already."""
+        if self._last is not None:
+            made, scored, free = self._last
+            same = len(states) == len(scored) and all(one is other for (_, one), other in zip(states, scored, strict=True))
+            if same and all(tensor is made and place == at for at, (tensor, place) in enumerate(hidden)):
+                return made.flatten(0, 1), free, free
+        return self._places_of(hidden, columns)
 
-        A clean state that was drafted lies in borrowed slots: they become the row's, whose own are given back in their place.
+    def _places_of(self, blocks: Sequence[Hidden], columns: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """Find columns of blocks that lie in a few tensors.
+
+        Returns:
+            All of these, [tokens, size], the places of the columns there, [n] long, and the columns.
         """
-        drafted = [(at, slots[0]) for at, slots in enumerate(clean) if slots and slots[0] > 0]
-        if drafted:
-            at, slot = torch.tensor(drafted, device=self.device).unbind(1)
-            taken = self.lent.swap(at, slot - 1, self.own.slots[at])
-            self.own.slots[at] = taken
-            starts = torch.tensor([rows[place].held for place, _ in drafted], device=self.device)
-            positions = starts[:, None] + torch.arange(self.block, device=self.device)
-            self._table[self.own.rows[at][:, None], positions] = taken.to(self._table.dtype)
-        if self.with_head:
-            assert self._scored is not None
-            width = len(self._scored) // len(rows)
-            self.head(
-                rows,
-                [
-                    [(row.opened(row.held), (self._scored, at * width + slots[0]))] if slots else []
-                    for at, (row, slots) in enumerate(zip(rows, clean, strict=True))
-                ],
-            )
-        for row, slots in zip(rows, clean, strict=True):
-            row.held += self.block * bool(slots)
+        tensors = {id(tensor): tensor for tensor, _ in blocks}
+        begins = begins_of(tensors)
+        firsts = np.array([begins[id(tensor)] + place for tensor, place in blocks], np.int64) * self.block
+        places = firsts[columns // self.block] + columns % self.block
+        there, _ = sent({"places": Part(places), "columns": Part(columns)}, self.device)
+        return joined(tensors).flatten(0, 1), there["places"], there["columns"]
 
 
-__all__ = ["Cells", "EngineNetworks", "Own", "packed_batch", "place_states", "share_prefixes"]
+def begins_of(tensors: dict[int, Tensor]) -> dict[int, int]:
+    """Find where each of some tensors, by id, begins when they are joined."""
+    return dict(zip(tensors, np.cumsum([0, *map(len, tensors.values())]).tolist(), strict=False))
+
+
+def joined(tensors: dict[int, Tensor]) -> Tensor:
+    """Join tensors, by id, along their first dimension."""
+    first, *others = tensors.values()
+    return torch.cat([first, *others]) if others else first
+
+
+def on_host(picks: Picks, columns: np.ndarray, states: int, block: int) -> list[tuple[list[int], list[float], Any, Any]]:
+    """Read picks at some columns of states, all numbers in one transfer, as float64, in which ids are exact.
+
+    Returns:
+        Of each state the tokens, odds, entropies and likeliest tokens of `Scores`.
+    """
+    numbers = [picks.token[:, None], picks.odds[:, None]]
+    numbers += [] if picks.entropy is None else [picks.entropy[:, None]]
+    numbers += [] if picks.likeliest is None else list(picks.likeliest)
+    read = torch.cat([one.double() for one in numbers], 1).detach().cpu().numpy()
+    spread = np.full((states * block, read.shape[1]), -np.inf)
+    spread[:, 0] = 0
+    spread[columns] = read
+    token = spread[:, 0].astype(np.int64).reshape(states, block).tolist()
+    odds = spread[:, 1].reshape(states, block).tolist()
+    entropy = [None] * states if picks.entropy is None else spread[:, 2].reshape(states, block).tolist()
+    likeliest: list[Any] = [None] * states
+    if picks.likeliest is not None:
+        each = picks.likeliest[0].shape[1]
+        ids, of_ids = (part.reshape(states, block, each) for part in np.split(spread[:, -2 * each :], 2, 1))
+        likeliest = list(zip(np.where(of_ids == -np.inf, 0, ids).astype(np.int64), of_ids, strict=True))
+    return list(zip(token, odds, entropy, likeliest, strict=True))
+
+
+__all__ = ["Cells", "EngineNetworks", "Own", "Room", "map_positions", "on_host", "packed_batch", "place_states"]

@@ -17,7 +17,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from modeling_mrp.kernels.pick import Unembedding, pick_rows, widened
+from modeling_mrp.kernels.pick import Unembedding, widened
 from modeling_mrp.networks.picker import Picker, Picks, Spots
 from modeling_mrp.rules.state import State
 
@@ -174,12 +174,25 @@ class StockPicker(EnginePicker):
         return EngineUnembedding(self.lm_head_weight, self.mask_token_id, unembed=self.unembed, with_mask=True)
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
-        shown = logits.index_fill(1, torch.tensor([self.mask_token_id], device=logits.device), -torch.inf)
-        token, _ = pick_rows(self.unembedding, shown, shown, None, None, self.dispatch)
+        """Pick from logits [n, vocab], in few passes over them: a vocabulary has more numbers than a layer."""
+        own = logits[:, self.mask_token_id].clone()
+        logits[:, self.mask_token_id] = -torch.inf
+        token = logits.argmax(-1, keepdim=True)
+        logits[:, self.mask_token_id] = own
         probability = logits.softmax(-1)
-        odds = probability.gather(1, token[:, None])[:, 0].double().logit()
-        picks = Picks(token, odds, torch.special.entr(probability).sum(-1) if self.entropy else None)
-        return self._listed(picks, logits, shown, None)
+        odds = probability.gather(1, token)[:, 0].double().logit()
+        entropy = torch.special.entr(probability).sum(-1) if self.entropy else None
+        return Picks(token[:, 0], odds, entropy, shortlist=self._shortlist(logits, probability) if self.shortlist else None)
+
+    def _shortlist(self, logits: Tensor, probability: Tensor) -> Tensor:
+        """List the likeliest tokens of logits [n, vocab]: `Picks.shortlist`; their probabilities [n, vocab] are overwritten."""
+        top = logits.topk(min(self.shortlist, logits.shape[1]))
+        total = top.values[:, :1] - probability.gather(1, top.indices[:, :1]).log()
+        of_mask = probability[:, self.mask_token_id].clone()
+        others = probability.scatter_(1, top.indices, 0.0)
+        others[:, self.mask_token_id] = of_mask  # never picked, it counts among the others
+        kept = top.values.masked_fill(top.indices == self.mask_token_id, -torch.inf)
+        return torch.cat([top.indices.to(kept.dtype), kept, others.sum(-1, keepdim=True).log() + total], 1)
 
 
 class Pickers:

@@ -1,9 +1,10 @@
 """The engine's side of the plugin: its registries and hooks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import yaml
+from fastapi import HTTPException
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.dllm.algorithm import algo_name_to_cls
@@ -21,6 +22,7 @@ from .checkpoint import ARCHITECTURES, open_checkpoint
 from .model import MRPForCausalLM, SDARMRPForCausalLM
 from .options import settings_of
 from .requests import GREEDY
+from .room import fetch_what_fits, whole_blocks
 from .usage import SHOWN, shown_of
 
 
@@ -39,7 +41,10 @@ def register_parts() -> None:
     hooks: dict[str, Callable[..., Any]] = {
         "sglang.srt.dllm.config.DllmConfig.from_server_args": dllm_config,
         "sglang.srt.managers.tp_worker.TpModelWorker._forward_batch_generation_dllm": with_requests,
+        "sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin._fetch_waiting_reqs": fetch_what_fits,
+        "sglang.srt.managers.schedule_policy.PrefillAdder._get_dllm_remain_tokens": whole_blocks,
         "sglang.srt.configs.model_config.ModelConfig.get_default_sampling_params": sampling_defaults,
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation": pause_in_place,
         "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.build_additional_customized_info": (
             with_progress
         ),
@@ -77,7 +82,7 @@ def dllm_config(original: Callable[[Any], DllmConfig | None], server_args: Any) 
         algorithm_config=options,
         block_size=block,
         mask_id=found.config.mask_token_id,
-        max_running_requests=args.max_running_requests or 1,
+        max_running_requests=args.max_running_requests or 1,  # rows of a forward: see `rows_of`
         first_done_first_out_mode=args.dllm_fdfo,
     )
     if args.dllm_algorithm == ALGORITHM:
@@ -86,6 +91,7 @@ def dllm_config(original: Callable[[Any], DllmConfig | None], server_args: Any) 
                 f"--page-size is {args.page_size}: MRP keeps blocks in whole pages, so use {block}, or leave it out"
             )
         config.mrp_settings = settings_of(options, found.defaults, block, found.has_head, args.tp_size)
+        config.max_running_requests = max(1, config.max_running_requests // config.mrp_settings.mode.width)
     return config
 
 
@@ -95,8 +101,8 @@ def check_arguments(args: Any) -> None:
         "--no-dllm-fdfo is given, and MRP needs first-done-first-out scheduling, in which no row waits: leave it out": (
             not args.dllm_fdfo
         ),
-        "--max-running-requests is not given, and the engine would take one at a time: set it to the rows that a forward may "
-        "have, those of requests and of their drafts (64, for instance)": args.max_running_requests is None,
+        "--max-running-requests is not given, and the engine would take one at a time: set it to the requests that "
+        "may be decoded together (16, for instance)": args.max_running_requests is None,
         "--enable-dp-attention is given, and MRP does not serve with it: leave it out": args.enable_dp_attention,
     }
     if reasons := [reason for reason, is_so in wrong.items() if is_so]:
@@ -136,6 +142,13 @@ def with_requests(original: Callable[..., Any], worker: Any, forward_batch: Any,
         worker.dllm_algorithm.batch = None
 
 
+async def pause_in_place(original: Callable[..., Awaitable[None]], manager: Any, asked: Any) -> None:
+    """Refuse to take running requests back, which would end the engine, with an `HTTPException` 400."""
+    if asked.mode == "retract" and get_exec().dllm.dllm_algorithm == ALGORITHM:
+        raise HTTPException(400, "mode 'retract' is not served with MRP: use 'in_place', which goes on, or 'abort', which ends")
+    await original(manager, asked)
+
+
 def with_progress(original: Callable[..., dict[str, list[Any]]], streamer: Any, reqs: Sequence[Any]) -> dict[str, list[Any]]:
     """Send with what requests have come to what it took."""
     for req in reqs:  # of an answer without tokens the engine supposes one sent, and would keep its log-probability back
@@ -165,6 +178,7 @@ def with_text(
 __all__ = [
     "PublishedConfig",
     "dllm_config",
+    "pause_in_place",
     "register_parts",
     "sampling_defaults",
     "with_progress",

@@ -161,6 +161,7 @@ def _unserved(req: Any) -> dict[str, Any]:
         "a sampling mask": getattr(req, "return_sampling_mask", False),
         "hidden states": getattr(req, "return_hidden_states", False),
         "several beams": (getattr(asked, "beam_width", None) or 1) > 1,
+        "ids below 0 in its prompt": min(req.origin_input_ids, default=0) < 0,
         "the mask token in its prompt": req.dllm_config.mask_id in req.origin_input_ids,
         "a logit_bias outside -100 to 100": any(not -100 <= bias <= 100 for bias in (asked.logit_bias or {}).values()),
         "a temperature above 1000": asked.temperature > 1000,

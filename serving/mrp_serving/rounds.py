@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from modeling_mrp.generate.budget import Amount, Budget, Fixed, budget_of
+from modeling_mrp.generate.budget import Amount, Budget
 from modeling_mrp.generate.loop import Decoder
 from modeling_mrp.generate.refine import Refinement, refined
 from modeling_mrp.rules.accept import UnscoredError
@@ -18,6 +18,7 @@ from modeling_mrp.rules.state import Counts, Frontier, Key, Scores
 
 from .networks import EngineNetworks, Own
 from .options import Settings
+from .pace import Share, pace_of
 from .picker import Pickers
 from .requests import EngineRow, Progress, committed_ids, end_of_text, interpreted, text_of_block
 from .scratch import borrowed
@@ -95,6 +96,7 @@ class Rounds:
         block: Tokens of a block.
         mask_id: The mask's id.
         abort: Ends a request with a message as soon as the engine looks at it.
+        share: As of `pace_of`.
 
     Attributes:
         rows: The rows of requests between rounds, each with its name, by their rows of the engine's pool.
@@ -102,8 +104,11 @@ class Rounds:
         report: Notes what it costs.
     """
 
-    def __init__(self, settings: Settings, block: int, mask_id: int, abort: Callable[[Any, str], None]) -> None:
-        self.settings, self.block, self.mask_id, self.abort = settings, block, mask_id, abort
+    def __init__(
+        self, settings: Settings, block: int, mask_id: int, abort: Callable[[Any, str], None], share: Share | None = None
+    ) -> None:
+        self.settings, self.block, self.mask_id, self.abort, self.share = settings, block, mask_id, abort, share
+        self.budget: Budget | None = None
         self.rows: dict[int, tuple[Name, EngineRow]] = {}
         self.whole: dict[Name, list[int]] = {}
         self.report = Report()
@@ -125,12 +130,13 @@ class Rounds:
             CUDA graph ran.
         """
         starts = list(batch.extend_prefix_lens_cpu)
-        names = self._names(engine, batch, starts)
+        names = self._names(engine, requests, starts)
         ids = [self.whole.pop(name, []) for name in names]
         grown, graph_ran = [self.block] * len(names), False
         if places := [place for place, known in enumerate(ids) if not known]:
-            some, own = [requests[place] for place in places], self._own(batch, places)
-            rows = [self._row(engine, requests[place], names[place]) for place in places]
+            some, names_of = [requests[place] for place in places], [names[place] for place in places]
+            own = Own(places, [name.row for name in names_of], [name.start for name in names_of])
+            rows = [self._row(engine, req, name) for req, name in zip(some, names_of, strict=True)]
             before = totals(rows)
             failed = -1
             try:
@@ -142,7 +148,7 @@ class Rounds:
                     self.abort(requests[place], UNSCORED.format(error.position))
                 else:
                     requests[place].mrp.alone = True  # the next block, which rode along, will fail by itself
-                rows = self._begun_anew(engine, requests, names, places)
+                rows = self._begun_anew(engine, some, names_of)
             self.report.count(**{name: number - before[name] for name, number in totals(rows).items()})
             for place, row, req in zip(places, rows, some, strict=True):
                 ids[place], grown[place] = self._come_to(row, names[place], req)
@@ -152,13 +158,11 @@ class Rounds:
             self._finish(self.rows[name.row][1], req, start + size if size else 0)
         return ids, grown, graph_ran
 
-    def _begun_anew(
-        self, engine: Any, requests: Sequence[Any], names: Sequence[Name], places: Sequence[int]
-    ) -> list[EngineRow]:
-        """Make the rows at some places anew, each at the start of its block."""
-        for place in places:
-            self.rows.pop(names[place].row, None)
-        return [self._row(engine, requests[place], names[place]) for place in places]
+    def _begun_anew(self, engine: Any, requests: Sequence[Any], names: Sequence[Name]) -> list[EngineRow]:
+        """Make rows anew, each at the start of its block."""
+        for name in names:
+            self.rows.pop(name.row, None)
+        return [self._row(engine, req, name) for req, name in zip(requests, names, strict=True)]
 
     def _come_to(self, row: EngineRow, name: Name, req: Any) -> tuple[list[int], int]:
         """Find what a round came to: a row's block so far, and by how much its text has grown; and keep the rest.
@@ -188,21 +192,16 @@ class Rounds:
             max(start, row.prompt) : min(start + self.block, row.prompt + req.sampling_params.max_new_tokens)
         ]
 
-    def _own(self, batch: Any, places: list[int]) -> Own:
-        slots = batch.out_cache_loc if batch.out_cache_loc_virtual is None else batch.out_cache_loc_virtual
-        at = torch.tensor(places, device=slots.device)
-        starts = [batch.extend_prefix_lens_cpu[place] for place in places]
-        return Own(places, batch.req_pool_indices[at].long(), slots.view(-1, self.block)[at].long(), starts)
-
-    def _names(self, engine: Any, batch: Any, starts: list[int]) -> list[Name]:
+    def _names(self, engine: Any, requests: Sequence[Any], starts: list[int]) -> list[Name]:
         pool = engine.req_to_token_pool
-        rows, turns, free = batch.req_pool_indices.tolist(), pool.req_generation, set(pool.free_slots)
+        turns, free = pool.req_generation.numpy(), set(pool.free_slots)  # both on the host
 
         def alive(name: Name) -> bool:
             return name.row not in free and int(turns[name.row]) == name.turn
 
         self.rows = {at: (name, row) for at, (name, row) in self.rows.items() if alive(name)}
         self.whole = {name: ids for name, ids in self.whole.items() if alive(name)}
+        rows = [req.kv.req_pool_idx for req in requests]
         return [Name(row, int(turns[row]), start) for row, start in zip(rows, starts, strict=True)]
 
     def _row(self, engine: Any, req: Any, name: Name) -> EngineRow:
@@ -221,9 +220,7 @@ class Rounds:
     ) -> bool:
         """Draft as much as pays and finds room, verify, accept, commit; tells whether a CUDA graph ran."""
         mode, drafting = self.settings.mode, self.settings.mode.drafting
-        budget: Budget = Fixed(Amount())
-        if drafting is not None:
-            budget = budget_of(engine.model, mode, drafting.states, drafting.passes, drafting.paced)
+        budget = self.budget = self.budget or pace_of(engine.model, mode, self.share)
         amount = budget.choose(rows)
         pool, allocator = engine.req_to_token_pool, engine.token_to_kv_pool_allocator
         clean = any(not row.state.masks for row in rows)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,39 +14,29 @@ class Borrowed:
     """Room for `width` more states of each of a batch's rows.
 
     Attributes:
-        rows: [rows, width] long, rows of the pool that maps positions to slots.
-        slots: [rows, width, block] long, slots of the KV pool: whole pages.
+        rows: By row of the batch `width` rows of the pool that maps positions to slots.
+        slots: [rows * width, block] long, slots of the KV pool: whole pages.
+        swapped: By place in `slots` what is given back in its place, [block] long; what it held stays with a request.
     """
 
-    rows: Tensor
+    rows: list[list[int]]
     slots: Tensor
+    swapped: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     @property
     def width(self) -> int:
         """States of a row, beside its own."""
-        return self.rows.shape[1]
+        return len(self.rows[0]) if self.rows else 0
 
-    def swap(self, row: Tensor, place: Tensor, slots: Tensor) -> Tensor:
-        """Take the slots of some states over, and give others back in their place.
-
-        Args:
-            row: [n] long, of the batch.
-            place: [n] long, of the row's borrowed states.
-            slots: [n, block] long, what is given back.
-
-        Returns:
-            [n, block] long, what is taken over.
-        """
-        taken = self.slots[row, place]
-        self.slots[row, place] = slots
-        return taken
+    def given_back(self) -> Tensor:
+        """Join the slots that go back, [rows * width * block]."""
+        if not self.swapped:
+            return self.slots.flatten()
+        return torch.cat([self.swapped.get(place, slots) for place, slots in enumerate(self.slots.unbind())])
 
 
 def affordable(width: int, batch: int, free_rows: int) -> int:
-    """Count the states, beside its own, for which each of a batch's rows finds a free row of the pool.
-
-    This is how drafting follows load: what requests leave of `--max-running-requests` is drafted in.
-    """
+    """Count the states, beside its own, for which each of a batch's rows finds a free row of the pool."""
     return max(0, min(width, free_rows // batch)) if batch else 0
 
 
@@ -58,7 +48,7 @@ def borrowed(pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int,
 
     Args:
         pool: The engine's map of positions to slots (`alloc_rows`, `free_rows`, `available_size`).
-        allocator: Of slots (`alloc`, `free`, `available_size`).
+        allocator: Of slots (`alloc`, `free_segment`, `available_size`).
         evict: Asked to free so many slots of cached prefixes, as far as they are not in use.
         batch: Rows of the batch.
         width: States wanted of each, beside its own.
@@ -69,19 +59,14 @@ def borrowed(pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int,
         evict(batch * width * block)
     width = min(width, allocator.available_size() // (batch * block)) if width else 0
     rows = pool.alloc_rows(batch * width) if width else []
-    slots = None
+    lent = Borrowed([[] for _ in range(batch)], torch.empty(0, block, dtype=torch.long, device=pool.device))
     try:
-        slots = allocator.alloc(batch * width * block) if rows else None
-        if slots is None:
-            width, empty = 0, torch.zeros(0, dtype=torch.long, device=pool.device)
-            lent = Borrowed(empty.view(batch, 0), empty.view(batch, 0, block))
-        else:
-            table = torch.tensor(rows, device=pool.device).view(batch, width)
-            lent = Borrowed(table, slots.long().view(batch, width, block).clone())
+        if rows and (slots := allocator.alloc(batch * width * block)) is not None:
+            lent = Borrowed([rows[at * width : (at + 1) * width] for at in range(batch)], slots.long().view(-1, block))
         yield lent
     finally:
-        if slots is not None:
-            allocator.free(lent.slots.flatten())
+        if lent.width:
+            allocator.free_segment(lent.given_back(), start_pos=0)  # whole pages, each in order: no search for equal ones
         if rows:
             pool.free_rows(rows)
 

@@ -4,26 +4,20 @@ import pytest
 import torch
 from conftest import ROOT, make_model
 from mrp_trainer.doctor.roofline import (
-    PUBLISHED,
     Counts,
-    Device,
     Shape,
     Work,
     backbone_forward,
     decoder_layers,
     head_forward,
-    masks_per_state,
-    vocabulary_step,
 )
 from mrp_trainer.evaluate import cost
 
-from benchmarks import cost_model
 from benchmarks.cost_model import counts_at
 from modeling_mrp import MRPConfig, MRPForCausalLM
 
 # One layer of everything, so that sums can be done in the head: q and o 8 x 4, k and v 4 x 4 each, an MLP of 3 x 4 x 6.
 SMALL = Shape("small", 4, 6, 1, 2, 1, 4, 10, 2, 1)
-UNIT = Device("unit", bandwidth=1.0, peak=2.0, achievable=0.5)  # a byte and a FLOP take a second each
 
 
 @pytest.mark.parametrize(("size", "parameters"), [("1.7b", None), ("4b", 4_727_331_584), ("8b", None)])
@@ -51,16 +45,6 @@ def test_a_layer_by_hand() -> None:
     assert attention == Work(3 * 18 * 8 * 2, 12 * 14 * 8 * 2 * 2)
 
 
-def test_forwards_by_hand() -> None:
-    ends, *layers = backbone_forward(SMALL, 1, 1, 0)
-    assert ends == Work(2 * (2 * 2 * 4 + 4), 0)
-    assert layers == list(decoder_layers(SMALL, 1, 1, 1, 0))
-    ends, projection, *layers = head_forward(SMALL, 1, 1, 0)
-    assert ends == Work(2 * (3 * 2 * 4 + 3 * 4), 0)
-    assert projection == Work(2 * 32, 2 * 32 * 2)
-    assert vocabulary_step(SMALL, 5) == Work(2 * (40 + 20), 2 * 5 * 40)
-
-
 def test_experts_by_hand() -> None:
     """Four, two a token, of 3 x 4 x 5 numbers in place of an MLP of 72: one token reads two of them, two tokens
     4 (1 - 1/4) = 3, and each computes with two. The head's layers are dense."""
@@ -71,41 +55,6 @@ def test_experts_by_hand() -> None:
     assert matrices == Work(2 * (184 - 72 + 16 + 3 * 60), 2 * 2 * (168 - 72 + 16 + 2 * 60))
     assert head_forward(sparse, 1, 1, 0) == head_forward(SMALL, 1, 1, 0)
     assert SMALL.experts_read(7) == SMALL.with_experts(3) == 0
-
-
-def test_the_shape_with_experts_is_that_of_the_model() -> None:
-    shape = cost_model.EXPERTS
-    named = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-    named += ("vocab_size", "block_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
-    config = MRPConfig(family="sdar_moe", num_nextn_predict_layers=3, **{name: getattr(shape, name) for name in named})
-    with torch.device("meta"):
-        model = MRPForCausalLM(config)
-    assert shape.parameters == sum(p.numel() for p in model.parameters())
-    assert round((shape.backbone + 2 * shape.vocabulary) / 1e9, 1) == 30.5
-
-
-def test_a_device_takes_the_longer_of_bytes_and_flops() -> None:
-    assert UNIT.seconds(Work(3, 2)) == 3
-    assert UNIT.seconds(Work(3, 5)) == 5
-    assert UNIT.ridge == 1
-    assert cost_model.DEVICES["H200"].ridge == pytest.approx(138, abs=0.1)
-
-
-def test_where_speculation_pays() -> None:
-    """Twice the tokens for the same weights pay while weights are what costs; where FLOPs do, twice the states cost twice."""
-    shape = PUBLISHED["8B"]
-    device, prefix = cost_model.DEVICES["H200"], 0
-    static = Counts(1.0, 17 / 16)
-    assert static.states_per_forward * masks_per_state(16) == sum(range(17)) / 16
-    double = Counts(2.0, 4.0)
-    assert cost_model.speedup(shape, device, static, static, 8, prefix) == 1
-    assert cost_model.speedup(shape, device, double, static, 1, prefix) == pytest.approx(2, abs=0.02)
-    assert cost_model.speedup(shape, device, double, static, 512, prefix) == pytest.approx(2 * (17 / 16) / 4, abs=0.01)
-    limit = cost_model.stops_paying_at(shape, device, double, static, prefix)
-    assert limit is not None
-    assert cost_model.speedup(shape, device, double, static, limit, prefix) < 1
-    assert cost_model.speedup(shape, device, double, static, limit - 1, prefix) >= 1
-    assert cost_model.stops_paying_at(shape, device, Counts(5.0, 4.0), static, prefix) is None
 
 
 def test_counts_are_taken_from_results() -> None:

@@ -1,22 +1,19 @@
 """The frontier's settings, lines, table and figure."""
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from mrp_trainer.data.tasks import problems
-from mrp_trainer.evaluate import cost
 from mrp_trainer.evaluate.results import ResultsFile
 
 from benchmarks import frontier, plots, tables
-from benchmarks.common import embedded_weights
-from benchmarks.frontier import Setting, lines, on_frontier, references, rule_of, rule_settings, setting_name, settings
+from benchmarks.frontier import JUDGED, Setting, lines, on_frontier, references, rule_settings, setting_name, settings
 from benchmarks.measure import Measured, ratio
 from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
-from modeling_mrp.rules.reveal import Dynamic, EntropyBound, Sequential, Static, logit
 
 
 def test_every_setting_has_a_name_of_its_own_and_generate_takes_it() -> None:
@@ -33,25 +30,6 @@ def test_every_setting_has_a_name_of_its_own_and_generate_takes_it() -> None:
         assert bool(others) == (decoding in (*frontier.DRAFTERS, frontier.RELEASED))
 
 
-def test_what_a_draft_is_compared_with() -> None:
-    """Its target, and at the same K what drafts without a head, and the released reference, which reproduces `static` alone."""
-    named = {setting_name(setting): setting for setting in settings("source")}
-    assert "psd K=8 tau=0.9" not in named
-    compared = {
-        name: {other: setting_name(one) for other, one in references(setting).items()} for name, setting in named.items()
-    }
-    assert compared["static"] == {}
-    assert compared["released of static K=4"] == {"target": "static"}
-    assert compared["released of static K=4 with a head prefix"] == {"target": "static", "released": "released of static K=4"}
-    assert compared["self_spec of static K=8"] == {"target": "static", "released": "released of static K=8"}
-    assert compared["mrp_spec of dynamic K=8 tau=0.9 passes=2"] == {
-        "target": "dynamic tau=0.9",
-        "self_spec": "self_spec of dynamic K=8 tau=0.9",
-        "draft_graph": "draft_graph of dynamic K=8 tau=0.9",
-    }
-    assert compared["mrp_spec of dynamic K=16 tau=0.9 passes=2"] == {"target": "dynamic tau=0.9"}
-
-
 def test_every_reveal_rule_is_measured_alone_and_drafted() -> None:
     measured = rule_settings()
     names = [setting_name(setting) for setting in measured]
@@ -59,11 +37,6 @@ def test_every_reveal_rule_is_measured_alone_and_drafted() -> None:
     assert {"klass", "cad tau=0.8", "mrp_spec of eb_sampler K=4", "mrp_spec of dynamic K=8 tau=0.9"} < set(names)
     for setting in measured:
         MRPGenerationConfig(**setting).check(16, True)
-
-
-def test_the_rules_are_those_of_the_targets() -> None:
-    rules = [rule_of(target) for target in ("static", "dynamic", "sequential", "entropy_bound")]
-    assert rules == [Static((1,)), Dynamic(logit(0.9)), Sequential((1,)), EntropyBound(0.35)]
 
 
 def test_what_is_on_the_frontier() -> None:
@@ -119,62 +92,6 @@ def test_a_setting_that_has_a_line_is_not_measured_again(tmp_path: Path) -> None
     assert [line["texts_that_differ"] for line in lines(stub, asked, other, results, identity)] == [1]
 
 
-@pytest.fixture
-def results(tmp_path: Path) -> Path:
-    """A folder with a file a family; drafts have their target's accuracy, and one text differs."""
-    for family, accuracy in (("math", 90.0), ("code", 80.0)):
-        made: list[dict[str, Any]] = [{"benchmark": "frontier", **embedded_weights()}]
-        for setting, speed in (
-            ({"decoding": "dynamic", "confidence_threshold": 0.5}, 3.0),
-            ({"decoding": "dynamic", "confidence_threshold": 0.9}, 2.0),
-            ({"decoding": "mrp_spec", "target": "dynamic", "confidence_threshold": 0.9, "num_draft_states": 4}, 4.0),
-        ):
-            value = accuracy - 20 * (setting.get("confidence_threshold") == 0.5)
-            line = {
-                "family": family,
-                **setting,
-                "accuracy": value,
-                "accuracy_95": [value - 2, value + 1],
-                "head_per_token": 0.25 if "target" in setting else 0.0,
-            }
-            line |= {"tokens_per_forward": speed, "tokens_per_forward_95": [speed - 0.1, speed + 0.1]}
-            made.append(line | ({"texts_that_differ": 1} if "target" in setting else {}))
-        (tmp_path / f"tiny_frontier_{family}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))
-    return tmp_path
-
-
-def test_the_table(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four tokens a forward with a head pass: at a quarter of a forward 3.2 a unit."""
-    for shape, share in (("1.7B", 1.0), ("4B", 0.25), ("8B", 0.0)):
-        monkeypatch.setitem(cost.HEAD_SHARES, shape, share)
-    head, _, eager, target, drafted = tables.frontier(results).splitlines()
-    families = "| math % | math: tokens / unit | code % | code: tokens / unit | at 1.7B (math, code) | at 8B (math, code) |"
-    last = "tokens / forward (math, code) | head / token (math, code) | texts that differ (math, code) |"
-    assert head == f"| mode {families} {last}"
-    assert eager.startswith("| dynamic tau=0.5 | 70.0 (68.0-71.0) | 3.00 (2.90-3.10) | 60.0 ")
-    assert target.endswith("| 80.0 (78.0-81.0) | 2.00 (1.90-2.10) | 2.00, 2.00 | 2.00, 2.00 | 2.00, 2.00 | 0.00, 0.00 |  |")
-    assert drafted == (
-        "| mrp_spec of dynamic K=4 tau=0.9 | 90.0 (88.0-91.0) | 3.20 (3.12-3.28) * | 80.0 (78.0-81.0) | 3.20 (3.12-3.28) * | "
-        "2.00, 2.00 | 4.00, 4.00 | 4.00, 4.00 | 0.25, 0.25 | 1, 1 |"
-    )
-
-
-def test_the_figure_has_a_panel_a_family_and_is_the_same_every_time(results: Path) -> None:
-    drawn = []
-    for _ in range(2):
-        plots.main(["--results", str(results)])
-        drawn.append((results / "frontier.svg").read_text())
-    assert drawn[0] == drawn[1]
-    words = {"".join(e.itertext()).strip() for e in ElementTree.fromstring(drawn[0]).iter() if "text" in e.tag}
-    assert words >= {"math", "code", "dynamic", "mrp_spec of dynamic", "problems solved, %"}
-    assert "tokens per backbone forward, head passes charged as at 4B" in words
-
-
-def test_every_setting_can_be_drawn() -> None:
-    modes = {" ".join(filter(None, (setting["decoding"], setting.get("remask_rule")))) for setting in settings()}
-    assert modes == set(plots.CURVES)
-
-
 def test_ratios_are_paired() -> None:
     """Twice as fast on every problem, however hard: the ratio is 2 in every resample; other problems cannot be paired."""
     texts, forwards = [[1] * length for length in (10, 40, 25, 60)], [5, 30, 9, 41]
@@ -183,3 +100,14 @@ def test_ratios_are_paired() -> None:
     assert fast.speed.low < 0.95 * fast.speed.value
     with pytest.raises(ValueError, match="4 problems against 1"):
         ratio(fast, Measured(texts[:1], [1], [0]))
+
+
+def test_the_figure_of_the_committed_lines(tmp_path: Path) -> None:
+    """A panel a family; every setting has a place in it."""
+    for family in JUDGED:
+        shutil.copy(tables.RESULTS / f"tiny_frontier_{family}.jsonl", tmp_path)
+    plots.main(["--results", str(tmp_path)])
+    drawn = ElementTree.fromstring((tmp_path / "frontier.svg").read_text())
+    words = {"".join(one.itertext()).strip() for one in drawn.iter() if "text" in one.tag}
+    assert words >= {*JUDGED, "dynamic", "mrp_spec of dynamic", "problems solved, %"}
+    assert "tokens per backbone forward, head passes charged as at 4B" in words

@@ -10,6 +10,8 @@ from conftest import TINY
 
 from benchmarks import bare_loop, host, score, tables, turns
 from benchmarks.common import embedded_weights
+from benchmarks.server import Measured
+from benchmarks.serving import compared
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 
@@ -19,11 +21,6 @@ def _threads() -> Any:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def test_a_spread_by_hand() -> None:
-    assert turns.spread([5, 1, 2, 4, 3]) == {"median": 3, "range": [1, 5], "quartiles": [2, 4]}
-    assert turns.faster([2, 4], [4, 2])["range"] == [0.5, 2]
 
 
 def test_another_way_begins_each_time() -> None:
@@ -79,3 +76,15 @@ def test_scores_side_by_side_and_one_by_one(capsys: pytest.CaptureFixture[str]) 
     assert packed["tokens"] == 80
     assert packed["furthest"] < 1e-3
     assert packed["faster"]["median"] > 0
+
+
+def served(lengths: list[int], forwards: int, token: int = 5) -> Measured:
+    """A turn whose answers have so many tokens."""
+    return Measured([{"output_ids": [token] * length} for length in lengths], 1.0, forwards)
+
+
+def test_turns_of_a_served_model_are_counted_together() -> None:
+    """30 tokens over 12 forwards, against 30 over 30."""
+    stock, mrp = [served([6, 4], 10)] * 3, [served([6, 4], forwards) for forwards in (5, 4, 3)]
+    assert compared(stock, mrp) == {"tokens_per_forward": [1.0, 2.5], "ratio": 2.5, "texts_that_differ": 0, "texts": 2}
+    assert compared([served([8], 8)], [served([4], 2, token=7)])["texts_that_differ"] == 1

@@ -62,11 +62,6 @@ def test_a_command_refuses_what_is_no_flag_and_no_choice(line: str) -> None:
         given(*line.split())
 
 
-def test_a_required_flag() -> None:
-    with pytest.raises(AssertionError, match="--source"):
-        given(required=["source"])
-
-
 def test_defaults_in_words() -> None:
     shown = {name: shown_default(one) for name, one in Options.__dataclass_fields__.items() if name != "silent"}
     assert shown == {

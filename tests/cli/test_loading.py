@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from commands import main
 from conftest import TINY, make_model
-from helpers import close
+from helpers import close, in_hub_cache
 from mrp_trainer.loading import load_config, load_model, load_tokenizer
-from mrp_trainer.publish.convert import convert
 from peft import LoraConfig, get_peft_model
-from test_heads import in_hub_cache
+from published import as_published
 
 from modeling_mrp import MRPForCausalLM
 
@@ -30,7 +28,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.nn.init.normal_(adapted.base_model.model.mrp_head.eh_proj.lora_B["default"].weight)
     model.save_pretrained(root / "mrp")
     model.save_pretrained(root / "head", head_only=True, base_model_name_or_path=str(root / "mrp"))
-    convert(str(root / "mrp"), root / "heavyball", "heavyball")
+    as_published(root / "mrp", root / "heavyball")
     adapted.base_model.model.name_or_path = adapted.peft_config["default"].base_model_name_or_path = str(root / "mrp")
     adapted.save_pretrained(root / "adapter", save_embedding_layers=False)
     return {path.name: path for path in root.iterdir()}
@@ -67,98 +65,49 @@ def test_an_adapter_comes_with_its_base(saved: dict[str, Path]) -> None:
     assert load_config(str(saved["adapter"])).num_hidden_layers == 2
 
 
-@pytest.mark.parametrize("base", ["../other"])
-def test_an_adapter_from_the_hub_names_no_path(
-    base: str, saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_that_name_no_model(saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One from the Hub may name no path; one in a folder has to name something."""
     folder = tmp_path / "adapter"
     shutil.copytree(saved["adapter"], folder)
-    written = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**written, "base_model_name_or_path": base}))
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "../other"}))
     in_hub_cache(folder, tmp_path / "hub", "org/adapter")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    with pytest.raises(ValueError, match=rf"adapter org/adapter on the Hub names the model '{base}', which is not followed"):
+    for place in ("huggingface_hub.constants.HF_HUB_CACHE", "transformers.utils.hub.constants.HF_HUB_CACHE"):
+        monkeypatch.setattr(place, str(tmp_path / "hub"))
+    with pytest.raises(ValueError, match=r"adapter org/adapter on the Hub names the model '\.\./other', which is not followed"):
         load_model("org/adapter")
-
-
-def test_an_adapter_without_a_base(saved: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
+    config.write_text("{}")
     with pytest.raises(ValueError, match="names no base_model_name_or_path: write the model's into"):
-        load_model(str(tmp_path))
+        load_model(str(folder))
 
 
-def test_a_tokenizer_that_is_not_there() -> None:
+@pytest.mark.parametrize(("name", "text"), [("tokenizer.json", '{"a":' * 5000), ("tokenizer_config.json", '{"auto_map": 5}')])
+def test_a_tokenizer_that_cannot_be_loaded(name: str, text: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    """Damaged, missing in its folder, or nowhere."""
+    for path in TINY.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / name).write_text(text)
+    for folder in (tmp_path, saved["mrp"]):
+        with pytest.raises(ValueError, match=r"the tokenizer of '.*' cannot be loaded: save one there, or") as told:
+            load_tokenizer(str(folder))
+        assert len(str(told.value)) < 600
     with pytest.raises(ValueError, match=r"the tokenizer of 'org/none' cannot be loaded: check the name, or name another"):
         load_tokenizer("org/none", local_files_only=True)
 
 
-def test_a_folder_without_a_tokenizer(saved: dict[str, Path]) -> None:
-    with pytest.raises(ValueError, match=r"the tokenizer of '.*mrp' cannot be loaded: save one there, or name another"):
-        load_tokenizer(str(saved["mrp"]))
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("tokenizer.json", "{"),
-        ("tokenizer_config.json", '{"auto_map": 5}'),
-        ("tokenizer.json", '{"a":' * 5000 + "1" + "}" * 5000),
-    ],
-    ids=lambda text: text[:15],
-)
-def test_a_damaged_tokenizer(name: str, text: str, tmp_path: Path) -> None:
-    for path in TINY.glob("*.json"):
-        shutil.copy(path, tmp_path)
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=r"the tokenizer of '.*' cannot be loaded: save one there, or name another") as told:
-        load_tokenizer(str(tmp_path))
-    assert len(str(told.value)) < 600
-
-
-@pytest.fixture
-def trapped(tmp_path: Path) -> Path:
-    """The embedded checkpoint in the published layout, and code beside it, which leaves a mark if it runs."""
+def test_a_published_checkpoints_code_does_not_run(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Of the embedded checkpoint in the published layout; code beside it leaves a mark if it runs."""
     folder, mark = tmp_path / "published", tmp_path / "it ran"
-    convert(str(TINY), folder, "heavyball")
-    config = json.loads((folder / "config.json").read_text())
-    names = {
-        "AutoConfig": "configuration_sdar.SDARConfig",
-        "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
-        "AutoTokenizer": [None, "tokenization_sdar.SDARTokenizer"],
-    }
-    (folder / "config.json").write_text(json.dumps({**config, "auto_map": names}))
-    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({**tokenizer, "auto_map": {"AutoTokenizer": names["AutoTokenizer"]}})
-    )
+    as_published(TINY, folder)
+    tokenizer = [None, "tokenization_sdar.SDARTokenizer"]
+    own = {"AutoConfig": "configuration_sdar.SDARConfig", "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}
+    for name, named in (("config", {**own, "AutoTokenizer": tokenizer}), ("tokenizer_config", {"AutoTokenizer": tokenizer})):
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": named}))
     for module in ("configuration_sdar", "modeling_sdar", "tokenization_sdar", "custom_generate/generate"):
         (folder / f"{module}.py").parent.mkdir(exist_ok=True)
         (folder / f"{module}.py").write_text(f"open({str(mark)!r}, 'w').close()\nraise SystemExit('this ran')\n")
-    return folder
-
-
-@pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
-def test_a_published_checkpoints_code_does_not_run(trapped: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [
-        "--family",
-        "math",
-        "--count",
-        "1",
-        "--max-new-tokens",
-        "8",
-        "--decoding",
-        "mrp_spec",
-        "--target",
-        "static",
-        "--states",
-        "4",
-        "--json",
-    ]
-    main(["evaluate", "--model", str(trapped), *asked])
-    published = json.loads(capsys.readouterr().out)
-    main(["evaluate", "--model", str(TINY), *asked])
-    ours = json.loads(capsys.readouterr().out)
-    assert published["accepted"] == ours["accepted"] > 0
-    assert published["asked"]["digest"] == ours["asked"]["digest"]
-    assert not (trapped.parent / "it ran").exists()
+    ours = MRPForCausalLM.from_pretrained(TINY).state_dict()
+    assert all(torch.equal(value, ours[name]) for name, value in load_model(str(folder)).state_dict().items())
+    assert load_tokenizer(str(folder)).get_vocab() == tiny_tokenizer.get_vocab()
+    assert not mark.exists()

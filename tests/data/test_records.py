@@ -11,6 +11,7 @@ import pytest
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.records import Chat, RecordError, RecordParser, Text
 from mrp_trainer.data.sources import JsonLines, Rows, checked, open_source
+from tokenizers.processors import TemplateProcessing
 
 USER, REPLY = {"role": "user", "content": "1 + 2"}, {"role": "assistant", "content": "3"}
 GOOD = {"messages": [USER, REPLY]}
@@ -96,59 +97,34 @@ def test_other_peoples_fields(record: dict[str, Any], asked: list[str], learned:
     assert [message["content"] for message in prompt.messages] == asked
 
 
-MALFORMED = {
-    "shared speaker": (share(("human", "a"), ("bot", "b")), "conversations[1].role", "found 'bot': one of system, developer"),
-    "instruction type": ({"instruction": 5, "output": "a"}, "instruction", "found 5: a string is needed"),
-    "empty output": ({"instruction": "a", "output": " "}, "output", "found ' ': there is nothing to learn in it"),
-    "not JSON": (b'{"messages": [', None, "not JSON in UTF-8: Expecting value: line 1 column 15"),
-    "not UTF-8": (b'{"text": "caf\xe9"}', None, "not JSON in UTF-8: 'utf-8' codec can't decode byte 0xe9"),
-    "deep": (b"[" * 100_000, None, "not JSON in UTF-8: maximum recursion depth"),
-    "digits": (b'{"text": ' + b"9" * 5000 + b"}", None, "not JSON in UTF-8: Exceeds the limit"),
-    "a list": ([GOOD], None, "found a list: a record is an object"),
-    "no fields": ({}, None, "found no fields: needed is 'messages', or 'prompt' and 'completion', or 'text'"),
-    "no layout": ({"question": "a", "answer": "b"}, None, "found the fields ['answer', 'question']: needed is"),
-    "two layouts": ({**GOOD, "text": "a"}, "text", "found 'messages' and 'text': a record has one layout"),
-    "no completion": ({"prompt": "a"}, "completion", "it is missing beside 'prompt': both are needed"),
-    "prompt type": ({"prompt": 1, "completion": "a"}, "prompt", "found 1: a string is needed"),
-    "mixed pair": ({"prompt": [USER], "completion": "3"}, "prompt", "found a list: a string is needed"),
-    "text type": ({"text": ["a"]}, "text", "found a list: a string is needed"),
-    "messages type": ({"messages": "hi"}, "messages", "found 'hi': a list of messages is needed"),
-    "message type": (chat(USER, "3"), "messages[1]", "found '3': an object with 'role' and 'content' is needed"),
-    "unknown role": (chat(USER, {**REPLY, "role": "bot"}), "messages[1].role", "found 'bot': one of system, developer, user"),
-    "no content": (chat({"role": "user"}, REPLY), "messages[0].content", "found nothing: a string is needed"),
-    "content type": (chat({**USER, "content": True}), "messages[0].content", "found true: a string is needed"),
-    "empty turn": (chat(USER, {**REPLY, "content": "\n"}), "messages[1].content", r"found '\n': there is nothing to learn"),
-    "no reply": (chat(USER), "messages", "found no assistant turn: there is nothing to learn"),
-    "two replies": (chat(USER, REPLY, REPLY), "messages[2].role", "found a second assistant turn in a row: join the two"),
-    "two replies in a pair": (
-        {"prompt": [USER, REPLY], "completion": [REPLY]},
-        "completion[0].role",
-        "found a second assistant turn in a row",
-    ),
-    "reply first": (
-        chat(REPLY),
-        "messages[0].role",
-        "found 'assistant' in the first message: a turn that answers it must come",
-    ),
-    "mask in a text": ({"text": "a<mask>b"}, "text", "found the mask token <mask>: clean text must not hold it"),
-    "mask in a prompt": ({"prompt": "<mask>", "completion": "a"}, "prompt", "found the mask token <mask>"),
-    "end in a turn": (
-        chat(USER, {**REPLY, "content": "3<end>"}),
-        "messages[1].content",
-        "found <end>, which ends a turn: remove",
-    ),
-    "half a pair": (
-        b'{"text": "ab\\ud83d"}',
-        "text",
-        r"found half a surrogate pair, '\ud83d', at character 2: text that UTF-8",
-    ),
-    "tools": ({**GOOD, "tools": "[]"}, "tools", "found '[]': a list of objects is needed"),
-}
+MESSAGE = "messages[1]"
+MALFORMED = [
+    (b'{"messages": [', None, "not JSON in UTF-8: Expecting value: line 1 column 15"),
+    (b"[" * 100_000, None, "not JSON in UTF-8: maximum recursion depth"),
+    ([GOOD], None, "found a list: a record is an object"),
+    ({}, None, "found no fields: needed is 'messages', or 'prompt' and 'completion', or 'text'"),
+    ({"question": "a", "answer": "b"}, None, "found the fields ['answer', 'question']: needed is"),
+    ({**GOOD, "text": "a"}, "text", "found 'messages' and 'text': a record has one layout"),
+    ({"instruction": 5, "output": "a"}, "instruction", "found 5: a string is needed"),
+    ({"prompt": "a"}, "completion", "it is missing beside 'prompt': both are needed"),
+    ({"prompt": [USER], "completion": "3"}, "prompt", "found a list: a string is needed"),
+    ({"messages": "hi"}, "messages", "found 'hi': a list of messages is needed"),
+    (chat(USER, "3"), MESSAGE, "found '3': an object with 'role' and 'content' is needed"),
+    (share(("human", "a"), ("bot", "b")), "conversations[1].role", "found 'bot': one of system, developer"),
+    (chat(USER, {**REPLY, "content": None}), f"{MESSAGE}.content", "found nothing: a string is needed"),
+    (chat(USER, {**REPLY, "content": "\n"}), f"{MESSAGE}.content", r"found '\n': there is nothing to learn"),
+    (chat(USER, {**REPLY, "content": "3<end>"}), f"{MESSAGE}.content", "found <end>, which ends a turn: remove"),
+    (chat(USER), "messages", "found no assistant turn: there is nothing to learn"),
+    ({"prompt": [USER, REPLY], "completion": [REPLY]}, "completion[0].role", "found a second assistant turn in a row: join"),
+    (chat(REPLY), "messages[0].role", "found 'assistant' in the first message: a turn that answers it must come"),
+    ({"text": "a<mask>b"}, "text", "found the mask token <mask>: clean text must not hold it"),
+    (b'{"text": "ab\\ud83d"}', "text", r"found half a surrogate pair, '\ud83d', at character 2: text that UTF-8"),
+    ({**GOOD, "tools": "[]"}, "tools", "found '[]': a list of objects is needed"),
+]
 
 
-@pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_record_is_named_with_file_line_and_field(tmp_path: Path, name: str) -> None:
-    record, field, message = MALFORMED[name]
+@pytest.mark.parametrize(("record", "field", "message"), MALFORMED)
+def test_a_malformed_record_is_named_with_file_line_and_field(tmp_path: Path, record: Any, field: str, message: str) -> None:
     path = write(tmp_path / "chats.jsonl", GOOD, b"", record, GOOD)
     error = problems_of(JsonLines([path]))
     (problem,) = error.problems
@@ -157,66 +133,69 @@ def test_a_malformed_record_is_named_with_file_line_and_field(tmp_path: Path, na
     assert str(error) == f"{path}, line 3{f', field {field}' if field else ''}: {problem.message}"
 
 
-def test_entries_behind_a_bad_one_are_checked_and_not_given() -> None:
-    seen, given = [], []
-
-    def read(row: Any) -> Any:
-        seen.append(row["text"])
-        return RecordParser().parse(row)
-
-    rows = Rows([{"text": text} for text in ("a", "", "b")], "rows")
-    with pytest.raises(RecordError, match="rows, line 2"):
-        given += [record for _, record in checked(rows, read)]
-    assert (seen, given) == (["a", "", "b"], [])
-    entries = checked(rows, read)
-    assert next(entries)[1] == Text("", "a")
-    with pytest.raises(RecordError, match="rows, line 2"):
-        next(entries)
+# What `mrp decode` writes: the word tokenizer's ids, block size 4; 2 is the mask and 1 the end.
+WROTE = {"ids": [9, 8, 7, 6, 5, 1], "response_start": 3, "reveal_step": [0, 2, 1]}
+BY = {"model": "org/other", "block_size": 4, "mask_token_id": 2}
+ORDER = "steps count from 0, and decoding ends a block of 4 before the next"
 
 
-def test_twenty_problems_are_collected_before_they_are_raised(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.jsonl", *[{"text": ""}] * 15)
-    for count, head in (
-        (2, "17 malformed records:"),
-        (5, "20 malformed records:"),
-        (6, "the first 20 malformed records (there"),
-    ):
+@pytest.mark.parametrize(
+    ("change", "field", "message"),
+    [
+        ({"ids": [9, True, 7, 6, 5, 1]}, "reveal_step", "needed beside it are ids and response_start, a place in them"),
+        ({"response_start": 6}, "reveal_step", "needed beside it are ids and response_start, a place in them"),
+        ({"ids": [9, 8, 50, 6, 5, 1]}, "ids", "found 50: needed are ids from 0 to 49"),
+        ({"ids": [9, 8, 7, 2, 5, 1]}, "ids", "found 2: needed are ids"),
+        ({"reveal_step": [0, 1]}, "reveal_step", "found 2 steps: 3 ids of the response need one each"),
+        ({"reveal_step": [-1, 0, 1]}, "reveal_step", f"found -1 in a block behind step -1: {ORDER}"),
+        ({"reveal_step": [1, 2, 0]}, "reveal_step", f"found 0 in a block behind step 1: {ORDER}"),
+        ({"decoded_by": {**BY, "block_size": 16}}, "decoded_by.block_size", "found 16, and the model that trains has 4"),
+    ],
+)
+def test_a_malformed_decode_is_named(change: Any, field: str, message: str, word_tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {**WROTE, "decoded_by": BY}, {"text": "Ana"}, {**WROTE, **change})
+    error = problems_of(JsonLines([path]), parsed(encoder(word_tokenizer, vocab_size=50)))
+    assert str(error).startswith(f"{path}, line 3, field {field}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "a"}, "line 1: found the fields ['text']: needed is 'messages', or 'prompt'"),
+        ({"messages": [USER], "prompt": "a"}, "line 1, field prompt: found 'messages' and 'prompt': needed is"),
+        ({"prompt": "a <mask>"}, "line 1, field prompt: found the mask token <mask>"),
+        ({"prompt": " "}, "line 1, field prompt: it has no token: write a longer one"),
+    ],
+)
+def test_a_malformed_prompt_is_named(record: Any, message: str, word_tokenizer: Any) -> None:
+    assert str(problems_of(Rows([record], "rows"), encoder(word_tokenizer).prompt)).startswith(f"rows, {message}")
+
+
+def test_problems_are_collected_and_nothing_behind_the_first_is_given(tmp_path: Path) -> None:
+    """Twenty at most; entries before the first are given."""
+    first = write(tmp_path / "a.jsonl", GOOD, *[{"text": ""}] * 15)
+    for count, head in ((2, "17 malformed records:"), (6, "the first 20 malformed records (there")):
         second = write(tmp_path / "b.jsonl", GOOD, *[5] * count)
-        error = problems_of(JsonLines([first, second]))
-        assert str(error).startswith(head)
-        assert [(p.path, p.line) for p in error.problems] == [
-            *[(first, i + 1) for i in range(15)],
-            *[(second, i + 2) for i in range(min(count, 5))],
-        ]
-        assert all(str(problem) in str(error) for problem in error.problems)
+        given: list[int] = []
+        with pytest.raises(RecordError) as caught:
+            given.extend(place.line for place, _ in checked(JsonLines([first, second]), RecordParser().parse))
+        assert given == [1]
+        assert str(caught.value).startswith(head)
+        places = [(problem.path, problem.line) for problem in caught.value.problems]
+        assert places == [*[(first, i + 2) for i in range(15)], *[(second, i + 2) for i in range(min(count, 5))]]
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n"])
-def test_an_empty_file_is_an_error_beside_a_full_one(tmp_path: Path, content: bytes) -> None:
-    full = write(tmp_path / "full.jsonl", GOOD)
-    empty = tmp_path / "empty.jsonl"
-    empty.write_bytes(content)
-    error = problems_of(JsonLines([full, str(empty)]))
-    assert str(error) == f"{empty}: found no records: at least one is needed"
-
-
-@pytest.mark.parametrize("name", ["no.jsonl", "org/name"])
-def test_a_missing_path_is_an_error(tmp_path: Path, name: str) -> None:
-    path = str(tmp_path / name)
-    with pytest.raises(RecordError, match=f"^{re.escape(path)}: there is no such file or folder$"):
-        open_source([path])
-    with pytest.raises(RecordError, match=r"there is no such file$"):
-        JsonLines([path])
-
-
-def test_paths_that_do_not_go_together(tmp_path: Path) -> None:
-    lines, other = write(tmp_path / "a.jsonl", GOOD), write(tmp_path / "a.txt", GOOD)
-    with pytest.raises(ValueError, match=r"several paths must all be \.jsonl or \.ndjson files"):
-        open_source([lines, str(tmp_path)])
-    with pytest.raises(RecordError, match=r"found the ending '\.txt': one of \.jsonl, \.ndjson, \.json, \.parquet"):
-        open_source([other])
-    with pytest.raises(ValueError, match="no data: give at least one"):
-        open_source([])
+def test_files_that_are_no_data(tmp_path: Path) -> None:
+    lines, other, empty = (write(tmp_path / name, *more) for name, *more in (("a.jsonl", GOOD), ("a.txt",), ("e.jsonl", b"")))
+    assert str(problems_of(JsonLines([lines, empty]))) == f"{empty}: found no records: at least one is needed"
+    for paths, message in (
+        ([str(tmp_path / "no.jsonl")], r"no\.jsonl: there is no such file or folder$"),
+        ([lines, str(tmp_path)], r"several paths must all be \.jsonl or \.ndjson files"),
+        ([other], r"found the ending '\.txt': one of \.jsonl, \.ndjson, \.json, \.parquet"),
+        ([], "no data: give at least one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_source(paths)
 
 
 def test_lines_are_found_again_by_their_bytes(tmp_path: Path) -> None:
@@ -245,76 +224,36 @@ def test_what_is_allowed() -> None:
     )
 
 
-# Folders and files of `datasets`
+# Folders and datasets on the Hub
 
 
-@pytest.fixture
-def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    package = pytest.importorskip("datasets")
-    monkeypatch.setattr(package.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return package
+def test_what_datasets_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A saved folder, a split of it, and a dataset by its id where no folder has that name; what cannot be one is not asked."""
+    datasets: Any = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = datasets.Dataset.from_list([{**GOOD, "text": None}, {"messages": None, "text": "plain"}])
+    datasets.DatasetDict({"train": rows, "held_out": rows.select([1])}).save_to_disk(str(tmp_path / "saved"))
 
+    def read(path: str, **options: Any) -> list[Any]:
+        return [record for _, record in checked(open_source([path], **options), RecordParser().parse)]
 
-ROWS = [{**GOOD, "text": None}, {"messages": None, "text": "plain"}]
-
-
-def parsed_rows(source: Any) -> list[Any]:
-    return [record for _, record in checked(source, RecordParser().parse)]
-
-
-def test_a_saved_folder_is_read(tmp_path: Path, datasets: Any) -> None:
-    table = datasets.Dataset.from_list(ROWS)
-    table.save_to_disk(str(tmp_path / "one"))
-    datasets.DatasetDict({"train": table, "held_out": table.select([1])}).save_to_disk(str(tmp_path / "split"))
     expected = [Chat([USER, REPLY]), Text("", "plain")]
-    assert parsed_rows(open_source([str(tmp_path / "one")])) == expected
-    assert parsed_rows(open_source([str(tmp_path / "split")])) == expected
-    assert parsed_rows(open_source([str(tmp_path / "split")], split="held_out")) == expected[1:]
+    assert read(str(tmp_path / "saved")) == expected
+    assert read(str(tmp_path / "saved"), split="held_out") == expected[1:]
     with pytest.raises(RecordError, match="datasets cannot read split 'test' of it: KeyError"):
-        open_source([str(tmp_path / "split")], split="test")
-
-
-def test_files_that_datasets_loads_are_read(tmp_path: Path, datasets: Any) -> None:
-    (tmp_path / "folder").mkdir()
-    datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "folder" / "train.parquet"))
-    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
-    expected = [Chat([USER, REPLY]), Text("", "plain")]
-    for path in ("folder", "folder/train.parquet", "rows.json"):
-        assert parsed_rows(open_source([str(tmp_path / path)])) == expected
-    (tmp_path / "bad.json").write_text('{"messages": ')
-    with pytest.raises(RecordError, match=r"bad\.json: datasets cannot read split 'train' of it"):
-        open_source([str(tmp_path / "bad.json")])
-    (tmp_path / "nothing").mkdir()
-    with pytest.raises(RecordError, match="nothing: datasets cannot read split 'train' of it"):
-        open_source([str(tmp_path / "nothing")])
-
-
-def test_a_dataset_on_the_hub_is_read(tmp_path: Path, datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its id, where no folder has that name; what cannot be one is no reason to ask."""
-    asked = []
-
-    def load_dataset(name: str, **options: Any) -> Any:
-        asked.append((name, options))
-        return datasets.Dataset.from_list(ROWS)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert parsed_rows(open_source(["org/chats"], split="test")) == [Chat([USER, REPLY]), Text("", "plain")]
-    assert asked == [("org/chats", {"split": "test"})]
-    for path in ("data/chats.jsonl", "data/chats.parquet", "./org/chats", "chats", "../org/chats"):
-        with pytest.raises(RecordError, match=f"^{re.escape(path)}: there is no such file or folder$"):
-            open_source([path])
-    assert len(asked) == 1
-    monkeypatch.undo()
+        read(str(tmp_path / "saved"), split="test")
+    with monkeypatch.context() as patched:
+        patched.setattr(datasets, "load_dataset", lambda name, split: rows if (name, split) == ("org/chats", "test") else 1 / 0)
+        assert read("org/chats", split="test") == expected
+        for path in ("data/chats.jsonl", "./org/chats", "chats"):
+            with pytest.raises(RecordError, match=f"^{re.escape(path)}: there is no such file or folder$"):
+                open_source([path])
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(RecordError, match="org/none: there is no such file or folder here, and on the Hub"):
         open_source(["org/none"])
-
-
-def test_without_datasets_a_folder_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"pip install modeling-mrp\[train\], or give \.jsonl files"):
         open_source([str(tmp_path)])
-    assert open_source([write(tmp_path / "a.jsonl", GOOD)]).names == [str(tmp_path / "a.jsonl")]
 
 
 # Which tokens are learned
@@ -367,35 +306,24 @@ def test_the_first_end_token_ends_a_turn(word_tokenizer: Any) -> None:
     )
 
 
-LAST_EXCHANGE = "{% for m in messages[-2:] %}{{ m.role + ' : ' + m.content + ' ' }}{% endfor %}"
-NO_END_AND_REASONING = QWEN.replace(" <end>", "")
-
-
-@pytest.mark.parametrize("template", [LAST_EXCHANGE, NO_END_AND_REASONING])
-def test_templates_whose_turns_cannot_be_told_apart(word_tokenizer: Any, template: str) -> None:
-    """The first shows the last exchange alone (which here looks like the one before); nothing ends the second's turns."""
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages[-2:] %}{{ m.role + ' : ' + m.content + ' ' }}{% endfor %}", "its turns cannot be told apart"),
+        (QWEN.replace(" <end>", ""), "its turns cannot be told apart"),
+        ("{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}", "refuses it: one turn only"),
+        ("{{ '<mask> ' * (messages | length > 2) }}", "the chat template renders it with the mask"),
+    ],
+    ids=["the last exchange", "no end", "refuses", "mask"],
+)
+def test_templates_that_cannot_be_used(word_tokenizer: Any, template: str, message: str) -> None:
+    """Which a chat of one turn does not show."""
+    if "role" not in template:
+        template += word_tokenizer.chat_template
     encode = encoder(with_template(word_tokenizer, template))
     encode.sample(GOOD, 0)
     (problem,) = problems_of(Rows([chat(USER, REPLY, USER, REPLY)], "rows"), parsed(encode)).problems
-    assert "its turns cannot be told apart" in problem.message
-
-
-def test_the_template_is_given_the_tools(word_tokenizer: Any) -> None:
-    tokenizer = with_template(
-        word_tokenizer, "{% if tools %}{{ tools[0].name + ' ' }}{% endif %}" + word_tokenizer.chat_template
-    )
-    sample = encoder(tokenizer).sample({**GOOD, "tools": [{"name": "count"}]}, 0)
-    assert shown(tokenizer, sample) == "count user : 1 + 2 assistant : {3 <end> <pad> <pad>}"
-
-
-def test_templates_that_refuse(word_tokenizer: Any) -> None:
-    strict = "{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}" + word_tokenizer.chat_template
-    error = problems_of(
-        Rows([GOOD, chat(USER, REPLY, USER, REPLY)], "rows"), parsed(encoder(with_template(word_tokenizer, strict)))
-    )
-    assert str(error) == "rows, line 2, field messages: the chat template refuses it: one turn only"
-    with pytest.raises(ValueError, match=r"the tokenizer has no chat template: set tokenizer\.chat_template, or give 'prompt'"):
-        encoder(with_template(word_tokenizer, None)).sample(GOOD, 0)
+    assert message in problem.message
 
 
 def test_plain_texts(word_tokenizer: Any) -> None:
@@ -407,18 +335,11 @@ def test_plain_texts(word_tokenizer: Any) -> None:
     begins = copy.deepcopy(word_tokenizer)
     begins.bos_token = "<unk>"  # a tokenizer that puts it before every text is asked for it; this one does not
     assert shown(begins, encoder(begins).sample({"text": "the sum of"}, 0)) == "{the sum of <end>}"
-
-
-def test_what_a_tokenizer_begins_texts_with_is_given(tiny_tokenizer: Any) -> None:
-    from tokenizers.processors import TemplateProcessing
-
-    begins = copy.deepcopy(tiny_tokenizer)
-    begins.bos_token = "<|im_start|>"
-    begins.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|im_start|> $A", special_tokens=[("<|im_start|>", begins.bos_token_id)]
-    )
-    sample = RecordEncoder(begins, 4, 64, begins.mask_token_id).sample({"prompt": "1", "completion": "2"}, 0)
-    assert shown(begins, sample) == "<|im_start|> 1 {2 <|im_end|>}"
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 3)])
+    assert shown(begins, encoder(begins).sample({"prompt": "1", "completion": "2"}, 0)) == "<unk> 1 {2 <end>}"
+    tools = with_template(word_tokenizer, "{% if tools %}{{ tools[0].name }} {% endif %}" + word_tokenizer.chat_template)
+    sample = encoder(tools).sample({**GOOD, "tools": [{"name": "count"}]}, 0)
+    assert shown(tools, sample) == "count user : 1 + 2 assistant : {3 <end> <pad> <pad>}"
 
 
 def test_a_text_is_cut_to_whole_blocks_and_has_no_end(word_tokenizer: Any) -> None:
@@ -453,19 +374,6 @@ def test_chats_of_the_embedded_tokenizer(tiny_tokenizer: Any) -> None:
     assert sample.response.tolist() == [False] * len(prompt) + [True] * (len(sample.ids) - len(prompt))
 
 
-def test_a_mask_outside_of_content_is_found(word_tokenizer: Any, tmp_path: Path) -> None:
-    """Where the template renders it: with the file, the line and the field."""
-    template = "{% for m in messages %}{{ m['reasoning'] or '' }} {{ m['content'] }}{% endfor %}"
-    turns = [{"role": "user", "content": "Ana has 3"}, {"role": "assistant", "content": "pens", "reasoning": "<mask> ."}]
-    path = tmp_path / "chats.jsonl"
-    path.write_text(
-        "\n".join(json.dumps({"messages": [turns[0], answer]}) for answer in ({**turns[1], "reasoning": ""}, turns[1]))
-    )
-    encode = encoder(with_template(word_tokenizer, template))
-    with pytest.raises(RecordError, match=r"chats\.jsonl, line 2, field messages: the chat template renders it with the mask"):
-        list(checked(JsonLines([str(path)]), parsed(encode)))
-
-
 def test_ordinary_words_as_mask_and_end(word_tokenizer: Any) -> None:
     """They are told from other words by their ids alone: "3" is the mask, "30" is none; nothing in the text ends a turn."""
     three, item = word_tokenizer.convert_tokens_to_ids(["3", "item"])
@@ -474,6 +382,21 @@ def test_ordinary_words_as_mask_and_end(word_tokenizer: Any) -> None:
     assert shown(word_tokenizer, encode.sample({"text": "30 items"}, 0)) == "{30 <unk> item <pad>}"
     with pytest.raises(ValueError, match=f"its text holds the mask token, id {three}: remove it"):
         encode.sample({"text": "of 3"}, 0)
+
+
+def test_rejected_encoders(word_tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="max_length is 3: at least one block of 4 tokens must fit"):
+        encoder(word_tokenizer, max_length=3)
+    with pytest.raises(ValueError, match=r"the tokenizer has no chat template: set tokenizer\.chat_template, or give 'prompt'"):
+        encoder(with_template(word_tokenizer, None)).sample(GOOD, 0)
+    for name, message in (
+        ("pad_token", "no pad token: set"),
+        ("eos_token", "no eos token: set tokenizer.eos_token or give end"),
+    ):
+        lacking = copy.deepcopy(word_tokenizer)
+        setattr(lacking, name, None)
+        with pytest.raises(ValueError, match=message):
+            encoder(lacking)
 
 
 def long_records(times: int) -> dict[str, Any]:
@@ -501,16 +424,3 @@ def test_of_a_long_record_what_is_kept_is_as_if_all_of_it_were_encoded(tiny_toke
         assert (kept.ids.tolist(), kept.length) == (whole.ids[: len(kept.ids)].tolist(), None)
         assert kept.response.tolist() == whole.response[: len(kept.ids)].tolist()
         assert not whole.response[len(kept.ids) : 64].any()
-
-
-def test_rejected_encoders(word_tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="max_length is 3: at least one block of 4 tokens must fit"):
-        encoder(word_tokenizer, max_length=3)
-    for name, message in (
-        ("pad_token", "no pad token: set"),
-        ("eos_token", "no eos token: set tokenizer.eos_token or give end"),
-    ):
-        lacking = copy.deepcopy(word_tokenizer)
-        setattr(lacking, name, None)
-        with pytest.raises(ValueError, match=message):
-            encoder(lacking)

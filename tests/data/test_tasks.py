@@ -1,14 +1,9 @@
 """The synthetic problems against their own words, judge and splits."""
 
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from helpers import python_function
-from mrp_trainer.data import tasks
 from mrp_trainer.data.tasks import (
     FAMILIES,
     SPLITS,
@@ -18,6 +13,7 @@ from mrp_trainer.data.tasks import (
     problems,
     source_modules,
 )
+from mrp_trainer.evaluate.decoded import NEW_TOKENS
 
 # Problems: the words, the answer and the judge
 
@@ -60,19 +56,12 @@ def result_that_the_words_say(prompt: str, argument: Any) -> Any:
     return sum(kept) if re.search("[Ss]um|add up", prompt) else kept
 
 
-def solves(problem: Problem, text: str) -> bool | None:
-    return judge([problem], [text])[0]
-
-
 @pytest.mark.parametrize("split", SPLITS)
-def test_math_answers_follow_from_the_words(split: Any) -> None:
-    for problem in problems("math", split, 300):
+def test_answers_follow_from_the_words(split: Any) -> None:
+    sums = problems("math", split, 300)
+    for problem in sums:
         assert problem.number == number_that_the_words_say(problem.prompt), problem
-        assert solves(problem, problem.answer), problem
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_code_cases_follow_from_the_words(split: Any) -> None:
+    assert judge(sums, [problem.answer for problem in sums]) == [True] * 300
     for problem in problems("code", split, 300):
         assert len(problem.cases) >= 6
         for argument, result in problem.cases:
@@ -83,33 +72,14 @@ def test_math_judge_refuses_every_single_slip() -> None:
     for problem in problems("math", "heldout", 300):
         opening, *equations, last = problem.answer.split("\n")
         unknown = equations[0].split(" ")[0]
-        assert not solves(problem, "\n".join([opening, *equations, f"#### {problem.number + 1}"]))
-        assert not solves(problem, "\n".join([re.sub(rf"\b{unknown}\b", "other", opening), *equations, last]))
+        slips = [[*equations, f"#### {problem.number + 1}"]]
         for i, equation in enumerate(equations):
             left, result = equation.rsplit(" ", 1)
             for slip in (f"{left} {int(result) + 1}", equation.replace(unknown, f"{unknown}_other", 1)):
-                assert not solves(problem, "\n".join([opening, *equations[:i], slip, *equations[i + 1 :], last])), slip
-
-
-def passes_in_python(problem: Problem, source: str) -> bool:
-    try:
-        function = python_function(source)
-        return all(function(argument) == result for argument, result in problem.cases)
-    except (NameError, TypeError, ValueError, RecursionError, ZeroDivisionError, SyntaxError):
-        return False
-
-
-def test_code_judge_agrees_with_python_on_every_single_slip() -> None:
-    slips = []
-    for problem in problems("code", "train", 30, seed=1):
-        for match in re.finditer(r"\b(\d+|[a-z_]+)\b", problem.answer):
-            slip = str(int(match[0]) + 1) if match[0].isdigit() else match[0] + "_other"
-            slips.append((problem, problem.answer[: match.start()] + slip + problem.answer[match.end() :]))
-    verdicts = judge(*zip(*slips, strict=True))
-    for (problem, source), verdict in zip(slips, verdicts, strict=True):
-        assert verdict == passes_in_python(problem, source), source
-    # Some slips do no harm (the function's own name); most do.
-    assert verdicts.count(False) > 4 * verdicts.count(True) > 0
+                slips.append([*equations[:i], slip, *equations[i + 1 :], last])
+        texts = ["\n".join([opening, *slip]) for slip in slips]
+        texts.append("\n".join([re.sub(rf"\b{unknown}\b", "other", opening), *equations, last]))
+        assert judge([problem] * len(texts), texts) == [False] * len(texts), texts
 
 
 MATH = Problem("math", "Ana has 3 pens. Ana buys 4 more. Ana loses 1. How many pens are there now?", "", number=6)
@@ -120,15 +90,12 @@ MATH = Problem("math", "Ana has 3 pens. Ana buys 4 more. Ana loses 1. How many p
     [
         ("Let n_now be the pens.\nn_now = 3 + 4 = 7\nn_now = 7 - 1 = 6\n#### 6", True),
         ("The pens are x.\nx = 2 * 3 = 6\n#### 6", True),
-        ("Let n be the pens.\nn = 3 + 4 = 7\nn = 7 - 1 = 6\n#### 7", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 7 - 0 = 7\n#### 6", False),
-        ("Let n be the pens.\nn = 3 + 4 = 8\nn = 7 - 1 = 6\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 1 - 7 = 6\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nm = 7 - 1 = 6\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 7 - 1 = 6\n#### 6 pens", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 7 - 1 = 6", False),
         ("#### 6", False),
-        ("", False),
     ],
 )
 def test_math_judge_by_hand(text: str, right: bool) -> None:
@@ -158,69 +125,53 @@ def test_a_batch_of_every_family_is_judged_in_order() -> None:
     assert judge([], []) == []
 
 
-# Splits
-
-
-@pytest.mark.parametrize(("family", "split"), [*zip(FAMILIES, SPLITS, strict=True)])
-def test_a_problem_is_a_function_of_its_arguments(family: Any, split: Any) -> None:
-    first = [make_problem(family, split, i) for i in range(20)]
-    assert first == [make_problem(family, split, i) for i in reversed(range(20))][::-1]
-    assert first != [make_problem(family, split, i, seed=1) for i in range(20)]
-    assert len({problem.prompt for problem in first}) > 10
-
-
-def test_a_problem_does_not_depend_on_the_process() -> None:
-    program = (
-        "from mrp_trainer.data.tasks import make_problem\n"
-        "print([make_problem(f, 'tune', 5) for f in ('math', 'code', 'source')])"
-    )
-    expected = str([make_problem(family, "tune", 5) for family in FAMILIES])
-    environment = {**os.environ, "PYTHONHASHSEED": "123", "PYTHONIOENCODING": "utf-8"}
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, encoding="utf-8", check=True)
-    assert run.stdout.strip() == expected
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_splits_share_no_prompt(family: Any) -> None:
+def test_splits_share_no_prompt_and_a_problem_is_a_function_of_its_arguments(family: Any) -> None:
+    """Of source: also no module."""
     counts = {"train": 2000, "tune": 500, "heldout": 500}
-    prompts = [problem.prompt for split in SPLITS for problem in problems(family, split, counts[split])]
-    assert len(prompts) == 3000
-    assert len(set(prompts)) == 3000
+    asked = {split: problems(family, split, count) for split, count in counts.items()}
+    assert len({problem.prompt for split in SPLITS for problem in asked[split]}) == 3000
+    assert asked["tune"][5] == make_problem(family, "tune", 5) != make_problem(family, "tune", 5, seed=1)
+    train, tune, heldout = (set(source_modules(split)) for split in SPLITS)
+    assert train and tune and heldout and not train & tune and not train & heldout and not tune & heldout  # noqa: PT018
+    if family == "source":
+        assert all(any(p.prompt + p.answer in module for module in tune) for p in asked["tune"][:50])
 
 
-def test_source_modules_belong_to_one_split() -> None:
-    train, tune, heldout = (set(source_modules(split)) for split in ("train", "tune", "heldout"))
-    assert train
-    assert tune
-    assert heldout
-    assert not heldout & train
-    assert not tune & train
-    assert not heldout & tune
+# Lists, which the embedded checkpoint did not learn
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_source_problems_are_passages_of_their_own_split(split: Any) -> None:
-    modules = source_modules(split)
-    for problem in problems("source", split, 100):
-        assert any(problem.prompt + problem.answer in module for module in modules)
+def test_an_answer_about_a_list_does_what_the_words_say(split: Any) -> None:
+    asked = problems("lists", split, 200)
+    for problem in asked:
+        words, names = ((part.split()) for part in problem.prompt.split(":"))
+        made = problem.answer.split()
+        expected = {"Copy": names, "Reverse": names[::-1], "Shuffle": made, "Replace": names}[words[0]]
+        if words[0] == "Replace":
+            expected = [words[3] if name == words[1] else name for name in names]
+            assert words[1] in names
+            assert words[3] not in names
+        assert made == expected
+        assert words[0].lower() == problem.kind
+        assert (problem.kind == "replace") == (sorted(made) != sorted(names))
+        assert len(set(names)) == len(names) < NEW_TOKENS["lists"]
+        assert split != "heldout" or len(names) == 7
+        assert split == "heldout" or len(names) != 7 or problem.kind != "shuffle"
+    assert judge(asked, [problem.answer for problem in asked]) == [True] * len(asked)
 
 
-def test_unknown_family_and_split_are_named() -> None:
-    family: Any = "poems"
-    split: Any = "test"
-    with pytest.raises(ValueError, match="unknown family 'poems'"):
-        make_problem(family, "train", 0)
-    with pytest.raises(ValueError, match="unknown split 'test'"):
-        make_problem("math", split, 0)
-
-
-def test_more_problems_than_there_are() -> None:
-    """A count beyond the prompts there are is an error instead of an endless search."""
-    with pytest.raises(ValueError, match=r"count is 9, and math/tune has about 3 different prompts: ask for fewer"):
-        few("math", "tune", 9)
-
-
-def few(family: Any, split: Any, count: int) -> list[Problem]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tasks, "make_problem", lambda f, s, index, seed: Problem(f, str(index % 3), ""))
-        return problems(family, split, count)
+@pytest.mark.parametrize(
+    ("kind", "text", "right"),
+    [
+        ("copy", "Bo Ana Kai", True),
+        ("copy", "Ana Bo Kai", False),
+        ("shuffle", "Ana Bo Kai", True),
+        ("shuffle", "Ana Bo Bo", False),
+        ("shuffle", "Ana Bo Kai Kai", False),
+        ("shuffle", "Ana Bo", False),
+        ("replace", "", False),
+    ],
+)
+def test_list_judge_by_hand(kind: str, text: str, right: bool) -> None:
+    assert judge([Problem("lists", "", "Bo Ana Kai", kind=kind)], [text]) == [right]

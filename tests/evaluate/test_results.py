@@ -30,12 +30,6 @@ def test_a_cut_line_is_removed_and_the_others_stay(tmp_path: Path) -> None:
     assert again.find(asked=2) == again.lines[-1]
 
 
-def test_tuples_are_found_as_json_has_them(tmp_path: Path) -> None:
-    results = ResultsFile(tmp_path / "out.jsonl", "asked")
-    results.add({"asked": {"steps": (1, 2)}})
-    assert ResultsFile(tmp_path / "out.jsonl", "asked").find(asked={"steps": (1, 2)}) is not None
-
-
 @pytest.mark.parametrize(
     ("held", "line"), [('{"asked": 1}\n{"prompt": "x"}\n', 2), ("# notes\n", 1), ("[1]\n", 1), ("notes without an end", 1)]
 )

@@ -23,15 +23,10 @@ from modeling_mrp.generate.options import MRPGenerationConfig
 NAMED = {option.name: option for option in OPTIONS}
 # Of each option that a mode is made of, values of it and others under which it differs from that of the defaults.
 CHANGES: dict[str, dict[str, Any]] = {
-    "confidence_threshold": {"confidence_threshold": 0.5},
-    "low_threshold": {"low_threshold": 0.2},
-    "entropy_threshold": {"entropy_threshold": 0.1},
-    "factor": {"factor": 0.5},
-    "mrp_steps": {"mrp_steps": 2},
-    "num_draft_states": {"num_draft_states": 3},
-    "draft_branches": {"draft_branches": 1},
-    "draft_passes": {"draft_passes": 2},
-    "draft_shortlist": {"draft_shortlist": 4},
+    **{"confidence_threshold": {"confidence_threshold": 0.5}, "low_threshold": {"low_threshold": 0.2}},
+    **{"entropy_threshold": {"entropy_threshold": 0.1}, "factor": {"factor": 0.5}, "mrp_steps": {"mrp_steps": 2}},
+    **{"num_draft_states": {"num_draft_states": 3}, "draft_branches": {"draft_branches": 1}},
+    **{"draft_passes": {"draft_passes": 2}, "draft_shortlist": {"draft_shortlist": 4}},
     "remask_rule": {"remask_rule": "threshold"},
     "residual_delta": {"residual_delta": 0.5, "remask_rule": "residual"},
 }
@@ -54,57 +49,43 @@ def test_the_documents_have_the_table() -> None:
     assert shown == expected, "the table is:\n" + "\n".join(expected)
 
 
-def test_a_config_has_the_options_as_typed_fields() -> None:
+def test_a_config_and_help_have_the_options_as_typed_fields() -> None:
     """Unset they are None, and take no room in a file."""
     hints = get_type_hints(DecodingOptions)
     assert issubclass(MRPGenerationConfig, DecodingOptions)
     assert hints.keys() == NAMED.keys()
     for name, option in NAMED.items():
         types = {int | float if one is float else get_origin(one) or one for one in get_args(hints[name])} - {type(None)}
-        kinds = {str if one is Literal else one for one in types}
-        assert reduce(or_, kinds) == option.kind, name
+        assert reduce(or_, {str if one is Literal else one for one in types}) == option.kind, name
         assert getattr(MRPGenerationConfig(), name) is None
     assert vars(MRPGenerationConfig()).keys() == vars(GenerationConfig()).keys()
     defaults = checked()
     assert {name: getattr(defaults, name) for name in NAMED} == {option.name: option.default for option in OPTIONS}
+    for shown in (MRPForCausalLM.generate, MRPGenerationConfig):
+        text, parameters = pydoc.render_doc(shown, renderer=pydoc.plaintext), inspect.signature(shown).parameters
+        for option in OPTIONS:
+            assert f"{option.name}: {option.help} (default {option.default!r}" in text
+            assert parameters[option.name].annotation == hints[option.name]
 
 
-@pytest.mark.parametrize("shown", [MRPForCausalLM.generate, MRPGenerationConfig])
-def test_help_and_completion_know_the_options(shown: Any) -> None:
-    text, parameters = pydoc.render_doc(shown, renderer=pydoc.plaintext), inspect.signature(shown).parameters
-    for option in OPTIONS:
-        assert f"{option.name}: {option.help} (default {option.default!r}" in text
-        assert parameters[option.name].annotation == get_type_hints(DecodingOptions)[option.name]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    make_model().save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("name", ["decoding", "do_sample"])
-def test_a_wrong_value_is_refused_where_it_enters(name: str, saved: Path, tmp_path: Path) -> None:
-    """In a config that is made, changed or saved, and in the file of a checkpoint that is loaded."""
-    said, config = f"^{name} is {{}}", MRPGenerationConfig()
-    with pytest.raises(ValueError, match=said):
-        MRPGenerationConfig(**{name: {}})
-    with pytest.raises(ValueError, match=said):
-        config.update(**{name: {}})
-    setattr(config, name, {})
-    with pytest.raises(ValueError, match=said):
-        config.save_pretrained(tmp_path)
-    assert not list(tmp_path.iterdir())
-    (saved / "generation_config.json").write_text(json.dumps({name: {}}))
-    with pytest.raises(ValueError, match=f"generation_config.json: {said[1:]}"):
-        MRPForCausalLM.from_pretrained(saved)
-
-
-def test_a_model_is_not_saved_with_a_config_that_it_cannot_follow(tmp_path: Path) -> None:
-    """Whatever the class of that, and as loaded: what its block size bounds as well."""
+def test_a_wrong_value_is_refused_where_it_enters(tmp_path: Path) -> None:
+    """In a config that is made, changed or saved, in the file of a checkpoint that is loaded, and with a model that is saved:
+    there also what its block size bounds, whatever the class of the config."""
     model = make_model()
     model.save_pretrained(tmp_path / "good")
+    for name in ("decoding", "do_sample"):
+        said, config = f"^{name} is {{}}", MRPGenerationConfig()
+        with pytest.raises(ValueError, match=said):
+            MRPGenerationConfig(**{name: {}})
+        with pytest.raises(ValueError, match=said):
+            config.update(**{name: {}})
+        setattr(config, name, {})
+        with pytest.raises(ValueError, match=said):
+            config.save_pretrained(tmp_path / "bad")
+        (tmp_path / "good" / "generation_config.json").write_text(json.dumps({name: {}}))
+        with pytest.raises(ValueError, match=f"generation_config.json: {said[1:]}"):
+            MRPForCausalLM.from_pretrained(tmp_path / "good")
+    (tmp_path / "good" / "generation_config.json").unlink()
     loaded = MRPForCausalLM.from_pretrained(tmp_path / "good")
     assert type(loaded.generation_config) is type(model.generation_config) is MRPGenerationConfig
     own = loaded.generation_config
@@ -114,7 +95,15 @@ def test_a_model_is_not_saved_with_a_config_that_it_cannot_follow(tmp_path: Path
             vars(loaded.generation_config).update(wrong)
             with pytest.raises(ValueError, match=re.escape(next(iter(wrong)))):
                 loaded.save_pretrained(tmp_path / "bad")
-    assert not (tmp_path / "bad").exists()
+    assert not list((tmp_path / "bad").glob("*"))
+
+
+@pytest.mark.parametrize("config_class", [MRPGenerationConfig, GenerationConfig])
+def test_a_config_goes_through_a_file(config_class: type[GenerationConfig], tmp_path: Path) -> None:
+    fields = {"decoding": "mrp_spec", "num_draft_states": 6, "denoising_steps": 2, "seed": 11, "max_new_tokens": 12}
+    config_class(**fields).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text()).items() >= fields.items()
+    assert config_class.from_pretrained(tmp_path) == config_class(**fields)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -130,17 +119,23 @@ def test_an_option_counts_in_its_modes_only(name: str) -> None:
 
 
 def test_the_evaluations_flags_begin_with_the_defaults() -> None:
-    """But for the number of drafts, with which counts can be repeated."""
-    flags = EvaluateOptions(decoding=["mrp_spec", "dynamic"])
-    spec, dynamic = flags.settings()
+    """But for drafts, of which counts can be repeated: their number, and a tree of them in batches of any size. It sweeps a
+    target's options with the target."""
+    spec, dynamic = EvaluateOptions(decoding=["mrp_spec", "dynamic"]).settings()
     assert spec == {"decoding": "mrp_spec", "target": "static", "num_draft_states": 4, "draft_branches": 3}
     assert dynamic == {"decoding": "dynamic", "confidence_threshold": 0.9}
-    same = {**spec, **dynamic}.items() - {("num_draft_states", 4), ("decoding", "dynamic")}
+    same = {**spec, **dynamic}.items() - {("num_draft_states", 4), ("draft_branches", 3), ("decoding", "dynamic")}
     assert all(NAMED[name].default == value for name, value in same)
-
-
-def test_the_evaluation_sweeps_a_targets_options_with_it() -> None:
     flags = EvaluateOptions(decoding=["self_spec"], target=["static", "dynamic"], tau=[0.5, 0.9], branches=[3])
-    spec = {"decoding": "self_spec", "target": "static", "num_draft_states": 4, "draft_branches": 3}
+    spec |= {"decoding": "self_spec"}
     of_dynamic = {**spec, "target": "dynamic"}
     assert flags.settings() == [spec, *({**of_dynamic, "confidence_threshold": tau} for tau in (0.5, 0.9))]
+
+
+def test_drafts_are_chains_where_rows_are_many() -> None:
+    def branches(rows: int, **options: int) -> int:
+        drafting = checked(decoding="self_spec", **options).mode(4, rows).drafting
+        assert drafting is not None
+        return drafting.branches
+
+    assert (branches(15), branches(16), branches(64, draft_branches=2)) == (3, 1, 2)

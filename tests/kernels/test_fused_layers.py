@@ -1,6 +1,5 @@
 """Layers of a round with their small steps fused: each kernel (interpreted) against PyTorch, layers against their modules."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -390,21 +389,6 @@ def test_a_heads_forward_is_what_runs_with_kernels(monkeypatch: pytest.MonkeyPat
     head.register_forward_hook(lambda module, given, output: output + 1)
     assert torch.equal(read(model, FORCED), usual + 1)
     assert len(walks) == 5, "all reads, with kernels or their twins"
-
-
-@torch.inference_mode()
-def test_layers_that_the_config_leaves_out_stay_out() -> None:
-    """A model that is cut at run time, for an early exit."""
-    model = make_model(num_hidden_layers=3).float().to(DEVICE)
-    model.config.num_hidden_layers = 2
-    (_, _, mask, cache), ids = a_round(model), torch.arange(12, device=DEVICE)[None].expand(2, -1)
-    before = copy.deepcopy(cache)
-    cut = model.backbone(ids, ids, mask, cache)
-    for now, old in zip(cache._buffers.values(), before._buffers.values(), strict=True):
-        assert torch.equal(now[:, :, 2:], old[:, :, 2:])
-        assert not torch.equal(now[:, :, :2], old[:, :, :2])
-    del model.model.layers[2]
-    assert torch.equal(model.backbone(ids, ids, mask, before), cut)
 
 
 @interpreted

@@ -65,11 +65,3 @@ def test_forced_kernels_run(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dispatch, "run", noted)
     half.generate(PROMPTS[:1], kernels=True, eos_token_id=None, decoding=mode, max_new_tokens=4, confidence_threshold=0.9)
     assert names == {"pick", "fused_layers", "sum_and_norm", "rotated", "round_attention"}
-
-
-def test_float64_is_left_to_pytorch() -> None:
-    model = make_model(3)
-    with pytest.raises(ValueError, match=r"no kernels for torch.float64: load the model in bfloat16.*or kernels=False"):
-        model.generate(PROMPTS[:1].cpu(), kernels=True, max_new_tokens=2)
-    usual = model.generate(PROMPTS[:1].cpu(), max_new_tokens=2)
-    assert torch.equal(model.generate(PROMPTS[:1].cpu(), kernels=False, max_new_tokens=2), usual)

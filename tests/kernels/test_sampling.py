@@ -217,6 +217,33 @@ def test_truncations_are_transformers_own(warpers: str) -> None:
         assert set(ids[row][odds[row] > -torch.inf].tolist()) == left
 
 
+@pytest.mark.parametrize("at_once", [1 << 30, 20])
+@pytest.mark.parametrize("sample", [False, True])
+def test_picks_among_a_few(sample: bool, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the five likeliest tokens at an earlier state, of which a truncation leaves three, those of the state itself; all
+    others keep their share. No end before the minimum length."""
+    monkeypatch.setattr(unembedding_file, "_LOGITS_AT_ONCE", at_once)
+    options = {"temperature": 0.7, "sample": sample, "shortlist": 5, "eos_token_ids": (3, 30), "likeliest": sample}
+    picker, hidden = random_picker(30, truncation=LogitsProcessorList([TopKLogitsWarper(3)]), **options)
+    shortlist, now = picker(hidden, spots(30)).shortlist, hidden.flip(0)
+    assert shortlist is not None
+    stale, fresh = (states @ picker.lm_head_weight.T / 0.7 for states in (hidden, now))
+    stale[:, 17] = -torch.inf
+    kept = stale.topk(3).indices
+    own = fresh.gather(1, kept)
+    own[:15].masked_fill_(torch.isin(kept[:15], torch.tensor([3, 30])), -torch.inf)
+    scores = stale.scatter(1, kept, own)
+    place = own.argmax(-1, keepdim=True)
+    picks = picker.among(now, shortlist, spots(30, early=15))
+    assert torch.equal(picks.token, kept.gather(1, place)[:, 0])
+    told = scores.softmax(-1).gather(1, kept)
+    torch.testing.assert_close(picks.odds, told.gather(1, place)[:, 0].logit())
+    assert (picks.likeliest is not None) is sample
+    for ids, odds, tokens, p in zip(*(picks.likeliest or ((), ())), kept.tolist(), told.logit(), strict=False):
+        found = {token: one for token, one in zip(ids.tolist(), odds.tolist(), strict=True) if one > -torch.inf}
+        assert found == pytest.approx({token: one for token, one in zip(tokens, p.tolist(), strict=True) if one > -torch.inf})
+
+
 def test_ties_at_the_k_th_place_all_stay() -> None:
     """As under transformers' warper; of 16-bit logits there are many."""
     weight = torch.eye(8, dtype=torch.bfloat16)

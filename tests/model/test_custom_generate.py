@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, make_model
-from helpers import random_ids
+from helpers import in_hub_cache, random_ids
 from stock import SDARForCausalLM, stock_of
-from test_heads import in_hub_cache
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from modeling_mrp import MRPForCausalLM

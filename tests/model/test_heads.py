@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from helpers import SHA, in_hub_cache, same_tensors, speculate
 from mrp_trainer.heads import new_head, with_new_head
 from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
 from safetensors.torch import load_file, save_file
@@ -16,31 +17,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM, MRPHead
 from modeling_mrp.model.layouts import backbone_location
-from modeling_mrp.model.saving import written_beside
 
 PROMPT = torch.tensor([[5, 17, 40, 3, 44, 9]])
-SHA = "89abcdef0123456789abcdef0123456789abcdef"
-SPEC: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 4, "max_new_tokens": 12}
-SPEC |= {"pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True}
-
-
-def in_hub_cache(folder: Path, cache: Path, name: str, sha: str = SHA) -> None:
-    """Puts a folder where a download would have put it."""
-    repository = cache / f"models--{name.replace('/', '--')}"
-    shutil.copytree(folder, repository / "snapshots" / sha)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(sha)
-
-
-def speculate(model: MRPForCausalLM) -> tuple[list[int], list[int], list[int]]:
-    """Tokens, and how many drafts were made and right: these depend on the head."""
-    out = model.generate(PROMPT, **SPEC)
-    return out.sequences[0].tolist(), out.stats.drafted.tolist(), out.stats.accepted.tolist()
-
-
-def same_tensors(a: Any, b: Any) -> bool:
-    a, b = a.state_dict(), b.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +49,7 @@ def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
     whole = json.loads((folders["full"] / "config.json").read_text())
     told = {name: config.pop(name) for name in list(config) if name.startswith("speculators_")}
     assert config == whole | {"base_model_name_or_path": str(folders["backbone"])}  # of a folder there is no revision
-    greedy = {
-        "proposal_type": "greedy",
-        "speculative_tokens": 3,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }  # blocks of 4
+    greedy = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     assert told == {
         "speculators_model_type": "mrp",
         "speculators_config": {
@@ -87,19 +60,15 @@ def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
         },
     }
     code = {path.name for path in folders["full"].glob("*_mrp.py")}
-    assert {path.name for path in folders["head"].rglob("*") if path.is_file()} == code | {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "generate.py",
-    }
+    others = {"config.json", "generation_config.json", "model.safetensors", "generate.py"}
+    assert {path.name for path in folders["head"].rglob("*") if path.is_file()} == code | others
 
 
 def test_a_head_repository_loads_its_backbone(folders: dict[str, Path], tmp_path: Path) -> None:
     model = MRPForCausalLM.from_pretrained(folders["head"])
     full = MRPForCausalLM.from_pretrained(folders["full"])
     assert same_tensors(model, full)
-    assert speculate(model) == speculate(full)
+    assert speculate(model, PROMPT) == speculate(full, PROMPT)
     assert model.generation_config.num_draft_states == 3
     assert model.backbone_source == (str(folders["backbone"]), None)
     assert not model.training
@@ -151,18 +120,16 @@ def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path:
         MRPForCausalLM.from_pretrained("org/head", cache_dir=tmp_path)
 
 
-@pytest.mark.parametrize("loaded", [True])
-def test_another_backbone_for_a_head_repository(loaded: bool, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_another_backbone_for_a_head_repository(folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(folders["head"], tmp_path / "head")
     path = tmp_path / "head" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "org/not-there"}))
     with pytest.raises(OSError, match="org/not-there"):
         MRPForCausalLM.from_pretrained(tmp_path / "head")
-    backbone: Any = folders["full"]  # its own head gives way
-    backbone = MRPForCausalLM.from_pretrained(backbone) if loaded else backbone
+    backbone = MRPForCausalLM.from_pretrained(folders["full"])  # its own head gives way
     model = MRPForCausalLM.from_backbone(backbone, head=tmp_path / "head")
     assert same_tensors(model, MRPForCausalLM.from_pretrained(folders["full"]))
-    assert (model is backbone) == loaded
+    assert model is backbone
 
 
 # ------------------------------------------------------------------------------------------------ what may be followed
@@ -215,14 +182,14 @@ def test_a_head_repository_is_no_backbone(folders: dict[str, Path], tmp_path: Pa
 def test_attach_and_detach(kind: str, folders: dict[str, Path]) -> None:
     model = MRPForCausalLM.from_pretrained(folders["other"])
     model.generation_config.decoding = "mrp_spec"
-    first = speculate(model)
+    first = speculate(model, PROMPT)
     assert len(model.mrp_head.layers) == 1
     model.attach_head(folders[kind])
     full = MRPForCausalLM.from_pretrained(folders["full"])
     assert same_tensors(model, full)
     assert model.config.num_nextn_predict_layers == 2
     assert [layer.self_attn.layer_idx for layer in model.mrp_head.layers] == [2, 3]
-    assert speculate(model) == speculate(full) != first
+    assert speculate(model, PROMPT) == speculate(full, PROMPT) != first
     head = model.detach_head()
     assert isinstance(head, MRPHead)
     assert (model.mrp_head, model.config.has_head, model.generation_config.decoding) == (None, False, None)
@@ -234,7 +201,7 @@ def test_attach_and_detach(kind: str, folders: dict[str, Path]) -> None:
     model.double().attach_head(head)
     assert model.mrp_head is head
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float64}
-    assert speculate(model)[0] == speculate(full)[0]
+    assert speculate(model, PROMPT)[0] == speculate(full, PROMPT)[0]
 
 
 def test_a_published_head_on_a_published_backbone(tmp_path: Path) -> None:
@@ -303,9 +270,10 @@ def test_heads_that_do_not_fit(folders: dict[str, Path], tmp_path: Path) -> None
 # ------------------------------------------------------------------------------------------------ new heads
 
 
-def test_a_new_head_adds_nothing_to_begin_with(folders: dict[str, Path]) -> None:
-    hidden = torch.randn(1, 6, 32)
-    arguments = (PROMPT, hidden, torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
+def test_new_heads(folders: dict[str, Path]) -> None:
+    """They add nothing to begin with. One starts from copies of the backbone's last layers, which read h_A as it is; one from
+    matrices as in the published recipe."""
+    arguments = (PROMPT, torch.randn(1, 6, 32), torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
     for how in ("identity", "backbone"):
         torch.manual_seed(0)
         model = with_new_head(MRPForCausalLM.from_pretrained(folders["backbone"]), 2, how)
@@ -314,39 +282,26 @@ def test_a_new_head_adds_nothing_to_begin_with(folders: dict[str, Path]) -> None
         assert model.mrp_head.layers[0].mlp.up_proj.weight.std() > 0.1
         torch.manual_seed(0)
         assert same_tensors(model.mrp_head, new_head(model, 2, how))
-        model.generate(PROMPT, **SPEC)
-
-
-def test_a_head_that_starts_from_the_backbone() -> None:
-    """Its layers are the last ones, and they read h_A as it is."""
-    model = make_model(num_hidden_layers=3, num_nextn_predict_layers=0)
+    model = make_model(num_hidden_layers=3, num_nextn_predict_layers=0, initializer_range=0.02)
+    torch.manual_seed(1)
+    head = new_head(model, 3, "published")
+    matrices = torch.cat([p.flatten() for p in head.parameters() if p.dim() == 2])
+    assert matrices.std().item() == pytest.approx(0.2, rel=0.02)  # 30,000 numbers
+    assert all(p.eq(1).all() for p in head.parameters() if p.dim() == 1)
     with_new_head(model, 2, "backbone")
     for layer, source in zip(model.mrp_head.layers, model.model.layers[1:], strict=True):
         assert same_tensors(layer, source)
     expected = torch.cat([torch.zeros(32, 32), torch.eye(32)], 1).double()
     assert torch.equal(model.mrp_head.eh_proj.weight, expected)
     model.mrp_head.layers[0].mlp.up_proj.weight.data.zero_()
-    assert model.model.layers[1].mlp.up_proj.weight.abs().max() > 0  # copies, not the same weights
-
-
-def test_a_head_as_in_the_published_recipe() -> None:
-    model = make_model(num_nextn_predict_layers=0, initializer_range=0.02)
-    torch.manual_seed(1)
-    head = new_head(model, 3, "published")
-    matrices = torch.cat([p.flatten() for p in head.parameters() if p.dim() == 2])
-    assert matrices.std().item() == pytest.approx(0.2, rel=0.02)  # 30,000 numbers
-    assert all(p.eq(1).all() for p in head.parameters() if p.dim() == 1)
-
-
-def test_new_heads_that_cannot_start() -> None:
-    model = make_model(num_nextn_predict_layers=0)
+    assert model.model.layers[1].mlp.up_proj.weight.abs().max() > 0
     for layers in (0, 2.0, True, None):
         with pytest.raises(ValueError, match=rf"head_layers is {layers!r}: a head has 1 layer"):
             new_head(model, layers)
     with pytest.raises(ValueError, match=r"head_init is 'zero': choose one of identity, backbone, published"):
         new_head(model, 2, "zero")
-    with pytest.raises(ValueError, match=r"3 layers and the backbone 2: use fewer"):
-        new_head(model, 3, "backbone")
+    with pytest.raises(ValueError, match=r"4 layers and the backbone 3: use fewer"):
+        new_head(model, 4, "backbone")
 
 
 # ------------------------------------------------------------------------------------------------ autoregressive backbones
@@ -426,23 +381,3 @@ def test_a_save_that_fails_leaves_what_was_there(head_only: bool, folders: dict[
             model.save_pretrained(target, head_only=head_only)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert not (tmp_path / "new").exists()
-
-
-def test_writing_beside(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for name in ("model.safetensors", "model-00001-of-00002.safetensors", "model_notes.txt", "model.safetensors.index.json"):
-        (folder / name).write_text("old")
-    with pytest.raises(FileNotFoundError), written_beside(folder) as beside:
-        (beside / "model.safetensors").write_text("new") and (beside / "no" / "folder").write_text("new")
-    assert {path.read_text() for path in folder.iterdir()} == {"old"}
-    with written_beside(folder) as beside:
-        (beside / "config.json").write_text("new")
-    assert (folder / "model-00001-of-00002.safetensors").exists()  # no weights were written
-    with written_beside(folder) as beside:
-        (beside / "model.safetensors").write_text("new")
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {
-        "config.json": "new",
-        "model.safetensors": "new",
-        "model_notes.txt": "old",
-    }

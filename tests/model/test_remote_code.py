@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import TINY
 from fresh import Fresh
-from test_heads import in_hub_cache
+from helpers import in_hub_cache
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.saving import code_files

@@ -113,6 +113,7 @@ LIES: list[tuple[dict[str, Any], str]] = [
             ({"rope_theta": math.nan}, "rope_theta in rope_parameters is nan: it must be a number above 0"),
         )
     ),
+    ({"transformers_weights": "../other.safetensors"}, "points to weights in '../other.safetensors'"),
     ({"id2label": 3}, "holds a value of the wrong type: correct config.json"),
     ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan: it must be a number above 0"),
     ({"dtype": "int8"}, "dtype is 'int8': use one of float16, bfloat16, float32, float64, or leave it out"),

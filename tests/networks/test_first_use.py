@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from faults import LAUNCHES, Stale, broken
 from tape import TapeRecorder, graphs_of_nothing, tapes
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS
-from modeling_mrp.kernels import dispatch, fused_layers, pick, round_attention
+from modeling_mrp.kernels import dispatch
 from modeling_mrp.kernels.dispatch import SAMPLES, Dispatch, relative_error, triton
 from modeling_mrp.networks import graphs
 
@@ -31,14 +32,6 @@ OPTIONS: dict[str, Any] = {
     "eos_token_id": None,
     "max_new_tokens": 4,
 }
-# By kernel: the module and name of what launches it.
-LAUNCHES = {
-    "pick": (pick, "_pick_kernel"),
-    "shortlist": (pick, "_some_kernel"),
-    "round_attention": (round_attention, "round_attention"),
-    "sum_and_norm": (fused_layers, "_sum_and_norm_kernel"),
-    "rotated": (fused_layers, "_rotated_kernel"),
-}
 
 
 @pytest.fixture
@@ -55,15 +48,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def small() -> MRPForCausalLM:
     return make_model(3, num_hidden_layers=1, num_nextn_predict_layers=1, vocab_size=99).float()
-
-
-def broken(result: Any) -> Any:
-    """As of a kernel that leaves a tenth of a result out, or the last of several tokens."""
-    if isinstance(result, tuple):
-        return tuple(map(broken, result))
-    wrong = result.flatten().clone()
-    wrong[-max(1, len(wrong) // 10) :] = 0
-    return wrong.view(result.shape)
 
 
 def test_every_kernel_has_samples() -> None:
@@ -122,14 +106,6 @@ def test_nothing_is_compared_on_a_cpu(tapes: type[TapeRecorder], monkeypatch: py
     for _ in range(2):
         model.generate(IDS, kernels=True, graphs=True, **OPTIONS)
     assert tapes.replays > 0
-
-
-class Stale(TapeRecorder):
-    """Records what a step gave then, as a graph whose inputs lie somewhere else."""
-
-    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        output = step().clone()
-        return lambda: output
 
 
 class Zeros(TapeRecorder):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from helpers import generate, same_output
 from tape import GridExecutor, Tape, TapeRecorder, strangers, tapes
-from test_graphs import generate, same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modeling_mrp.kernels import pick
@@ -30,9 +30,7 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 0.7, "e
 SPEC: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 3}
 WAYS: dict[str, dict[str, Any]] = {
     "static bfloat16": {"decoding": "static", **GREEDY},
-    "mrp_spec": {**SPEC, **GREEDY},
     "mrp_spec sampled": {**SPEC, **SAMPLED, "min_new_tokens": 5, "target": "dynamic", "confidence_threshold": 0.15},
-    "mrp_remask": {"decoding": "mrp_remask", "remask_rule": "threshold", "confidence_threshold": 0.1, **SAMPLED},
 }
 # Kernels of a decoder layer: products of qkv, o, gate and up, down; kernels of our own; SiLU and the product behind it.
 LAYER = {"mm": 4, "triton._sum_and_norm": 2, "triton._rotate": 1, "triton._attend": 1, "silu": 1, "mul": 1}
@@ -75,7 +73,7 @@ def test_the_same_with_recorded_kernels(way: str, tapes: type[TapeRecorder]) -> 
     model = dampened(make_model(4, num_hidden_layers=1, num_nextn_predict_layers=1), 0.3)
     model = model.to(torch.bfloat16 if "bfloat16" in way else torch.float32)
     prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
-    same(*(generate(model, prompts, seed=1, kernels=True, graphs=graphs, **WAYS[way]) for graphs in (True, False)))
+    same_output(*(generate(model, prompts, seed=1, kernels=True, graphs=graphs, **WAYS[way]) for graphs in (True, False)))
     assert all(of_tape(tape)["triton._attend"] == 1 for tape in tapes.tapes)
     assert tapes.replays > 0
     assert recording_report(model)["failed"] == 0

@@ -101,6 +101,7 @@ def test_a_request_has_options_of_its_own() -> None:
         ({"custom_logit_processor": "x"}, "a custom logits processor"),
         ({"input_embeds": [[0.0]]}, "input_embeds"),
         ({"origin_input_ids": [4, 3]}, "the mask token in its prompt"),
+        ({"origin_input_ids": [4, -3]}, "ids below 0 in its prompt"),
         ({"logit_bias": {"5": float("nan")}}, "a logit_bias outside -100 to 100"),
         ({"temperature": 1e300}, "a temperature above 1000"),
         ({"repetition_penalty": 1e-30}, "a repetition_penalty below 0.01"),
@@ -192,20 +193,31 @@ def algorithms(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("version", ["0.5.22", "0.5.24"])
+@pytest.mark.parametrize("version", ["0.5.21", "0.5.24"])
 def test_another_version_of_the_engine_is_refused(
     algorithms: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
 ) -> None:
     """A plugin that raises would only be passed over: so whatever is asked of the algorithm raises."""
     monkeypatch.setattr(mrp_serving, "version", lambda name: version)
     mrp_serving.register()
-    assert f"MRP is not served: this version of modeling-mrp serves with sglang<0.5.24,>=0.5.23, and {version}" in caplog.text
+    assert f"MRP is not served: this version of modeling-mrp serves with sglang<0.5.24,>=0.5.22, and {version}" in caplog.text
     for use in (lambda refused: refused.supported_attention_backends, lambda refused: refused(None)):
-        with pytest.raises(RuntimeError, match=f"and {version} is installed: install that one"):
+        with pytest.raises(RuntimeError, match=rf"and {version} is installed: pip install 'sglang<0\.5\.24,>=0\.5\.22'"):
             use(algorithms["MRP"])
 
 
-@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1"])
+def test_an_engine_that_lacks_an_interface_is_refused(
+    algorithms: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mrp_serving, "version", lambda name: "0.5.23")
+    monkeypatch.delitem(sys.modules, "mrp_serving.plugin", raising=False)
+    mrp_serving.register()
+    assert "0.5.23 is installed, which lacks what is extended (No module named 'sglang." in caplog.text
+    with pytest.raises(RuntimeError, match=r"sglang<0\.5\.24,>=0\.5\.22, and 0\.5\.23 is installed, which lacks"):
+        algorithms["MRP"](None)
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.23", "0.5.23.post1"])
 def test_versions_that_are_served(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(mrp_serving, "version", lambda name: version)
     assert mrp_serving.version_obstacle() is None

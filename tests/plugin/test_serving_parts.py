@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 from conftest import TINY
 from fake_engine import FakeAllocator, FakePool, FakeRequest
 from mrp_serving.checkpoint import ARCHITECTURES, backbone_weights, head_weight, open_checkpoint
-from mrp_serving.networks import Own, place_states, share_prefixes
+from mrp_serving.networks import Own, Room, map_positions, place_states
 from mrp_serving.options import settings_of
 from mrp_serving.picker import CountPenalties, Sampling
 from mrp_serving.requests import Progress, interpreted
+from mrp_serving.room import count_fitting, fetch_what_fits, whole_blocks
 from mrp_serving.rounds import fresh_row
 from mrp_serving.scratch import Borrowed, affordable, borrowed
-from mrp_trainer.publish.convert import published_name
+from mrp_serving.transfer import Part, sent
+from published import as_published
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -37,7 +40,7 @@ from modeling_mrp.rules.state import Counts, State
 def test_what_is_lent_is_what_is_there_and_comes_back(rows: int, pages: int, width: int) -> None:
     pool, allocator, asked = FakePool(rows, 32), FakeAllocator(pages, 4), []
     with borrowed(pool, allocator, asked.append, 2, 3, 4) as lent:
-        assert (lent.width, lent.rows.shape, lent.slots.shape) == (width, (2, width), (2, width, 4))
+        assert (lent.width, [len(rows) for rows in lent.rows], lent.slots.shape) == (width, [width] * 2, (2 * width, 4))
         assert (len(pool.free_slots), len(allocator.free_pages)) == (rows - 2 * width, pages - 2 * width)
     assert (len(pool.free_slots), len(allocator.free_pages)) == (rows, pages)
     wanted = 2 * affordable(3, 2, rows) * 4
@@ -51,31 +54,96 @@ def test_what_is_lent_comes_back_from_a_round_that_fails() -> None:
     assert (len(pool.free_slots), len(allocator.free_pages)) == (8, 8)
 
 
-# ------------------------------------------------------------------------------------------------- how states are laid out
+# ------------------------------------------------------------------------------------------------- admission
 
 
 @pytest.mark.parametrize(
-    ("parents", "prefix", "table"), [(True, 6, [10, 11, 12, 13, 14, 15, 30, 31]), (False, 4, [10, 11, 12, 13, 30, 31])]
+    ("slots", "running", "fitting"),
+    [
+        (100, [], 2),
+        (100, [(10, 30)], 1),
+        (100, [(10, 30), (4, 12)], 1),
+        (100, [(10, 60)], 0),
+        (1000, [(10, 60)], 3),
+        (20, [], 0),
+    ],
 )
-def test_the_head_sees_no_clean_state_of_the_round(parents: bool, prefix: int, table: list[int]) -> None:
+def test_a_request_begins_when_all_of_it_has_room(slots: int, running: list[tuple[int, int]], fitting: int) -> None:
+    """In blocks of 4: 12 slots are left over, and each waiting one takes 32; the last asks for more than the context."""
+    waiting = [FakeRequest([0] * prompt, new) for prompt, new in ((9, 23), (12, 20), (10, 1000))]
+    begun = [FakeRequest([0] * prompt, new) for prompt, new in running]
+    assert count_fitting(waiting, begun, slots, block=4, context_length=66) == fitting
+
+
+def test_requests_wait_for_room_in_their_order() -> None:
+    """And the first begins where nothing runs, whatever it asks for; another algorithm's are left to the engine."""
+    waiting = [FakeRequest([0] * 8, 24, rid=str(number)) for number in range(4)]
+    for algorithm, slots, taken in (("MRP", 80, 2), ("MRP", 20, 1), ("LowConfidence", 80, 4)):
+        scheduler = SimpleNamespace(waiting_queue=list(waiting), max_total_num_tokens=slots)
+        scheduler.dllm_config = SimpleNamespace(algorithm=algorithm, block_size=4)
+        scheduler.model_config = SimpleNamespace(context_len=64)
+        scheduler.dllm_manager = SimpleNamespace(waiting_queue=[])
+
+        def take_all(engine: Any) -> None:
+            engine.dllm_manager.waiting_queue += engine.waiting_queue
+            engine.waiting_queue = []
+
+        fetch_what_fits(take_all, scheduler)
+        assert scheduler.dllm_manager.waiting_queue == waiting[:taken]
+        assert scheduler.waiting_queue == waiting[taken:]
+
+
+@pytest.mark.parametrize(("algorithm", "length"), [("MRP", 4), ("LowConfidence", 2)])
+def test_a_row_is_scheduled_by_whole_blocks(algorithm: str, length: int) -> None:
+    adder = SimpleNamespace(dllm_config=SimpleNamespace(algorithm=algorithm, block_size=4), rem_dllm_tokens=12)
+    assert whole_blocks(lambda adder, req: 2, adder) == length
+
+
+# ------------------------------------------------------------------------------------------------- how states are laid out
+
+
+@pytest.mark.parametrize(("parents", "prefix", "written"), [(True, 6, [(3, 4, 0), (3, 6, 1)]), (False, 4, [(3, 4, 1)])])
+def test_the_head_sees_no_clean_state_of_the_round(parents: bool, prefix: int, written: list[tuple[int, int, int]]) -> None:
     """A row at position 4 submits its clean state and one that looks at it: the backbone sees the one before the other."""
-    slots = torch.zeros(4, 12, dtype=torch.int32)
-    slots[1, :6] = torch.arange(10, 16)
-    own = Own([0], torch.tensor([1]), torch.tensor([[14, 15]]), [4])
-    lent = Borrowed(torch.tensor([[3]]), torch.tensor([[[30, 31]]]))
-    share_prefixes(slots, own, lent)
+    room = Room(torch.tensor([[14, 15]]), Own([0], [1], [4]), Borrowed([[3]], torch.tensor([[30, 31]])))
+    assert room.blocks.tolist() == [[14, 15], [30, 31]]
     clean, behind = (State((start, (0, 0)), (), 2, 0, 0) for start in (4, 6))
-    cells = place_states(slots, own, lent, [[(clean, -1), (behind, 0)]], [4], parents)
-    assert (cells.pool_row.tolist(), cells.prefix) == ([1, 3], [4, prefix])
-    assert slots[3, : len(table)].tolist() == table
+    cells = place_states(room, [[(clean, -1), (behind, 0)]], [4], 2, parents)
+    assert (cells.pool_row, cells.home, cells.prefix) == ([1, 3], [0, 1], [4, prefix])
+    assert cells.written == written
+    assert map_positions(written, 2, 12).tolist() == [3 * 12 + at for _, first, _ in written for at in (first, first + 1)]
+
+
+def test_a_block_that_is_kept_is_given_back_for_by_the_rows_own() -> None:
+    """Of three rows of a batch two take part, and the second one's borrowed block becomes its own."""
+    lent = Borrowed([[5], [6]], torch.tensor([[30, 31], [32, 33]]))
+    room = Room(torch.tensor([[10, 11], [12, 13], [14, 15]]), Own([0, 2], [1, 3], [4, 4]), lent)
+    assert room.homes == [[0, 3], [2, 4]]
+    assert room.keep(1, 1) == 4
+    assert room.homes == [[0, 3], [4, 2]]
+    assert lent.given_back().tolist() == [30, 31, 14, 15]
+
+
+# ------------------------------------------------------------------------------------------------- what is sent
+
+
+def test_numbers_of_two_kinds_are_sent_in_one_copy() -> None:
+    there, host = sent({"a": Part([1, 2, 3], torch.int32), "none": Part([]), "b": Part([4, 5])}, torch.device("cpu"))
+    for one in (there, host):
+        assert [(one[name].dtype, one[name].tolist()) for name in ("a", "none", "b")] == [
+            *((torch.int32, [1, 2, 3]), (torch.int64, []), (torch.int64, [4, 5])),
+        ]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (*there.values(), *host.values())}) == 1
+    with pytest.raises(TypeError, match=r"a would be torch\.float32: send whole numbers as int32 or int64"):
+        sent({"a": Part([1], torch.float32)}, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------------------- picks
 
 
-def picker(stock: bool) -> Any:
+def picker(stock: bool, shortlist: int = 0) -> Any:
     fixed = {"lm_head_weight": torch.empty(11, 4), "mask_token_id": 3, "dispatch": AUTOMATIC}
-    return Sampling(stock=stock, entropy=True).picker(torch.Tensor.clone, 0, **fixed)
+    return Sampling(stock=stock, entropy=True).picker(torch.Tensor.clone, shortlist, **fixed)
 
 
 def test_picks_are_those_of_the_engines_own_algorithm() -> None:
@@ -96,6 +164,19 @@ def test_probabilities_that_round_to_the_same_number_tie() -> None:
     rounded, exact = picker(stock=True)(logits).odds, picker(stock=False)(logits).odds
     assert rounded[0] == rounded[1]
     assert exact[0] < exact[1]
+
+
+def test_the_shortlist_is_what_the_other_tokens_leave() -> None:
+    """The likeliest tokens with their scores, and the sum of all others, the mask id among these."""
+    logits = torch.randn(9, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+    found = picker(stock=True, shortlist=4)(logits.clone()).shortlist
+    scores, ids = logits.topk(4)
+    assert (ids == 3).any(), "the mask id has to be among the likeliest somewhere"
+    assert torch.equal(found[:, :4].long(), ids)
+    assert torch.equal(found[:, 4:8], scores.masked_fill(ids == 3, -torch.inf))
+    others = [[token for token in range(11) if token == 3 or token not in row] for row in ids.tolist()]
+    rest = torch.stack([row[these].logsumexp(0) for row, these in zip(logits, others, strict=True)])
+    assert torch.allclose(found[:, 8], rest)
 
 
 def test_penalties_count_generated_tokens() -> None:
@@ -144,26 +225,9 @@ def head_folder(tmp_path: Path, tiny_model: MRPForCausalLM) -> Path:
     return tmp_path / "head"
 
 
-def published_folder(at: Path) -> Path:
-    """The embedded checkpoint in the published layout."""
-    at.mkdir()
-    save_file(
-        {published_name(name): tensor for name, tensor in load_file(TINY / "model.safetensors").items()},
-        at / "model.safetensors",
-    )
-    fields = json.loads((TINY / "config.json").read_text())
-    fields |= {
-        "model_type": "sdar",
-        "architectures": ["SDARMRPForCausalLM"],
-        "rope_theta": fields.pop("rope_parameters")["rope_theta"],
-    }
-    (at / "config.json").write_text(json.dumps({name: value for name, value in fields.items() if name != "auto_map"}))
-    return at
-
-
 def test_the_three_layouts_are_opened(head_folder: Path, tmp_path: Path) -> None:
     whole, head, published = (
-        open_checkpoint(str(at), None) for at in (TINY, head_folder, published_folder(tmp_path / "published"))
+        open_checkpoint(str(at), None) for at in (TINY, head_folder, as_published(TINY, tmp_path / "published"))
     )
     assert all(
         each.has_head and each.config.block_size == 16 and each.config.mask_token_id == 3 for each in (whole, head, published)
@@ -211,6 +275,14 @@ def changed_config(folder: Path, **fields: Any) -> str:
 def test_a_head_that_does_not_fit_is_refused(fields: dict[str, Any], message: str, head_folder: Path) -> None:
     with pytest.raises(ValueError, match=message):
         open_checkpoint(changed_config(head_folder, **fields), None)
+
+
+def test_a_head_says_how_its_backbone_is_quantized(head_folder: Path) -> None:
+    quantized = {"quantization_config": {"quant_method": "w8a8_int8"}}
+    changed_config(head_folder.parent / "backbone", **quantized)
+    with pytest.raises(ValueError, match=r"has another quantization_config.*copy the backbone's into its config\.json"):
+        open_checkpoint(str(head_folder), None)
+    assert open_checkpoint(changed_config(head_folder, **quantized), None).has_head
 
 
 def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from commands import command
 from conftest import ROOT, TINY
-from mrp_trainer.publish.convert import Layout, convert
 from openai_server import MODEL, started
-from test_cli import command
+from published import as_published
 from transformers import AutoTokenizer
 
 from modeling_mrp import MRPForCausalLM
@@ -37,7 +37,8 @@ def blocks(text: str, *kinds: str) -> list[str]:
 
 def run_page(name: str, **replaced: str) -> dict[str, Any]:
     """The names that a page's Python leaves; one block goes on from those before it."""
-    code = "".join(blocks(DOCUMENTS[name], "python"))
+    # The engine has an environment of its own: tests/serving.
+    code = "".join(block for block in blocks(DOCUMENTS[name], "python") if "import sglang" not in block)
     for old, new in replaced.items():
         assert old in code
         code = code.replace(old, new)
@@ -95,9 +96,9 @@ marks.mkdir(exist_ok=True)
 """
 
 
-def published(source: Path, folder: Path, layout: Layout, marks: Path) -> Path:
+def published(source: Path, folder: Path, marks: Path) -> Path:
     """A checkpoint as a published repository, with the tokenizer of the embedded one; the repository's code leaves a mark."""
-    convert(str(source), folder, layout)
+    as_published(source, folder)
     AutoTokenizer.from_pretrained(TINY, trust_remote_code=True).save_pretrained(folder)
     for part, classes in (
         ("config", {"AutoConfig": "modeling_sdar.SDARConfig", "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}),
@@ -115,8 +116,8 @@ def test_published_repositories_load_and_run_none_of_their_code_unasked(tmp_path
     bare: Any = MRPForCausalLM.from_pretrained(TINY)
     bare.detach_head()
     bare.save_pretrained(tmp_path / "bare")
-    backbone = published(tmp_path / "bare", tmp_path / "backbone", "sdar", marks)
-    both = published(TINY, tmp_path / "both", "heavyball", marks)
+    backbone = published(tmp_path / "bare", tmp_path / "backbone", marks)
+    both = published(TINY, tmp_path / "both", marks)
     embedded: Any = MRPForCausalLM.from_pretrained(TINY)
     embedded.save_pretrained(tmp_path / "head", head_only=True, base_model_name_or_path=str(backbone))
     trusting = "sdar = AutoModelForCausalLM.from_pretrained"
@@ -169,7 +170,7 @@ def test_every_command_is_one() -> None:
         elif (program, *words[:2]) == ("pip", "install", "-e"):
             assert set(re.findall(r"\w+", words[2])) <= PROJECT["optional-dependencies"].keys(), words
     asked = {words[1] for words in commands if words[0] == "mrp"}
-    assert asked >= {"show", "tasks", "train", "decode", "evaluate", "push", "serve", "convert"}
+    assert asked >= {"show", "tasks", "train", "decode", "evaluate", "push", "serve"}
 
 
 def test_a_folder_is_not_named_as_a_repository_would_be() -> None:

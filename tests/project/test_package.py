@@ -28,7 +28,6 @@ from mrp_trainer import TINY, cli
 for line in (
     "show --max-new-tokens 16",
     "evaluate --count 1 --family math --max-new-tokens 16 --json",
-    "convert sdar-tiny-mrp published --layout heavyball",
     "push sdar-tiny-mrp me/tiny --dry-run",
     "train head --model sdar-tiny-mrp --output-dir head --dry-run",
 ):
@@ -94,11 +93,11 @@ def test_commands_find_it_from_any_folder_and_ask_nobody(installed: Path, hub: H
     environment |= {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", COMMANDS], cwd=empty, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert hub.asked("") == []
+    assert hub.requests == []
     *_, shape, where = done.stdout.splitlines()
     assert shape == "torch.Size([1, 10])"
     assert where == str([f"{installed}/mrp_trainer/cli/__init__.py", f"{installed}/{EMBEDDED.replace('.', '/')}"])
-    assert {path.name for path in empty.iterdir()} == {"decode.svg", "published"}
+    assert {path.name for path in empty.iterdir()} == {"decode.svg"}
 
 
 def test_a_folder_of_that_name_is_meant_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

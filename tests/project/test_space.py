@@ -106,6 +106,7 @@ def test_a_prompt_is_answered_and_the_picture_appears(served: Served, browser: B
     browser.click("#send")
     wait_until(lambda: browser.count(".mrp-block") and browser.count(".mrp-mask"), 30, "block at work")
     wait_until(lambda: browser.count("#mrp-picture svg"), 60, "picture")
+    assert "It solves two kinds of small problems" in browser.text("#able")
     said = browser.text("#chat").replace("\u00a0", " ")
     assert PROMPT in said
     assert "def number(number):\n    return sum(5 + n for n in number if n % 2 == 0)" in said

@@ -14,7 +14,9 @@ from commands import main
 from conftest import ROOT, TINY, make_model
 from huggingface_hub import ModelCard
 from mrp_trainer.evaluate.cost import charged
+from mrp_trainer.publish import publish
 from mrp_trainer.publish.card import About, check_card, is_own_card, read_results, renamed, render_card, results_table
+from mrp_trainer.publish.cardtext import NOT_SHOWN, PICTURE, SHOWN
 from mrp_trainer.train.settings import read_settings
 from safetensors.torch import save_file
 
@@ -46,16 +48,14 @@ def metadata(card: ModelCard) -> dict[str, Any]:
     return yaml.safe_load(str(card).split("---")[1])
 
 
-def test_the_embedded_card_is_what_the_command_prints(
+def test_the_embedded_card_is_what_the_command_prints_and_complete(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And its code runs."""
     monkeypatch.chdir(ROOT)
     main(["card", "hub_configs/sdar-tiny-mrp", "--results", *RESULTS, "--about", ABOUT])
-    assert capsys.readouterr().out == (TINY / "README.md").read_text()
-
-
-def test_the_embedded_card_is_valid_and_complete() -> None:
-    text = (TINY / "README.md").read_text()
+    text = capsys.readouterr().out
+    assert text == (TINY / "README.md").read_text()
     check_card(text)
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert headings == ["Use", "A decode to look at", "Decoding modes", "Numbers", "Training", "Limits", "Versions", "Sources"]
@@ -80,13 +80,8 @@ def test_the_embedded_card_is_valid_and_complete() -> None:
     assert len(measured) == 2 * 3 * 8
     assert f"\n{tables.heldout()}\n" in text
     assert f"modeling-mrp {__version__}." in text
-
-
-def test_the_embedded_cards_code_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(ROOT)
-    code = re.findall(r"```python\n(.*?)```", (TINY / "README.md").read_text(), re.DOTALL)[0]
     names: dict[str, Any] = {}
-    exec(code, names)
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], names)
     assert "#### 5" in capsys.readouterr().out
     assert float(names["out"].tokens_per_forward[0]) >= 1
 
@@ -112,6 +107,14 @@ def test_a_card_without_a_word_from_a_person_claims_nothing(folder: Path) -> Non
     assert text.count('"org/some-model"') == 4
     assert text.endswith("\n")
     assert "\n\n\n" not in text
+
+
+def test_a_backbones_card_asks_for_no_head(tmp_path: Path) -> None:
+    make_model(num_nextn_predict_layers=0).save_pretrained(tmp_path)
+    text = str(render_card(tmp_path, "full", "org/backbone"))
+    assert "| head | none |" in text
+    assert 'decoding="self_spec"' in text
+    assert "custom_generate" not in text
 
 
 RUN = {
@@ -192,19 +195,6 @@ def test_the_index_holds_what_a_user_gets_by_default(folder: Path) -> None:
     ]
 
 
-def test_other_options_are_part_of_a_modes_name(folder: Path) -> None:
-    """A measurement with an option that is not the default's is shown and stays out of the index."""
-    sampled = {**LINES[0], "set": {"do_sample": True, "temperature": 0.7}, "accuracy": 12.5}
-    same = {**LINES[0], "decoding": "mrp_remask", "confidence_threshold": 0.9, "set": {"remask_rule": "reread"}}
-    text = str(render_card(folder, "full", "org/m", [LINES[0], sampled, same]))
-    assert "| static do_sample=True temperature=0.7 | 12.5 |" in text
-    names = [metric["name"] for metric in yaml.safe_load(text.split("---")[1])["model-index"][0]["results"][0]["metrics"]]
-    assert [name for name in names if name.startswith("accuracy")] == [
-        "accuracy %, static",
-        "accuracy %, mrp_remask tau=0.9 remask_rule=reread",
-    ]
-
-
 def test_a_head_is_charged_as_at_its_own_shape(tmp_path: Path) -> None:
     """One of three passes for four tokens a forward, at 27 % of a forward: 4 / (1 + 0.273 x 0.25 x 4) = 3.14."""
     make_model().float().save_pretrained(tmp_path)
@@ -246,40 +236,15 @@ def test_cards_of_heads_and_adapters_name_their_base(tmp_path: Path, kind: str) 
     assert f"| parameters here | {16 if kind == 'adapter' else f'{HEAD:,}'} |" in text
 
 
-def test_a_backbones_card_asks_for_no_head(tmp_path: Path) -> None:
-    make_model(num_nextn_predict_layers=0).save_pretrained(tmp_path)
-    text = str(render_card(tmp_path, "full", "org/backbone"))
-    assert "without an MRP head" in text
-    assert 'decoding="self_spec"' in text
-    assert "custom_generate" not in text
-    assert "| head | none |" in text
-
-
 CARD = "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# Mine\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("# Mine\n", "the card has no metadata"),
-        ("---\na: [\n---\n", "metadata cannot be read"),
-    ],
-)
-def test_metadata_that_cannot_be_read(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_card(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nonsense", "line 1 is no measurement with family, decoding"),
-        (json.dumps(LINES[0]) + "\n{}", "line 2 is no measurement"),
-    ],
-)
-def test_results_that_are_none(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "results.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=rf"results\.jsonl, {message}"):
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for text, message in (("# Mine\n", "the card has no metadata"), ("---\na: [\n---\n", "metadata cannot be read")):
+        with pytest.raises(ValueError, match=message):
+            check_card(text)
+    (tmp_path / "results.jsonl").write_text(json.dumps(LINES[0]) + "\n{}")
+    with pytest.raises(ValueError, match=r"results\.jsonl, line 2 is no measurement with family, decoding"):
         read_results([tmp_path / "results.jsonl"])
 
 
@@ -295,3 +260,17 @@ def test_who_wrote_a_card(folder: Path) -> None:
     assert not is_own_card(with_base)
     assert renamed(with_base, "org/other", "org/base") is not None
     assert renamed(with_base, "org/other", "org/another") is None, "it tells of another base"
+
+
+def test_a_card_shows_the_picture_of_its_folder(folder: Path, tmp_path: Path) -> None:
+    bare = str(render_card(folder, "full", "org/m"))
+    assert NOT_SHOWN in bare
+    assert 'mrp show --model "org/m" --animated --output decode.svg' in bare
+    copy = shutil.copytree(folder, tmp_path / "model")
+    (copy / PICTURE).write_text("<svg/>")
+    with_picture = str(render_card(copy, "full", "org/m"))
+    assert publish(copy, "org/m", dry_run=True).sizes[PICTURE] == len("<svg/>")
+    assert SHOWN in with_picture
+    assert f"]({PICTURE})" in with_picture
+    assert renamed(bare, "org/m", picture=True) == with_picture
+    assert renamed(with_picture, "org/m") == bare

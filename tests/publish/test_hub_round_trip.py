@@ -47,7 +47,7 @@ def outputs(model):
     return found
 """
 
-# A head is also attached by its id, and a repository converted by its id.
+# A head is also attached by its id.
 PUSH = """
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
@@ -55,7 +55,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from mrp_trainer.publish.convert import convert
 from mrp_trainer.heads import with_new_head
 torch.manual_seed(0)
 config = MRPConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -81,8 +80,6 @@ torch.nn.init.normal_(backbone.lm_head.weight)
 backbone.push_to_hub("org/backbone")  # later than the head: not what the head was trained on
 both = MRPForCausalLM.from_backbone("org/backbone", revision=headed.backbone_source.revision, head="org/head")
 assert outputs(both) == expected["head"]
-convert("org/full", "published", "heavyball")
-assert outputs(MRPForCausalLM.from_pretrained("published")) == expected["full"]
 
 full = MRPForCausalLM.from_pretrained("org/full")
 lora = get_peft_model(full, LoraConfig(r=2, target_modules=r"mrp_head\\..*(q_proj|v_proj|eh_proj)"))
@@ -139,7 +136,7 @@ def trips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("trips")
     (folder / "one").mkdir()
     (folder / "two").mkdir()
-    with HubServer(folder / "hub") as hub:
+    with HubServer() as hub:
         hub.add_user("alice", token="hf_alice", organizations=["org"])
         text = run_python(
             COMMON + PUSH,

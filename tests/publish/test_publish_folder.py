@@ -75,7 +75,6 @@ def linked(name: str) -> Callable[[Path], None]:
 
 
 BROKEN: list[tuple[Callable[[Path], Any], str]] = [
-    (text("pytorch_model.bin", ""), "pytorch_model.bin: files of that kind can run code when loaded and are never published"),
     (text("model.safetensors", "cut"), "model.safetensors is not a whole safetensors file"),
     (lambda folder: (folder / "model.safetensors").unlink(), "lacks model.safetensors: save the weights again"),
     (stale, "model-00001-of-00002.safetensors, which the model does not use"),
@@ -134,7 +133,15 @@ def test_links_within_the_folder_and_those_of_the_cache_are_followed(full: Path,
 
 def test_what_is_not_declared_is_left_out(full: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(full, tmp_path / "model")
-    others = ["training_args.bin", "optimizer.pt", ".env", "notes.txt", "evil_mrp.py", "checkpoint-5/model.safetensors"]
+    others = [
+        "training_args.bin",
+        "pytorch_model.bin",
+        "optimizer.pt",
+        ".env",
+        "notes.txt",
+        "evil_mrp.py",
+        "checkpoint-5/model.safetensors",
+    ]
     for name in others:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"secret")

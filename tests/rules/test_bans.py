@@ -1,7 +1,7 @@
 """Banned sequences by hand: what may not stand where, whichever token comes last, and what a step may reveal at once."""
 
 import pytest
-from test_rules import A, B, C, D, M, row, says, state
+from handmade import A, B, C, D, M, row, says, state
 
 from modeling_mrp.rules.bans import Bans, known
 

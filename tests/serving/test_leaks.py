@@ -1,4 +1,4 @@
-"""A thousand requests, of which many are aborted: the pool is whole at the end, and texts are what they were."""
+"""Two thousand requests, mixed, cut, aborted, malformed: slots and memory are whole afterwards, and texts as before."""
 
 import json
 import random
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 from asking import CONCURRENCY, Asked, sse
@@ -13,17 +14,55 @@ from asking import CONCURRENCY, Asked, sse
 from benchmarks.server import Measured, Server
 
 pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
-REQUESTS = 1000
+REQUESTS, CLIENTS = 2000, 24
+GROWTH = 32 << 20  # bytes
+# Of each what the engine has to refuse, as it stands in the body of a request.
+MALFORMED: tuple[dict[str, Any], ...] = (
+    {"sampling_params": {"temperature": -1}},
+    {"sampling_params": {"max_new_tokens": -5}},
+    {"sampling_params": {"top_p": 7}},
+    {"sampling_params": {"n": "many"}},
+    {"sampling_params": {"json_schema": "{}"}},
+    {"sampling_params": {"no_such_option": 1}},
+    {"input_ids": [5, 100_000]},
+    {"input_ids": [5, -3]},
+    {"input_ids": []},
+    {"sampling_params": {"custom_params": {"num_draft_state": 2}}},
+    {"sampling_params": {"custom_params": {"confidence_threshold": "high"}}},
+    {"input_ids": [[5], ["text"]]},
+    {"input_ids": [5] * 5000},
+    {"text": 5},
+)
+# What requests that are decoded together ask for.
+MIXED: tuple[dict[str, Any], ...] = (
+    {},
+    {"custom_params": {"num_draft_states": 1}},
+    {"custom_params": {"target": "sequential", "num_draft_states": 2}},
+    {"temperature": 0.7, "sampling_seed": 3},
+    {"temperature": 1.0, "top_p": 0.8, "custom_params": {"target": "entropy_bound", "return_reveal_step": True}},
+    {"temperature": 1.2, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1},
+    {"presence_penalty": 0.5, "logit_bias": {"457": -5.0}, "custom_params": {"return_provisional": True}},
+)
 
 
 def ask(server: Server, asked: Asked, number: int) -> str:
-    """One request that ends by itself, by its client's going away, or by being aborted."""
+    """One request that ends by itself, is refused, is left by its client, or is aborted."""
     rng = random.Random(number)
-    way = rng.choice(("whole", "whole", "leaves", "aborted"))
-    sampling = {"max_new_tokens": rng.choice((8, 24, 40)) if way == "whole" else 200, "temperature": 0, "ignore_eos": True}
-    body: dict[str, Any] = {"input_ids": rng.choice(asked.prompts), "sampling_params": sampling, "rid": f"leak-{number}"}
-    if way == "whole":
-        assert len(server.ask("/generate", body)["output_ids"]) == sampling["max_new_tokens"]
+    way = rng.choice(("whole", "whole", "long", "malformed", "leaves", "aborted"))
+    if way == "malformed":
+        with pytest.raises(HTTPError) as caught:
+            server.ask("/generate", {"input_ids": [5, 6], "sampling_params": {}, **rng.choice(MALFORMED)})
+        assert caught.value.code in (400, 422), caught.value.read()
+        return way
+    prompt = rng.choice(asked.prompts)
+    if way == "long":
+        prompt = [*prompt, *rng.choices(range(10, 500), k=rng.randrange(100, 400))]
+    limit = rng.choice((8, 24, 40)) if way in ("whole", "long") else 200
+    sampling = {"max_new_tokens": limit, "temperature": 0, "ignore_eos": True, **rng.choice(MIXED)}
+    body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling, "rid": f"leak-{number}"}
+    body["return_logprob"] = rng.random() < 0.2
+    if way in ("whole", "long"):
+        assert len(server.ask("/generate", body)["output_ids"]) == limit
         return way
     with server.open("/generate", {**body, "stream": True}) as got:
         blocks = sse(got)
@@ -36,26 +75,37 @@ def ask(server: Server, asked: Asked, number: int) -> str:
     return way
 
 
-def test_aborts_leak_nothing(
-    server: Server, asked: Asked, measured: Callable[[str, float], Measured], report: Callable[[str], None]
-) -> None:
-    with ThreadPoolExecutor(24) as clients:
-        ways = list(clients.map(lambda number: ask(server, asked, number), range(REQUESTS)))
+def idle(server: Server) -> None:
+    """Waits until nothing runs; then the engine counts its rows and slots, and ends itself where one is missing."""
     until = time.monotonic() + 60
     while server.load()["num_running_reqs"] and time.monotonic() < until:
         time.sleep(0.2)
-    time.sleep(3)  # idle: the engine counts its rows and slots, and ends itself where one is missing or free twice
-    before = measured("MRP", 0.9)
+    time.sleep(3)
+    server.open("/flush_cache?timeout=30", {}).close()
+
+
+def test_nothing_leaks(
+    server: Server, asked: Asked, measured: Callable[[str, float], Measured], report: Callable[[str], None]
+) -> None:
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        ways = list(clients.map(lambda number: ask(server, asked, number), range(REQUESTS // 4)))
+        idle(server)
+        before = server.resident_bytes()
+        ways += clients.map(lambda number: ask(server, asked, number), range(REQUESTS // 4, REQUESTS))
+    idle(server)
+    grown = server.resident_bytes() - before
+    expected = measured("MRP", 0.9)
     with ThreadPoolExecutor(CONCURRENCY) as clients:
         again = list(clients.map(server.generate, asked.prompts[:32], asked.budgets[:32]))
-    assert [reply["output_ids"] for reply in again] == before.ids[:32]
+    assert [reply["output_ids"] for reply in again] == expected.ids[:32]
     time.sleep(1)
     pool = server.metrics()
-    assert pool["kv_used_tokens"] == 0
-    assert pool["kv_available_tokens"] + pool["kv_evictable_tokens"] == pool["max_total_num_tokens"]
-    assert "leak" not in server.log.read_text().replace("leak-", "")
+    free, slots = pool["kv_available_tokens"] + pool["kv_evictable_tokens"], pool["max_total_num_tokens"]
     shares = ", ".join(f"{ways.count(way)} {way}" for way in sorted(set(ways)))
     report(
-        f"{REQUESTS} requests ({shares}): {pool['kv_available_tokens'] + pool['kv_evictable_tokens']:.0f} slots free of "
-        f"{pool['max_total_num_tokens']:.0f}"
+        f"{REQUESTS} requests ({shares}): {free:.0f} slots free of {slots:.0f}; over the last three quarters memory grew by "
+        f"{grown / 2**20:.1f} MiB"
     )
+    assert (pool["kv_used_tokens"], free) == (0, slots)
+    assert "leak" not in server.log.read_text().replace("leak-", "")
+    assert grown < GROWTH

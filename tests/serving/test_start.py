@@ -68,7 +68,7 @@ def test_another_version_of_the_engine_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "site" / "sglang-0.5.99.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.99\n")
-    refuses(TINY, tmp_path, {}, "0.5.99 is installed: install that one", PYTHONPATH=str(other.parent))
+    refuses(TINY, tmp_path, {}, "0.5.99 is installed: pip install 'sglang", PYTHONPATH=str(other.parent))
 
 
 def refuses(model: Path, folder: Path, options: dict[str, Any], reason: str, **environment: str) -> None:

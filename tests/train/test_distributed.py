@@ -9,12 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers
 from helpers import close
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.runs import _check_sharding
 from mrp_trainer.train.trainer import MRPTrainer
-from packaging import version
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -50,10 +48,7 @@ def head_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, 
     """The head's training in every layout, in float64."""
     runs = {}
     for layout in LAYOUTS:
-        options = options_of(layout, **HEAD)
-        if layout == (2, 2, 1):
-            options |= {"save_strategy": "steps", "save_steps": 4}
-        runs[layout] = Run(tmp_path_factory.mktemp("run"), options, double=True, **ROWS)
+        runs[layout] = Run(tmp_path_factory.mktemp("run"), options_of(layout, **HEAD), double=True, **ROWS)
         assert start(runs[layout], layout[0]) == [0] * layout[0]
     return runs
 
@@ -88,34 +83,6 @@ def test_a_step_does_not_depend_on_how_it_is_divided(
         assert not result(head_runs[layout], rank).searched
 
 
-@pytest.mark.parametrize(
-    ("objective", "adapted", "searches"),
-    [
-        ("mrp", "mrp_head", False),
-        ("block_diffusion", ".*q_proj", True),
-    ],
-)
-def test_ddp_looks_for_parameters_without_gradients_where_there_are_any(
-    objective: str, adapted: str, searches: bool, tmp_path: Path
-) -> None:
-    """Adapters of the backbone get none from the head's loss, nor the head's from the backbone's."""
-    target = rf"{adapted}\.layers.*q_proj" if adapted == "mrp_head" else adapted
-    model = get_peft_model(small_model(), LoraConfig(r=2, target_modules=target))
-    arguments = MRPTrainingArguments(str(tmp_path), **{**OPTIONS, "objective": objective})
-    assert MRPTrainer(model, arguments, Rows(4)).args.ddp_find_unused_parameters is searches
-
-
-def test_some_process_has_nothing_to_learn() -> None:
-    """In some step of these runs; else the test above would not show what it says."""
-    dataset = Rows(10, (3, 7))
-    trainer = MRPTrainer(small_model(), MRPTrainingArguments("unused", **{**OPTIONS, **options_of((2, 2, 1))}), dataset)
-    order = [visit % 10 for visit in trainer._get_train_sampler()]
-    steps = [order[at : at + 4] for at in range(0, len(order), 4)]
-    parts = [step[at : at + 2] for step in steps for at in (0, 2)]
-    assert any(not any(dataset[row].response.any() for row in part) for part in parts)
-    assert all(any(dataset[row].response.any() for row in step) for step in steps)
-
-
 def test_the_backbone_on_two_processes(tmp_path: Path) -> None:
     """With a head in the model, which does not train, and activation checkpointing."""
     options = {"objective": "block_diffusion", "inverse_level": True}
@@ -127,46 +94,48 @@ def test_the_backbone_on_two_processes(tmp_path: Path) -> None:
     assert not any(name.startswith("mrp_head.") for name in result(one).gradients)
 
 
+@pytest.mark.parametrize(("objective", "adapted", "searches"), [("mrp", "mrp_head.", False), ("block_diffusion", "", True)])
+def test_ddp_looks_for_parameters_without_gradients_where_there_are_any(
+    objective: str, adapted: str, searches: bool, tmp_path: Path
+) -> None:
+    """Adapters of the backbone get none from the head's loss, nor the head's from the backbone's."""
+    model = get_peft_model(small_model(), LoraConfig(r=2, target_modules=rf".*{adapted}layers.*q_proj"))
+    arguments = MRPTrainingArguments(str(tmp_path), **{**OPTIONS, "objective": objective})
+    assert MRPTrainer(model, arguments, Rows(4)).args.ddp_find_unused_parameters is searches
+
+
+def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
+    """FSDP2 on two processes, in float32, also of a run that was taken up in its second epoch. Each holds half of the model,
+    the frozen backbone included. It is saved whole at the end, though its checkpoints hold shards, and loads here and as remote
+    code."""
+    one = Run(tmp_path / "one", {"objective": "mrp", "unroll": 2, "max_steps": 5})
+    assert start(one) == [0]
+    options = options_of((2, 2, 1), **one.options, save_strategy="steps", save_steps=4)
+    options |= {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
+    run = Run(tmp_path / "sharded", options, sharded=True)
+    assert start(run, 2) == [0, 0]
+    for rank in (0, 1):
+        assert_same(result(run, rank), result(one), 1e-5)
+        assert 0.45 < result(run, rank).share < 0.55
+    before, trained = small_model().state_dict(), result(run).weights
+    for name, value in trained.items():
+        assert torch.equal(value, before[name]) != name.startswith("mrp_head."), name
+    own = MRPForCausalLM.from_pretrained(run.folder / "final")
+    remote = AutoModelForCausalLM.from_pretrained(run.folder / "final", trust_remote_code=True)
+    assert type(remote).__module__.startswith("transformers_modules")
+    resumed = resumed_at(run, 4, tmp_path / "resumed")
+    assert not (resumed.folder / "checkpoint-4" / "model.safetensors").exists()
+    assert start(resumed, 2) == [0, 0]
+    assert result(resumed).lines == result(run).lines
+    for found in (own.state_dict(), remote.state_dict(), result(resumed, 1).weights):
+        assert found.keys() == trained.keys()
+        assert all(torch.equal(trained[name], value) for name, value in found.items())
+
+
 def resumed_at(run: Run, step: int, folder: Path) -> Run:
     """A run that goes on from a checkpoint of another."""
     shutil.copytree(run.folder / f"checkpoint-{step}", folder / f"checkpoint-{step}")
     return replace(run, folder=folder, resume=True, seed=3)
-
-
-@pytest.mark.skipif(
-    version.parse(transformers.__version__) < version.parse("5.23"),
-    reason="transformers 5.17 cannot load an optimizer's state to the device cpu:0 of a process",
-)
-def test_two_processes_resume(head_runs: dict[tuple[int, int, int], Run], tmp_path: Path) -> None:
-    """In the middle of the second epoch, bit for bit."""
-    run = head_runs[2, 2, 1]
-    resumed = resumed_at(run, 4, tmp_path)
-    assert start(resumed, 2) == [0, 0]
-    expected = result(run)
-    assert result(resumed).lines == expected.lines
-    for name, value in expected.weights.items():
-        assert torch.equal(result(resumed, 1).weights[name], value), name
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """FSDP2 on two processes, through accelerate (see `training_runs`)."""
-    options = options_of((2, 2, 1), objective="mrp", unroll=2, max_steps=4, save_strategy="steps", save_steps=2)
-    run = Run(tmp_path_factory.mktemp("sharded"), {**options, "fsdp": True, "fsdp_config": {"version": 2}}, sharded=True)
-    assert start(run, 2) == [0, 0]
-    return run
-
-
-def test_sharded_training_equals_one_process(sharded: Run, tmp_path: Path) -> None:
-    """In float32. Each process holds half of the model, the frozen backbone included."""
-    one = Run(tmp_path, {"objective": "mrp", "unroll": 2, "max_steps": 4})
-    assert start(one) == [0]
-    for rank in (0, 1):
-        assert_same(result(sharded, rank), result(one), 1e-5)
-        assert 0.45 < result(sharded, rank).share < 0.55
-    before = small_model().state_dict()
-    for name, value in result(sharded).weights.items():
-        assert torch.equal(value, before[name]) != name.startswith("mrp_head."), name
 
 
 def test_an_adapter_beside_a_sharded_model(tmp_path: Path) -> None:
@@ -184,38 +153,27 @@ def test_an_adapter_beside_a_sharded_model(tmp_path: Path) -> None:
         close(saved[name], value, 1e-5)
 
 
-@pytest.mark.parametrize("folder", ["checkpoint-4", "final"])
-def test_a_sharded_head_loads_in_one_process(folder: str, sharded: Run) -> None:
-    """As a model of this package, and as remote code with the files that were saved beside it."""
-    trained = result(sharded).weights
-    own = MRPForCausalLM.from_pretrained(sharded.folder / folder)
-    remote = AutoModelForCausalLM.from_pretrained(sharded.folder / folder, trust_remote_code=True)
-    assert type(remote).__module__.startswith("transformers_modules")
-    for model in (own, remote):
-        state = model.state_dict()
-        assert state.keys() == trained.keys()
-        assert all(torch.equal(value, trained[name]) for name, value in state.items())
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fsdp": True, "muon_learning_rate": 1e-3}, "muon_learning_rate is set, but Muon needs whole matrices, which FSDP"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}, "muon_learning_rate": 1e-3}, "muon_learning_rate is set, but Muon"),
+    ],
+)
+def test_what_shards_cannot_do(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MRPTrainingArguments("unused", objective="mrp", **options)
 
 
-def test_a_sharded_run_resumes(sharded: Run, tmp_path: Path) -> None:
-    """Bit for bit; and the model is saved whole at the end, though its checkpoints hold shards."""
-    config = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
-    run = replace(sharded, folder=tmp_path / "shards", options={**sharded.options, "fsdp_config": config})
-    assert start(run, 2) == [0, 0]
-    assert not (run.folder / "checkpoint-2" / "model.safetensors").exists()
-    resumed = resumed_at(run, 2, tmp_path / "resumed")
-    assert start(resumed, 2) == [0, 0]
-    saved = load_file(resumed.folder / "final" / "model.safetensors")
-    assert result(resumed).lines == result(sharded).lines
-    for name, value in result(sharded).weights.items():
-        assert torch.equal(result(resumed, 1).weights[name], value), name
-        assert torch.equal(saved[name], value), name
-
-
-@pytest.mark.parametrize("shards", [{"fsdp": True}, {"deepspeed": {"zero_optimization": {"stage": 2}}}])
-def test_muon_is_refused_where_matrices_are_sharded(shards: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="muon_learning_rate is set, but Muon needs whole matrices, which FSDP and DeepSpeed"):
-        MRPTrainingArguments("unused", objective="mrp", muon_learning_rate=1e-3, **shards)
+def test_what_zero_3_cannot_do() -> None:
+    """Found before anything is loaded."""
+    plugin = mock.Mock(zero_stage=3)
+    plugin.hf_ds_config.is_true = lambda key: False
+    with pytest.raises(ValueError, match=r"stage3_gather_16bit_weights_on_model_save is not true, and what was trained could"):
+        _check_sharding(mock.Mock(deepspeed_plugin=plugin))
+    sharded = mock.patch.object(TrainingArguments, "__post_init__", lambda given: setattr(given, "deepspeed_plugin", plugin))
+    with sharded, pytest.raises(ValueError, match=r"eval_prompts is 2, but decoding needs whole weights, which ZeRO-3"):
+        MRPTrainingArguments("unused", objective="mrp", eval_prompts=2)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
@@ -240,19 +198,6 @@ def test_deepspeed_equals_one_process(stage: int, tmp_path: Path) -> None:
             assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_what_zero_3_cannot_do() -> None:
-    """Found before anything is loaded."""
-    plugin = mock.Mock(zero_stage=3)
-    plugin.hf_ds_config.is_true = lambda key: False
-    with pytest.raises(ValueError, match=r"stage3_gather_16bit_weights_on_model_save is not true, and what was trained could"):
-        _check_sharding(mock.Mock(deepspeed_plugin=plugin))
-    under_zero_3 = mock.patch.object(
-        TrainingArguments, "__post_init__", lambda arguments: setattr(arguments, "deepspeed_plugin", plugin)
-    )
-    with under_zero_3, pytest.raises(ValueError, match=r"eval_prompts is 2, but decoding needs whole weights, which ZeRO-3"):
-        MRPTrainingArguments("unused", objective="mrp", eval_prompts=2)
-
-
 @pytest.mark.parametrize("objective", ["block_diffusion", "mrp"])
 def test_bfloat16_computes_in_it_and_keeps_float32_weights(objective: str, tmp_path: Path) -> None:
     trainer = prepare(Run(tmp_path, {**ONE_STEP, "objective": objective, "bf16": True}, eval_rows=4))
@@ -272,10 +217,10 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights(objective: str, tmp_p
     assert {value.dtype for state in trainer.optimizer.state.values() for value in state.values()} == {torch.float32}
     changed = {name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])}
     assert {name.startswith("mrp_head.") for name in changed} == {objective == "mrp"}
-    full = result_of_one_step(objective, tmp_path / "full")
-    reduced = trainer.state.log_history[0]["loss"]
-    assert reduced != full
-    assert reduced == pytest.approx(full, rel=0.02)
+    full = prepare(Run(tmp_path / "full", {**ONE_STEP, "objective": objective}))
+    full.train()
+    assert trainer.state.log_history[0]["loss"] != full.state.log_history[0]["loss"]
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(full.state.log_history[0]["loss"], rel=0.02)
 
 
 class EnoughSeenError(Exception):
@@ -313,22 +258,13 @@ def test_flex_attention_gets_queries_keys_and_values_of_one_type(objective: str,
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
-def result_of_one_step(objective: str, folder: Path) -> float:
-    """The loss of the same step in float32."""
-    trainer = prepare(Run(folder, {**ONE_STEP, "objective": objective}))
-    trainer.train()
-    return trainer.state.log_history[0]["loss"]
-
-
 def test_a_peft_model_that_names_the_arguments_of_its_forward(tmp_path: Path) -> None:
-    """Of task type CAUSAL_LM. Adapters that do nothing yet leave the loss as it is, and only they train."""
-    model = small_model()
+    """Of task type CAUSAL_LM. Only its adapters train; of these the first step moves B alone."""
     adapters = LoraConfig(r=2, target_modules=r"mrp_head\.layers\.\d+\..*(q_proj|up_proj)", task_type="CAUSAL_LM")
     options = MRPTrainingArguments(str(tmp_path), **{**OPTIONS, **ONE_STEP, "objective": "mrp"})
-    trainer = MRPTrainer(get_peft_model(model, adapters), options, Rows(12))
-    before: dict[str, Tensor] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer = MRPTrainer(get_peft_model(small_model(), adapters), options, Rows(12))
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
     changed = [name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])]
-    assert len(changed) == 2  # the first step of the two adapters moves B alone
+    assert len(changed) == 2
     assert all("lora_B" in name for name in changed)
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(result_of_one_step("mrp", tmp_path / "bare"), rel=1e-5)

@@ -1,7 +1,6 @@
 """The losses against closed forms, and the walk over the vocabulary against logits that are all there at once."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -105,21 +104,3 @@ def test_no_tokens_leave_a_graph(frozen: bool) -> None:
     loss.backward()
     assert hidden.grad is not None
     assert frozen or not weight.grad.any()
-
-
-def test_bfloat16_hidden_states_give_float32_losses() -> None:
-    """The logits are rounded to bfloat16 (8 bits); the softmax is not."""
-    hidden, weight = normal(8, 5, 16), normal(9, 30, 16)
-    low: list[Any] = [t.bfloat16().requires_grad_(t is hidden) for t in (hidden, weight)]
-    targets = torch.arange(5)
-
-    def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        assert logits.dtype == torch.float32
-        return losses.cross_entropy(logits, targets)[:, None], logits.new_zeros(len(logits), 0)
-
-    values, _ = over_vocabulary(loss, *low, targets, at_once=60)
-    exact = losses.cross_entropy(hidden @ weight.T, targets)
-    assert values.dtype == torch.float32
-    torch.testing.assert_close(values[:, 0].double(), exact, rtol=0.05, atol=0.05)
-    values.sum().backward()
-    assert low[0].grad.dtype == torch.bfloat16

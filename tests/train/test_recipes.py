@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import ROOT
-from mrp_trainer.train.runs import dry_run
+from mrp_trainer.train.runs import dry_run, meta_model
 from mrp_trainer.train.settings import read_settings, recipe_names
 
 # By hand: hidden, intermediate, query width; key width 1024 and heads of 128 at every size.
@@ -20,16 +20,18 @@ def test_published_recipes(size: str) -> None:
     """The parameters that train are those of the published heads, and the options those of the published recipe."""
     flags = {"model": str(ROOT / "hub_configs" / f"sdar-{size}-mrp"), "output_dir": "unused"}
     settings = read_settings("mrp", f"sdar-{size}-mrp", flags)
-    plan = dry_run(settings)
+    model, said = meta_model(settings), dry_run(settings)
     hidden, intermediate, queries, depth = SHAPES[size]
     layer = layer_parameters(hidden, intermediate, queries)
     head = 2 * hidden * hidden + 3 * hidden + 3 * layer
-    assert plan.trained == head
-    assert plan.parameters == head + 2 * VOCABULARY * hidden + depth * layer + hidden
+    frozen = 2 * VOCABULARY * hidden + depth * layer + hidden
+    assert model.num_parameters(only_trainable=True) == head
+    assert model.num_parameters() == head + frozen
     if size == "1.7b":
         assert round(head / 1e6) == 159  # published: about 159M
-    assert (plan.memory["gradients"], plan.memory["optimizer"]) == (4 * head, 8 * head)
-    assert plan.memory["weights"] == 2 * (plan.parameters - head) + 6 * head
+    sizes = {"weights": 2 * frozen + 6 * head, "gradients": 4 * head, "optimizer": 8 * head, "in all": 2 * frozen + 18 * head}
+    for name, size in sizes.items():
+        assert f"\n{name}: {size / 2**30:.4g} GiB\n" in said
     arguments = settings.arguments(bf16=False, use_cpu=True)
     objective = arguments.head_objective(16)
     assert (objective.reveals.rule, objective.unroll) == ("random", 1)
@@ -37,7 +39,7 @@ def test_published_recipes(size: str) -> None:
     assert (arguments.noisy_copies, arguments.inverse_level, arguments.noise_per) == (1, True, "sample")
     assert (arguments.learning_rate, arguments.lr_scheduler_type, arguments.num_train_epochs) == (1e-3, "cosine_with_min_lr", 1)
     assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 16
-    assert plan.rows_per_step == 16
+    assert said.endswith("\nrows per step: 16")
     assert arguments.muon_learning_rate is None
     assert settings.training["bf16"] is True
     assert (settings.training["max_length"], settings.options.head_init, settings.options.head_layers) == (4096, "published", 3)
@@ -46,9 +48,8 @@ def test_published_recipes(size: str) -> None:
 def test_our_recipe() -> None:
     assert recipe_names() == ["sdar-1.7b-mrp", "sdar-4b-mrp", "sdar-4b-mrp-ours", "sdar-8b-mrp"]
     flags = {"model": str(ROOT / "hub_configs" / "sdar-4b-mrp"), "output_dir": "unused"}
-    ours = dry_run(read_settings("mrp", "sdar-4b-mrp-ours", flags))
-    published = dry_run(read_settings("mrp", "sdar-4b-mrp", flags))
-    assert ours.trained == published.trained == 315_907_328
+    for recipe in ("sdar-4b-mrp-ours", "sdar-4b-mrp"):
+        assert meta_model(read_settings("mrp", recipe, flags)).num_parameters(only_trainable=True) == 315_907_328
     objective = read_settings("mrp", "sdar-4b-mrp-ours", flags).arguments(bf16=False, use_cpu=True).head_objective(16)
     assert (objective.reveals.rule, objective.reveals.eager_share) == ("on_policy", 0.5)
     assert (objective.unroll, objective.order_weight, objective.reread_weight) == (2, 0.5, 1.0)

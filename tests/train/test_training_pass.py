@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from conftest import make_model
 from helpers import BLOCK, MASK, close, collate, random_ids, sample
+from mrp_trainer.train.collator import DiffusionCollator
 from mrp_trainer.train.objectives import HeadObjective
-from mrp_trainer.train.packed import PackedBatch, PackedRule
+from mrp_trainer.train.packed import PackedBatch
 from mrp_trainer.train.packing import sparse_mask
 from mrp_trainer.train.reveals import Reveals
 from torch import Tensor
@@ -18,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 import modeling_mrp.modeling as modeling
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.diffusion import noise_of, noisy_and_clean_mask
+from modeling_mrp.model.diffusion import noise_of
 
 
 def naive_loss(model: MRPForCausalLM, ids: Tensor, labels: Tensor, lengths: list[int], level: Tensor, noise: Tensor) -> Tensor:
@@ -91,30 +92,6 @@ def test_padding_on_either_side_is_the_same_loss(before: list[int]) -> None:
         close(parameter.grad, twin.grad)
 
 
-@pytest.mark.usefixtures("exact_norms")
-@torch.no_grad()
-def test_logits_of_the_training_pass_are_those_of_the_noisy_copy(random_model: MRPForCausalLM) -> None:
-    example = training_example()
-    logits = random_model(**example).logits
-    assert logits.shape == (3, 11, 64)
-    noisy = example["input_ids"][0].clone()
-    noisy[(example["labels"][0] != -100) & example["noise_mask"][0]] = MASK
-    for start in range(0, 11, BLOCK):
-        ids = torch.cat([example["input_ids"][0, :start], noisy[start : start + BLOCK]])
-        close(logits[0, start : start + BLOCK], random_model(ids[None]).logits[0, start:])
-
-
-@torch.no_grad()
-def test_labels_are_what_is_learned_and_seen(random_model: MRPForCausalLM) -> None:
-    """Input ids at learned positions do not matter: a caller may have masked them already."""
-    example = training_example()
-    loss = random_model(**example).loss
-    hidden = {**example, "input_ids": example["input_ids"].where(example["labels"] == -100, MASK)}
-    assert random_model(**hidden).loss == loss
-    changed = {**example, "labels": example["labels"].where(example["labels"] == -100, 7)}
-    assert random_model(**changed).loss != loss
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_the_noise_is_drawn_per_sequence_and_weighted_by_its_level(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In eval mode from the text. 4000 sequences of 4 learned tokens. t ~ U(0, 1]: Kolmogorov-Smirnov by the DKW bound; given
@@ -170,16 +147,6 @@ def test_in_eval_mode_a_text_has_one_loss(random_model: MRPForCausalLM) -> None:
     assert len(drawn) == 3
 
 
-@pytest.mark.usefixtures("exact_norms")
-def test_gradient_checkpointing_changes_no_gradient() -> None:
-    plain, checkpointed = make_model().train(), make_model().train()
-    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
-    for model in (plain, checkpointed):
-        model(**training_example()).loss.backward()
-    for a, b in zip(plain.model.parameters(), checkpointed.model.parameters(), strict=True):
-        close(b.grad, a.grad)
-
-
 def test_gradient_accumulation_in_transformers_trainer(tmp_path: Any) -> None:
     """Two micro-batches of one row give the step that one batch of the two rows gives; every learned token is masked."""
     ids = random_ids(13, 2, 8)
@@ -199,80 +166,6 @@ def test_gradient_accumulation_in_transformers_trainer(tmp_path: Any) -> None:
 # ------------------------------------------------------------------------------------------------ packed pass
 
 
-def test_packed_mask_by_its_rule() -> None:
-    """Two samples in a row, two noisy copies each, blocks of 2, and padding in the middle and at the end."""
-    tokens: list[tuple[int, int, int]] = []  # (sample, view, position)
-    for item, (first, length) in enumerate(((2, 6), (0, 4))):
-        tokens += [(item, copy, position) for copy in (1, 2) for position in range(first, length)]
-        tokens += [(item, 0, position) for position in range(length)]
-        tokens += [(item, -1, 5)] * 2
-    expected = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
-    for q, (q_sample, q_view, q_position) in enumerate(tokens):
-        for k, (k_sample, k_view, k_position) in enumerate(tokens):
-            q_block, k_block = q_position // 2, k_position // 2
-            if q == k:
-                expected[q, k] = True
-            elif q_sample != k_sample or -1 in (q_view, k_view):
-                expected[q, k] = False
-            elif q_view > 0 and k_view > 0:
-                expected[q, k] = q_view == k_view and q_block == k_block
-            elif q_view > 0:
-                expected[q, k] = k_block < q_block
-            else:
-                expected[q, k] = k_view == 0 and k_block <= q_block
-    samples, view, position = (torch.tensor(column)[None] for column in zip(*tokens, strict=True))
-    assert torch.equal(PackedRule(view, position // 2, samples).dense(), expected[None, None])
-
-
-def test_the_mask_of_a_noisy_copy_and_its_text() -> None:
-    """That of the general rule, for one copy of each row's text, with padding on both sides."""
-    valid = torch.tensor([[0, 1, 1, 1, 1, 1, 0], [1] * 7]).bool()
-    position, view = (valid.long().cumsum(1) - 1).clamp(min=0), torch.where(valid, 0, -1)
-    rule = PackedRule(torch.cat([view + valid.long(), view], 1), position.repeat(1, 2) // 2, torch.zeros(2, 14))
-    assert torch.equal(noisy_and_clean_mask(position, valid, 2), rule.dense())
-
-
-def two_samples_in_a_row() -> PackedBatch:
-    """Samples of 8 and 7 tokens, each as two noisy copies and the clean one."""
-    lengths = (8, 7)
-    view = torch.cat([torch.full((n,), view) for n in lengths for view in (1, 2, 0)])
-    sample = torch.cat([torch.full((3 * n,), index) for index, n in enumerate(lengths)])
-    positions = torch.cat([torch.arange(n) for n in lengths for _ in range(3)])
-    clean = [random_ids(14 + n, n) for n in lengths]
-    targets = torch.cat([ids for ids in clean for _ in range(3)])
-    hidden = (torch.rand(len(targets), generator=torch.Generator().manual_seed(2)) < 0.5) & (view > 0)
-    ids, weight = targets.masked_fill(hidden, MASK), hidden.float()
-    rows = (t[None] for t in (ids, targets, positions, view, sample, weight))
-    return PackedBatch(*rows, response_tokens=torch.tensor(15))
-
-
-def packed_pass(model: MRPForCausalLM, batch: PackedBatch, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """h_A and h_C of every token of a packed pass."""
-    mask = batch.attention_mask(BLOCK)
-    hidden = model.backbone(ids, batch.position_ids, mask)
-    return hidden, model.residual(ids, hidden, batch.position_ids, mask)
-
-
-@pytest.mark.usefixtures("exact_norms")
-@torch.no_grad()
-def test_a_packed_pass_equals_each_block_alone(random_model: MRPForCausalLM) -> None:
-    batch = two_samples_in_a_row()
-    hidden, residual = (packed[0] for packed in packed_pass(random_model, batch, batch.input_ids))
-    for item in (0, 1):
-        of_sample = batch.sample[0] == item
-        clean = batch.input_ids[0, of_sample & (batch.view[0] == 0)]
-        for view in (0, 1, 2):
-            at = of_sample & (batch.view[0] == view)
-            for start in range(0, len(clean), BLOCK):
-                ids = torch.cat([clean[:start], batch.input_ids[0, at][start : start + BLOCK]])[None]
-                positions = torch.arange(ids.shape[1])[None]
-                mask = (positions[:, None] // BLOCK <= positions[:, :, None] // BLOCK)[:, None]
-                alone = random_model.backbone(ids, positions, mask)
-                close(hidden[at][start : start + BLOCK], alone[0, start:])
-                head = random_model.residual(ids, alone, positions, mask)
-                close(residual[at][start : start + BLOCK], head[0, start:])
-
-
 def flex_twin(model: MRPForCausalLM) -> MRPForCausalLM:
     twin = deepcopy(model)
     twin.set_attn_implementation("flex_attention")
@@ -282,7 +175,7 @@ def flex_twin(model: MRPForCausalLM) -> MRPForCausalLM:
 @torch.no_grad()
 def test_flex_attention_sees_what_the_dense_mask_shows() -> None:
     """For all columns as queries and for the noisy ones alone: the mask itself, and attention of 4 heads under it."""
-    batch = two_samples_in_a_row()
+    batch = PackedBatch(**DiffusionCollator(BLOCK, MASK, 0)([[sample(0, 8, 0), sample(1, 12, 5)]]))
     rule, length = batch.rule(BLOCK), batch.input_ids.shape[1]
     random = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(1, 4, length, 16, generator=random) for _ in range(3))

@@ -23,7 +23,7 @@ def main() -> int:
         return 2
     shutil.copytree(CHECKPOINT, "work/sdar-tiny-mrp")
     home = Path("home").resolve()
-    with HubServer(home / "server") as hub:
+    with HubServer() as hub:
         hub.add_user("alice", token="hf_alice", organizations=["org"])
         environment = hub.environment(home, "hf_alice", OMP_NUM_THREADS="1", TERM="dumb", COLUMNS="120")
         return subprocess.run([sys.executable, str(HERE / "walk.py"), *sys.argv[1:]], cwd="work", env=environment).returncode

@@ -1,4 +1,4 @@
-"""Two entry points: one that torch runs as it is imported, and one of the engine's plugins."""
+"""Entry points: one that torch runs as it is imported, and two of the engine's plugins."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,3 +30,18 @@ def read_mask_from_config() -> None:
         return found
 
     HookRegistry.register("sglang.srt.dllm.config.DllmConfig.from_server_args", from_config, HookType.AROUND)
+
+
+def multiply_int8() -> None:
+    """Put PyTorch in place of the compiled product with int8 weights; unlike that one it does not round activations to int8."""
+    import torch
+    from sglang.srt.layers.quantization import w8a8_int8
+
+    def product(x: Any, weight: Any, scale: Any, bias: Any, dtype: Any, vnni: bool) -> Any:
+        return torch.nn.functional.linear(x, weight.to(x) * scale.to(x), bias).to(dtype)
+
+    name, arguments = "sgl_kernel::int8_scaled_mm_with_quant", "Tensor x, Tensor weight, Tensor scale, Tensor? bias"
+    torch.library.define(name, f"({arguments}, ScalarType dtype, bool vnni) -> Tensor")
+    torch.library.impl(name, "CPU", product)
+    w8a8_int8._is_cpu_arm64 = True  # of processors that take weights as they are stored
+    w8a8_int8.W8A8Int8Config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""The console script `mrp`: train, decode, evaluate, show, serve, check a machine, make tasks, convert, publish.
+"""The console script `mrp`: train, decode, evaluate, show, serve, check a machine, make tasks, publish.
 
 ``python -m mrp_trainer.cli`` is the same. Commands import what they need when they run, so that help comes at once.
 """
@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -129,7 +129,7 @@ def serve(**given: Any) -> None:
 @app.command()
 @takes_flags(ShowOptions)
 def show(**given: Any) -> None:
-    """Decode a prompt, and draw which forward revealed each token: one SVG, the modes side by side."""
+    """Decode a prompt, and draw which forward revealed each token: one picture, the modes side by side."""
     options = ShowOptions(**given)
     from ..picture.modes import show_model
 
@@ -169,23 +169,6 @@ def tasks(
             typer.echo(f"wrote {len(lines)} records to {output}")
 
 
-@app.command()
-def convert(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint: folder or Hub id.")],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write: new, or empty.")],
-    layout: Annotated[
-        Literal["mrp", "sdar", "heavyball"], typer.Option(help="Layout: this package's, the published backbone's, or head's.")
-    ] = "mrp",
-) -> None:
-    """Write a checkpoint in another layout, its numbers byte for byte."""
-    with told():
-        from ..publish.convert import convert as convert_checkpoint
-
-        written = convert_checkpoint(located(source), target, layout)
-    size = sum(path.stat().st_size for path in written.iterdir())
-    typer.echo(f"wrote {written} in the layout {layout}: {size:,} bytes")
-
-
 _KIND, _TARGET, _CARD = "What is pushed", "Where to", "Card"
 Results = Annotated[
     list[str] | None,
@@ -198,28 +181,19 @@ About = Annotated[
 
 @app.command()
 def push(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER_OR_ID", help="What training saved, or a repository to copy.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="What training saved.")],
     repo_id: Annotated[str, typer.Argument(metavar="REPO", help="Repository: org/name, or a name among your own.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list files and sizes; no connection is made.")] = False,
-    head_only: Annotated[
-        bool, typer.Option("--head-only", rich_help_panel=_KIND, help="Push the head of a full model alone.")
-    ] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", rich_help_panel=_KIND, help="Push a peft adapter.")] = False,
     base_model: Annotated[
-        str | None, typer.Option(metavar="ID", rich_help_panel=_KIND, help="With --head-only: the backbone on the Hub.")
+        str | None, typer.Option(metavar="ID", rich_help_panel=_KIND, help="Of a head or an adapter: its base on the Hub.")
     ] = None,
-    base_revision: Annotated[
-        str | None, typer.Option(rich_help_panel=_KIND, help="The backbone's commit, branch or tag.")
-    ] = None,
+    base_revision: Annotated[str | None, typer.Option(rich_help_panel=_KIND, help="The base's commit, branch or tag.")] = None,
     public: Annotated[bool, typer.Option("--public", rich_help_panel=_TARGET, help="Create it public, not private.")] = False,
     branch: Annotated[str | None, typer.Option(rich_help_panel=_TARGET, help="Push to this branch.")] = None,
     pull_request: Annotated[
         bool, typer.Option("--pull-request", rich_help_panel=_TARGET, help="Open a pull request, leave main alone.")
     ] = False,
     message: Annotated[str | None, typer.Option(rich_help_panel=_TARGET, help="The commit's title.")] = None,
-    card: Annotated[
-        Path | None, typer.Option(metavar="FILE", rich_help_panel=_CARD, help="Publish this card, not a rendered one.")
-    ] = None,
     new_card: Annotated[
         bool, typer.Option("--new-card", rich_help_panel=_CARD, help="Render the card even where a person wrote one.")
     ] = False,
@@ -228,27 +202,18 @@ def push(
 ) -> None:
     """Push a full model, a head or an adapter to the Hub in one commit, private unless told."""
     with told():
-        for one, other, names in (
-            (head_only, adapter, "--head-only and --adapter"),
-            (branch, pull_request, "--branch and --pull-request"),
-        ):
-            if one and other:
-                raise ValueError(f"{names}: give one of them")
         from ..publish.command import push as push_checkpoint
 
-        kind = "head" if head_only else "adapter" if adapter else None
         done = push_checkpoint(
             located(folder),
             repo_id,
-            kind,
             base_model,
             base_revision,
-            dry_run,
+            dry_run=dry_run,
             private=not public,
             revision=branch,
             create_pr=pull_request,
             commit_message=message,
-            card=card,
             new_card=new_card,
             results=results or [],
             about=about,

@@ -1,7 +1,7 @@
-"""Datasets of samples by number, one sample a row or several, in an order that (seed, epoch) decides."""
+"""Rows of samples by number, one sample each or several, in an order that (seed, epoch) decides."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -12,26 +12,29 @@ from transformers.utils import logging
 from .chat import RecordEncoder
 from .records import FieldError, Problem, RecordError
 from .samples import Sample
-from .sources import Place, Source, checked, open_source
+from .sources import Place, Source, checked
 
 logger = logging.get_logger(__name__)
 
 _ORDER = 2 << 32  # keeps these draws apart from the noise's, which use the same seed
 
 
-class ChatDataset(Dataset[Sample]):
-    """Samples of a user's records, one a row.
+class RecordRows(Dataset[list[Sample]]):
+    """Rows of samples of a user's records: one sample each, or several, at most the encoder's capacity of tokens together.
 
     Every record is checked and encoded once to learn its length; only places and lengths stay in memory, and the samples
-    that were last used. Item `visit` of epoch `visit // len` is another record in every epoch.
+    that were last used. A row holds the same samples in every epoch, and the order of the rows is drawn anew in each: item
+    `visit` belongs to epoch `visit // len`. A sample's index is epoch * samples + its number.
 
     Args:
         source: The records.
         encoder: Makes samples of them.
+        packed: Whether rows hold several samples.
         seed: With the epoch's number, decides the order.
-        shuffle: Whether to shuffle; if not, item i is the i-th record in every epoch.
-        cache_size: How many samples are kept.
+        shuffle: Whether to shuffle; if not, rows come in the records' order in every epoch.
         show_progress: Whether to show a progress bar on a terminal.
+        cache_size: How many samples are kept.
+        window: How many samples are packed together.
 
     Attributes:
         lengths: [records] int64, tokens of each one's whole blocks.
@@ -47,17 +50,16 @@ class ChatDataset(Dataset[Sample]):
         self,
         source: Source,
         encoder: RecordEncoder,
+        packed: bool = True,
         seed: int = 0,
         shuffle: bool = True,
-        cache_size: int = 4096,
         show_progress: bool = False,
+        cache_size: int = 4096,
+        window: int = 4096,
     ) -> None:
         if seed < 0:
             raise ValueError(f"seed is {seed}: 0 or more is needed")
-        self.source = source
-        self.encoder = encoder
-        self.seed = seed
-        self.shuffle = shuffle
+        self.source, self.encoder, self.seed, self.shuffle = source, encoder, seed, shuffle
         self._cached = lru_cache(cache_size)(self._encode)
         self._places, lengths = array("q"), array("q")
         for place, length in checked(source, self._length, show_progress=show_progress):
@@ -68,22 +70,29 @@ class ChatDataset(Dataset[Sample]):
         self.lengths = np.abs(signed[self._kept])
         self.dropped, self.cut = len(signed) - len(self._kept), int((signed < 0).sum())
         _report_cuts(self.dropped, self.cut, len(signed), encoder, source)
+        count = len(self._kept)
+        order = _order(count, seed, 0) if shuffle and packed else np.arange(count)
+        rows = [] if packed else np.split(order, count)
+        for begin in range(0, count if packed else 0, window):
+            numbers = order[begin : begin + window]
+            rows += [numbers[row] for row in pack(self.lengths[numbers], encoder.capacity)]
+        self._slots, self._begins = np.concatenate(rows), np.cumsum([0, *map(len, rows)])
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._begins) - 1
 
-    def __iter__(self) -> Iterator[Sample]:
+    def __iter__(self) -> Iterator[list[Sample]]:
         return map(self.__getitem__, range(len(self)))
 
-    def __getitem__(self, visit: int) -> Sample:
+    def __getitem__(self, visit: int) -> list[Sample]:
         if visit < 0:
             raise IndexError(f"visit {visit}: visits count from 0")
-        epoch, number = divmod(visit, len(self))
-        return self.sample(int(_order(len(self), self.seed, epoch)[number]) if self.shuffle else number, visit)
-
-    def sample(self, number: int, index: int) -> Sample:
-        """The sample of a record, by its number among those not left out, under an index."""
-        return replace(self._cached(int(self._kept[number])), index=index)
+        epoch, row = divmod(visit, len(self))
+        if self.shuffle:
+            row = int(_order(len(self), self.seed, epoch)[row])
+        numbers = self._slots[self._begins[row] : self._begins[row + 1]].tolist()
+        first = epoch * len(self._kept)
+        return [replace(self._cached(int(self._kept[number])), index=first + number) for number in numbers]
 
     def _length(self, raw: object) -> int:
         """A record's tokens, below 0 of one that is cut and 0 of one that is left out."""
@@ -99,75 +108,6 @@ class ChatDataset(Dataset[Sample]):
         if sample is None:
             raise RuntimeError(f"{', '.join(self.source.names)} changed while it was trained on: start again")
         return sample
-
-
-class PackedDataset(Dataset[list[Sample]]):
-    """Rows of several samples each, at most `max_length` tokens together.
-
-    A row holds the same samples in every epoch, and the order of the rows is drawn anew in each. A sample's index is epoch *
-    samples + its number.
-
-    Args:
-        dataset: The samples; its seed and `shuffle` hold here as well.
-        max_length: Tokens a row may hold; the encoder's capacity if None.
-        window: How many samples are packed together.
-
-    Attributes:
-        fill: Share of the rows' `max_length` that samples fill.
-
-    Raises:
-        ValueError: A sample is longer than `max_length`.
-    """
-
-    def __init__(self, dataset: ChatDataset, max_length: int | None = None, window: int = 4096) -> None:
-        self.dataset = dataset
-        self.max_length = dataset.encoder.capacity if max_length is None else max_length
-        count = len(dataset)
-        order = _order(count, dataset.seed, 0) if dataset.shuffle else np.arange(count)
-        rows: list[np.ndarray] = []
-        for begin in range(0, count, window):
-            numbers = order[begin : begin + window]
-            rows += [numbers[row] for row in pack(dataset.lengths[numbers], self.max_length)]
-        self._slots = np.concatenate(rows)
-        self._begins = np.cumsum([0, *map(len, rows)])
-        self.fill = float(dataset.lengths.sum() / (len(rows) * self.max_length))
-        logger.info(f"{count} samples fill {self.fill:.1%} of {len(rows)} rows of {self.max_length} tokens")
-
-    def __len__(self) -> int:
-        return len(self._begins) - 1
-
-    def __iter__(self) -> Iterator[list[Sample]]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __getitem__(self, visit: int) -> list[Sample]:
-        if visit < 0:
-            raise IndexError(f"visit {visit}: visits count from 0")
-        epoch, row = divmod(visit, len(self))
-        if self.dataset.shuffle:
-            row = int(_order(len(self), self.dataset.seed, epoch)[row])
-        numbers = self._slots[self._begins[row] : self._begins[row + 1]].tolist()
-        return [self.dataset.sample(number, epoch * len(self.dataset) + number) for number in numbers]
-
-
-def open_rows(
-    data: Sequence[str] | Source,
-    encoder: RecordEncoder,
-    packed: bool = True,
-    split: str = "train",
-    seed: int = 0,
-    shuffle: bool = True,
-    show_progress: bool = True,
-) -> ChatDataset | PackedDataset:
-    """What to train on, of a source or the paths a user gives: see `open_source` for these, and the classes for the rest.
-
-    Raises:
-        RecordError: A path is missing, or a record malformed.
-        ValueError: The paths do not go together, or no record is short enough.
-        ImportError: A folder is given and `datasets` is not installed.
-    """
-    source = open_source(data, split) if isinstance(data, Sequence) else data
-    dataset = ChatDataset(source, encoder, seed, shuffle, show_progress=show_progress)
-    return PackedDataset(dataset) if packed else dataset
 
 
 def pack(lengths: np.ndarray, max_length: int) -> list[np.ndarray]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ..evaluate.options import ModelOptions
 from ..flags import flag
 
-_TIMES, _OUTPUT = "What is timed", "Output"
+_TIMES = "What is timed"
 
 
 @dataclass(kw_only=True)
@@ -19,7 +19,6 @@ class DoctorOptions(ModelOptions):
     batch: list[int] = flag("Rows.", [1, 4], panel=_TIMES, min=1)
     prefix: int = flag("Tokens of a random prompt.", 512, panel=_TIMES, min=1)
     turns: int = flag("Times that each is timed.", 3, panel=_TIMES, min=1)
-    json: bool = flag("JSON, not a page.", False, panel=_OUTPUT)
 
 
 __all__ = ["DoctorOptions"]

@@ -1,11 +1,10 @@
 """`mrp doctor`: the machine, the checks, the times, and one page that tells all of it."""
 
 import copy
-import json
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,23 +13,19 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp import __version__
-from modeling_mrp.kernels.dispatch import KERNEL_DTYPES, kernels_usable, triton
+from modeling_mrp.kernels.dispatch import KERNEL_DTYPES, SAMPLES, check_close, kernels_usable, relative_error, triton
 from modeling_mrp.modeling import MRPForCausalLM
 
 from ..loading import load_model, load_tokenizer
 from ..publish.card import markdown_table
-from .kernels import cases
 from .options import DoctorOptions
-from .report import Check, reason
+from .report import Check
 from .roofline import Shape
 from .rounds import Timed, ceilings, proposed, time_rounds
 from .texts import check_drafts, check_ways, inputs_of, published_config, random_model
 
-KERNELS = ("pick", "pick, sampled", "shortlist", "round_attention", "sum_and_norm", "rotated")
 # Rows of the texts that are compared, and the states of their rounds; parameters up to which a CPU compares in float64.
 ROWS, STATES, WIDENED = 3, 8, 500_000_000
-# Batch, states and prefix of interpreted kernels.
-INTERPRETED = (2, 2, 40)
 
 
 @dataclass
@@ -53,10 +48,6 @@ class Report:
     def failed(self) -> list[str]:
         """The checks that failed, by name."""
         return [check.name for check in self.checks if check.ok is False]
-
-    def json(self) -> str:
-        """All of it for programs."""
-        return json.dumps({**asdict(self), "failed": self.failed}, indent=1)
 
     def page(self) -> str:
         """All of it as Markdown."""
@@ -111,32 +102,33 @@ def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
         yield Check(f"weights of the {part}", not wrong, None, note)
 
 
-def check_kernels(shape: Shape, dtype: torch.dtype, device: torch.device, options: DoctorOptions) -> Iterator[Check]:
-    """Compare each kernel with float64 at every batch and width: the case that is furthest from what it may be."""
-    interpreted = triton is not None and device.type == "cpu" and bool(triton.knobs.runtime.interpret)
-    if not interpreted and not kernels_usable(device, dtype):
+def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
+    """Compare each kernel with its PyTorch twin on the samples of its first use, which are as wide as the model."""
+    weight, config = model.lm_head.weight.detach(), model.config
+    like = weight if weight.dtype in KERNEL_DTYPES else weight.float()
+    if not (kernels_usable(like.device, like.dtype) or (triton is not None and triton.knobs.runtime.interpret)):
         why = "an NVIDIA GPU, triton and 16 or 32 bits are needed, or on a CPU TRITON_INTERPRET=1"
-        yield from (Check(f"kernel {name}", None, None, why) for name in KERNELS)
+        yield from (Check(f"kernel {name}", None, None, why) for name in SAMPLES)
         return
-    sizes = [(batch, states, options.prefix) for batch in options.batch for states in options.states]
-    worst: dict[str, tuple[float, Check]] = {}
-    for batch, states, prefix in [INTERPRETED] if interpreted else sizes:
-        where = f"{batch} rows, K = {states}, {str(dtype)[6:]}"
-        for number, make in enumerate(cases(shape, dtype, device, batch, states, prefix)):
-            try:
-                for case in make():
-                    name = f"kernel {case.name}"
-                    try:
-                        error = case.error(case.inputs())
-                        found = Check(name, error <= case.tolerance, error, f"of {case.tolerance:g}; {where}")
-                        rank = error / case.tolerance
-                    except Exception as raised:  # those that share its inputs are checked all the same
-                        found, rank = Check(name, False, None, f"{reason(raised)}; {where}"), float("inf")
-                    if name not in worst or rank > worst[name][0]:
-                        worst[name] = rank, found
-            except Exception as raised:
-                worst[f"kernels, group {number}"] = float("inf"), Check.raised(f"inputs of kernels; {where}", raised)
-    yield from (check for _, check in worst.values())
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    query, key = (like.new_empty(1, each, 1, dim) for each in (heads, kv_heads))
+    hidden = like.new_empty(1, config.hidden_size)
+    given: dict[str, tuple[Any, ...]] = {
+        "pick": (like.new_empty(1, config.vocab_size, dtype=torch.float32),),
+        "shortlist": (like, hidden),
+        "round_attention": (query, key),
+        "sum_and_norm": (hidden,),
+        "rotated": (like.new_empty(1, 1, (heads + 2 * kv_heads) * dim), key[:, 0], None, None, None, key, None),
+    }
+    for name, samples in SAMPLES.items():
+        try:
+            with torch.no_grad():
+                pairs = list(samples(*given[name]))
+            for pair in pairs:
+                check_close("its results differ from PyTorch's", *pair)
+            yield Check(f"kernel {name}", True, max(relative_error(*pair) for pair in pairs))
+        except Exception as error:  # the others are checked all the same
+            yield Check.raised(f"kernel {name}", error)
 
 
 def examine(options: DoctorOptions, tell: Callable[[str], None] = lambda text: None) -> Report:
@@ -169,7 +161,7 @@ def examine(options: DoctorOptions, tell: Callable[[str], None] = lambda text: N
             tell(f"  {check.name}: {check.verdict.strip('*')}")
 
     gather("weights", check_weights(model))
-    gather("kernels", check_kernels(shape, dtype_of if dtype_of in KERNEL_DTYPES else torch.float32, device, options))
+    gather("kernels", check_kernels(model))
     inputs = inputs_of(model, tokenizer, ROWS, options.prefix)
     gather("graphs", check_ways(model, inputs, STATES))
     widened = device.type == "cpu" and model.num_parameters() <= WIDENED
@@ -190,9 +182,9 @@ def examine(options: DoctorOptions, tell: Callable[[str], None] = lambda text: N
 
 
 def main(options: DoctorOptions) -> bool:
-    """Print the page, or JSON; return whether no check failed."""
+    """Print the page; return whether no check failed."""
     report = examine(options, partial(print, file=sys.stderr, flush=True))
-    print(report.json() if options.json else report.page())
+    print(report.page())
     return not report.failed
 
 

@@ -22,14 +22,10 @@ class Check:
     @classmethod
     def raised(cls, name: str, error: BaseException) -> "Check":
         """Tell of a check that raised: the kind of the error and its first line."""
-        return cls(name, False, None, reason(error))
+        first = next(iter(str(error).strip().splitlines()), "")
+        return cls(name, False, None, f"{type(error).__name__}: {first}")
 
     @property
     def verdict(self) -> str:
         """In words."""
         return "left out" if self.ok is None else "ok" if self.ok else "**failed**"
-
-
-def reason(error: BaseException) -> str:
-    """Name an error by its kind and first line."""
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

@@ -125,11 +125,6 @@ class Device:
     peak: float
     achievable: float = 0.6
 
-    @property
-    def ridge(self) -> float:
-        """Tokens in a bf16 matrix product from which on it is bound by FLOPs instead of its weights' bytes."""
-        return self.peak * self.achievable / self.bandwidth
-
     def seconds(self, work: Work) -> float:
         """The least time a kernel group takes."""
         return max(work.bytes / self.bandwidth, work.flops / (self.peak * self.achievable))

@@ -9,7 +9,6 @@ steps behind the row's next state and keeps everything that the (k - 1)-th accep
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,28 +20,14 @@ from .decoded import Decoded, decode_prompts
 from .intervals import Interval, ratio_of_sums
 
 
-@dataclass(frozen=True)
-class DepthAcceptance:
-    """One depth.
+def acceptance_by_depth(decoded: Decoded) -> list[tuple[int, Interval]]:
+    """Count by depth the rounds that had a k-th draft to offer, and give the share of them in which it was accepted.
 
-    Attributes:
-        depth: k, from 1.
-        offered: Rounds in which k - 1 drafts were accepted and there was a k-th.
-        rate: The share of these in which a k-th was accepted.
+    Depths that were never offered, and modes without drafts, have none. Intervals are over problems.
     """
-
-    depth: int
-    offered: int
-    rate: Interval
-
-
-def acceptance_by_depth(decoded: Decoded) -> list[DepthAcceptance]:
-    """Every depth that was ever offered, with intervals over problems; none for modes without drafts."""
-    depths: list[DepthAcceptance] = []
-    for depth, (offered, accepted) in enumerate(zip(decoded.offered_at_depth.T, decoded.accepted_at_depth.T, strict=True), 1):
-        if (rate := ratio_of_sums(accepted, offered)) is not None:
-            depths.append(DepthAcceptance(depth, int(offered.sum()), rate))
-    return depths
+    offered, accepted = decoded.offered_at_depth.T, decoded.accepted_at_depth.T
+    rates = [(int(one.sum()), ratio_of_sums(right, one)) for one, right in zip(offered, accepted, strict=True)]
+    return [(count, rate) for count, rate in rates if rate is not None]
 
 
 def mean_accepted_length(decoded: Decoded) -> Interval | None:
@@ -113,7 +98,6 @@ def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 __all__ = [
-    "DepthAcceptance",
     "acceptance_by_depth",
     "mean_accepted_length",
     "measure_acceptance",

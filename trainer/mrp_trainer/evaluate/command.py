@@ -117,14 +117,8 @@ def file_set(
     )
 
 
-def measurements(decoded: Decoded, first: Decoded, static: Decoded | None) -> dict[str, Any]:
-    """The fields of a line.
-
-    Args:
-        decoded: Of one setting.
-        first: Of the first setting.
-        static: Of `static`; None if it was not decoded.
-    """
+def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
+    """The fields of a line, of one setting beside the first."""
     line: dict[str, Any] = {"accuracy": _rounded(decoded.accuracy, 1)}
     if decoded.judged:
         line["accuracy_95"] = _percent(wilson(sum(decoded.judged), len(decoded.judged)))
@@ -135,19 +129,17 @@ def measurements(decoded: Decoded, first: Decoded, static: Decoded | None) -> di
         "tokens_per_forward_95": speed.rounded(),
         "head_per_token": round(decoded.head_forwards_per_token, 3),
         "identical_to_first": round(decoded.identical(first), 1),
+        "identical_to_first_95": _percent(wilson(decoded.equal(first), len(decoded.ids))),
     }
-    if static is not None:
-        line["identical_to_static"] = round(decoded.identical(static), 1)
-        line["identical_to_static_95"] = _percent(wilson(decoded.equal(static), len(decoded.ids)))
     length = mean_accepted_length(decoded)
     if decoded.offered_at_depth.shape[1] and length is not None:
         depths = acceptance_by_depth(decoded)
         line |= {
             "mean_accepted_length": round(length.value, 3),
             "mean_accepted_length_95": length.rounded(),
-            "acceptance_by_depth": [round(100 * depth.rate.value, 1) for depth in depths],
-            "acceptance_by_depth_95": [_percent(depth.rate) for depth in depths],
-            "offered_by_depth": [depth.offered for depth in depths],
+            "acceptance_by_depth": [round(100 * rate.value, 1) for _, rate in depths],
+            "acceptance_by_depth_95": [_percent(rate) for _, rate in depths],
+            "offered_by_depth": [offered for offered, _ in depths],
         }
     return {**line, "seconds": round(decoded.seconds, 1), **decoded.forwards}
 
@@ -162,9 +154,6 @@ def _percent(interval: Interval) -> list[float]:
 
 class Evaluation:
     """Decodes one set of problems with several settings and reports each.
-
-    `static` is decoded for comparison also where it was not asked for: when there are texts without a right answer, or reveals
-    that are taken back.
 
     Args:
         model: An `MRPForCausalLM`.
@@ -195,11 +184,7 @@ class Evaluation:
 
     def line(self, settings: dict[str, Any], every: list[dict[str, Any]]) -> dict[str, Any]:
         """One setting's measurements; `every` are all settings of the command."""
-        static = {"decoding": "static", **{name: value for name, value in settings.items() if name == "set"}}
-        first = self.decoded(every[0])
-        compared = None in first.right or any(one["decoding"] in ("static", "mrp_remask") for one in every)
-        reference = self.decoded(static) if compared else None
-        line = measurements(self.decoded(settings), first, reference)
+        line = measurements(self.decoded(settings), self.decoded(every[0]))
         return {**line, "charged_as": charged_as(self.model.config.hidden_size)}
 
 

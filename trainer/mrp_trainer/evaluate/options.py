@@ -68,7 +68,7 @@ class EvaluateOptions(ModelOptions):
     states: list[int | str] = flag(
         **_of("num_draft_states") | {"default": []}, kind=list[str], metavar="K", shown="the checkpoint's, or 4 for auto"
     )
-    branches: list[int] = flag(**_of("draft_branches"))
+    branches: list[int] = flag(**_of("draft_branches") | {"default": [3]})
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
     max_new_tokens: int | None = flag("Tokens per answer.", None, panel=_HOW, min=1, shown="the family's, or 256")
     batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)

@@ -16,7 +16,7 @@ from .results import mode_name
 
 _COLUMNS = (
     *("asked", "mode", "right %", "tokens / unit", "tokens / forward", "accepted length", "head / token"),
-    *("= static %", "seconds"),
+    *("= first %", "seconds"),
 )
 _CAPTION = "in brackets: 95 % intervals; a unit is a forward of the backbone, passes of the head charged as at {}"
 
@@ -58,7 +58,7 @@ def row_of(line: Mapping[str, Any]) -> list[str]:
         f"{line['tokens_per_forward']:.2f}",
         _value(line, "mean_accepted_length", 2),
         _value(line, "head_per_token", 2),
-        _value(line, "identical_to_static", 1),
+        _value(line, "identical_to_first", 1),
         _value(line, "seconds", 1),
     ]
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..evaluate.options import Decoding, EvaluateOptions, ModelOptions, Target
 from ..flags import flag
+from .svg import check_name
 
 _WHAT, _HOW, _OUTPUT = "What is asked", "How it is decoded", "Picture"
 
@@ -28,11 +28,12 @@ class ShowOptions(ModelOptions):
     states: list[int] = flag("States per round (self_spec, mrp_spec).", [], panel=_HOW, shown="the checkpoint's, or 8 for auto")
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
     animated: bool = flag("The text comes forward by forward.", False, panel=_OUTPUT)
-    output: str = flag("File, an .svg.", "decode.svg", panel=_OUTPUT, metavar="FILE")
+    output: str = flag("File, an .svg or .png.", "decode.svg", panel=_OUTPUT, metavar="FILE")
 
     def __post_init__(self) -> None:
-        if Path(self.output).suffix != ".svg":
-            raise ValueError(f"--output is {self.output}: a picture is an SVG, give a name that ends in .svg")
+        check_name(self.output)
+        if self.animated and self.output.endswith(".png"):
+            raise ValueError(f"--output is {self.output}, and a .png does not move: name an .svg, or leave out --animated")
         self.settings()
 
     def settings(self, own: Mapping[str, Any] | None = None, has_head: bool = True) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ _DARK = "--page:#0d1117;--panel:#161b22;--ink:#f0f6fc;--mute:#9198a1;--line:#3d4
 _MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono','Liberation Mono',monospace"
 _SANS = "system-ui,-apple-system,'Segoe UI','Noto Sans','DejaVu Sans',Helvetica,Arial,sans-serif"
 
+FIT = "max-width:100%;height:auto"  # of a picture on a page
 TICKS = (0.04, 0.28)  # seconds that a forward takes, at least and at most
 HOLD = 3.0  # seconds that the whole text stands
 _LONGEST = 12.0  # seconds of all forwards, if that leaves them the least
@@ -45,8 +46,8 @@ def style(name: str, clock: int | None, counts: Iterable[int]) -> str:
         (".mono", f"font:13px {_MONO}"),
         (".tok", "text-anchor:middle"),
         (".special", "font-style:italic;fill:var(--mute)"),
-        (".own", "fill:var(--c);fill-opacity:var(--own);stroke:var(--c);stroke-width:1.2"),
-        (".draft", "fill:var(--c);fill-opacity:var(--draft);stroke:var(--c);stroke-width:1.2"),
+        (".own", "fill:currentColor;fill-opacity:var(--own);stroke:currentColor;stroke-width:1.2"),
+        (".draft", "fill:currentColor;fill-opacity:var(--draft);stroke:currentColor;stroke-width:1.2"),
         (".given", "fill:none;stroke:var(--line)"),
         (".mask", "fill:var(--line);fill-opacity:.45"),
         (".under", "fill:var(--panel)"),
@@ -65,10 +66,11 @@ def style(name: str, clock: int | None, counts: Iterable[int]) -> str:
 
 
 def _motion(name: str, clock: int, counts: list[int]) -> list[str]:
-    """What comes when: everything of a forward at once, the counters and the line of time step by step."""
+    """What comes when: all of a forward at once, the counters and the line of time step by step. At time 0 all is there."""
     here = f"#{name}"
     tick = min(max(_LONGEST / clock, TICKS[0]), TICKS[1])
     whole = clock * tick + HOLD
+    clocked = f"{whole:.2f}s -{(clock + 1) * tick:.2f}s infinite"  # the whole text is there at first, and then it comes anew
 
     def percent(seconds: float) -> str:
         return f"{100 * seconds / whole:.2f}%"
@@ -78,19 +80,27 @@ def _motion(name: str, clock: int, counts: list[int]) -> list[str]:
     for number in range(1, clock + 1):
         shown, after = percent(number * tick), percent((number + 0.8) * tick)
         frames.append(f"@keyframes {name}-f{number}{{0%,{shown}{{opacity:0}}{after},100%{{opacity:1}}}}")
-        moving.append(f"{here} .f{number}{{animation:{name}-f{number} {whole:.2f}s infinite}}")
+        moving.append(f"{here} .f{number}{{animation:{name}-f{number} {clocked}}}")
     for count in counts:
         done, steps = percent(count * tick), f"animation-timing-function:steps({count},end)"
         end = f"transform:translateY({-30 * count}px)"
         frames.append(f"@keyframes {name}-s{count}{{0%{{transform:translateY(0);{steps}}}{done},100%{{{end}}}}}")
-        moving.append(f"{here} .strip{count}{{animation:{name}-s{count} {whole:.2f}s infinite}}")
+        moving.append(f"{here} .strip{count}{{animation:{name}-s{count} {clocked}}}")
     done, steps = percent(clock * tick), f"animation-timing-function:steps({clock},end)"
     start, end = "transform:translateX(0)", "transform:translateX(440px)"
     frames.append(
         f"@keyframes {name}-head{{0%{{opacity:.8;{start};{steps}}}{done}{{opacity:.8;{end}}}100%{{opacity:0;{end}}}}}"
     )
-    moving.append(f"{here} .head{{animation:{name}-head {whole:.2f}s infinite}}")
+    moving.append(f"{here} .head{{animation:{name}-head {clocked}}}")
     return [*still, *frames, f"@media (prefers-reduced-motion:no-preference){{{''.join(moving)}}}"]
 
 
-__all__ = ["HOLD", "TICKS", "colour", "style"]
+def plain(svg: str) -> str:
+    """Write a picture for programs that know no variables of CSS and no lists of fonts: in light colours."""
+    for name, value in (one.split(":") for one in _LIGHT.split(";")):
+        svg = svg.replace(f"var({name})", value)
+    svg = svg.replace(f' style="{FIT}"', "")
+    return svg.replace(_MONO, "monospace").replace(_SANS, "sans-serif")
+
+
+__all__ = ["FIT", "HOLD", "TICKS", "colour", "plain", "style"]

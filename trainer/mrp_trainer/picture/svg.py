@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.cells import cell_len, chop_cells
 
 from .facts import Decode, Token
-from .style import colour, style
+from .style import FIT, colour, plain, style
 from .text import visible, xml
 
 _MARGIN, _GAP, _PANEL = 20.0, 16.0, 472.0
@@ -40,17 +40,36 @@ class Picture:
         """Write it to a file.
 
         Raises:
-            ValueError: if the name does not end in .svg.
+            ValueError: if the name does not end in .svg or .png.
+            ImportError: if it ends in .png, and cairosvg is not installed.
         """
         path = Path(path)
-        if path.suffix != ".svg":
-            raise ValueError(f"{path}: a picture is an SVG, give a name that ends in .svg")
+        check_name(path)
+        drawn = self.png() if path.suffix == ".png" else self.svg.encode()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.svg, encoding="utf-8")
+        path.write_bytes(drawn)
         return path
+
+    def png(self, scale: float = 2.0) -> bytes:
+        """Draw it as a PNG, in light colours, so many times as large.
+
+        Raises:
+            ImportError: if cairosvg is not installed.
+        """
+        try:
+            from cairosvg import svg2png
+        except (ImportError, OSError) as error:  # the package, or the library cairo that it calls
+            raise ImportError(f"a .png needs cairosvg: pip install '.[picture]', or name an .svg ({error})") from error
+        return bytes(svg2png(bytestring=plain(self.svg).encode(), scale=scale))
 
     def _repr_html_(self) -> str:
         return self.svg
+
+
+def check_name(path: Path | str) -> None:
+    """Refuse, with a `ValueError`, a file name that is no picture's."""
+    if Path(path).suffix not in (".svg", ".png"):
+        raise ValueError(f"{path}: a picture is an SVG or a PNG, give a name that ends in .svg or .png")
 
 
 def draw(decodes: Sequence[Decode] | Decode, *, prompt: str | None = None, animated: bool = False) -> Picture:
@@ -88,7 +107,7 @@ def draw(decodes: Sequence[Decode] | Decode, *, prompt: str | None = None, anima
     name = "mrp-" + hashlib.sha256(f"auto{animated}{width}{body}".encode()).hexdigest()[:10]
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" id="{name}" viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" '
-        f'height="{_n(height)}" role="img" aria-label="{escape(title)}" style="max-width:100%;height:auto">\n'
+        f'height="{_n(height)}" role="img" aria-label="{escape(title)}" style="{FIT}">\n'
         f"<style>{style(name, clock if animated else None, [len(one.forwards) for one in decodes])}</style>\n"
         f'<rect class="page" width="{_n(width)}" height="{_n(height)}" rx="10"/>\n{body.replace(_ID, name)}\n</svg>\n'
     )
@@ -265,7 +284,7 @@ def _when(forward: int | None) -> str:
 
 
 def _paint(forward: int | None, clock: int) -> str:
-    return "" if forward is None else f'style="--c:{colour((forward - 1) / max(1, clock - 1))}"'
+    return "" if forward is None else f'style="color:{colour((forward - 1) / max(1, clock - 1))}"'
 
 
 def _told(token: Token) -> str:
@@ -302,7 +321,7 @@ def _legend(decodes: Sequence[Decode], clock: int, width: float, y: float) -> tu
         mark = f'<rect class="{kind}" x="{_n(x)}" y="{_n(y + 1)}" width="20" height="15" rx="4"/>'
         mark = f'<circle class="back" cx="{_n(x + 10)}" cy="{_n(y + 9)}" r="4"/>' if kind == "back" else mark
         label = f'<text class="small" x="{_n(x + 27)}" y="{_n(y + 13)}">{escape(label)}</text>'
-        parts.append(f'<g style="--c:{colour(0.5)}">{mark}{label}</g>')
+        parts.append(f'<g style="color:{colour(0.5)}">{mark}{label}</g>')
         x += wide
     return parts, y + 34
 

@@ -20,7 +20,21 @@ from modeling_mrp.model.layouts import HEAD, is_hub_id
 
 from ..evaluate.cost import CHARGED, charged, charged_as
 from ..evaluate.results import mode_name
-from .cardtext import MODES, NOT_SHOWN, PICTURE, SEE, SHOWN, SOURCES, STOCK, SUMMARIES, TEMPLATE, UNIT, USE
+from .cardtext import (
+    ADAPTER_ALONE,
+    HEAD_ALONE,
+    MODES,
+    NOT_SHOWN,
+    PICTURE,
+    SEE,
+    SHOWN,
+    SOURCES,
+    STOCK,
+    SUMMARIES,
+    TEMPLATE,
+    UNIT,
+    USE,
+)
 from .folder import json_of, tensors_in
 from .hub import CONFIGS, tags_of
 from .recipe import model_of, recipe_of
@@ -249,9 +263,11 @@ def render_card(
         metadata["eval_results"] = eval_results(results, defaults, about.metadata.get("families", {}), shape)
     text_of = "backbone" if kind == "full" and not config.get("num_nextn_predict_layers") else kind
     headless = text_of == "backbone" or (kind == "adapter" and not any("mrp_head." in tensor for tensor in tensors_in(folder)))
-    use = USE[text_of].format(
-        name=name,
-        base=base or metadata["base_model"] or "org/backbone",
+    of_base = base or metadata["base_model"] or "org/backbone"
+    use = {"head": HEAD_ALONE, "adapter": ADAPTER_ALONE}.get(text_of, "").format(base=of_base) + USE.format(
+        model=of_base if text_of == "adapter" else name,
+        adapted=f'model.load_adapter("{name}")\n' if text_of == "adapter" else "",
+        tokenizer=of_base if text_of in ("head", "adapter") else name,
         decoding="self_spec" if headless else "mrp_spec",
     )
     if family == DENSE and text_of in ("full", "head"):

@@ -17,7 +17,13 @@ TEMPLATE = """---
 {{ text }}
 {% endfor %}"""
 
-_GENERATE = """chat = [
+# How to load and to decode, and what goes before that in the card of a head or an adapter.
+USE = """```python
+from transformers import AutoModel, AutoTokenizer
+
+model = AutoModel.from_pretrained("{model}", trust_remote_code=True)
+{adapted}tok = AutoTokenizer.from_pretrained("{tokenizer}", trust_remote_code=True)
+chat = [
     {{"role": "user", "content": "Ana has 3 pens. Bo gives Ana 4 more. Ana loses 2. How many pens does Ana have?"}},
 ]
 inputs = tok.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -25,6 +31,11 @@ out = model.generate(**inputs, decoding="{decoding}", max_new_tokens=64, return_
 print(tok.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 print(out.tokens_per_forward)
 ```"""
+HEAD_ALONE = """This repository holds the head alone. Loading it loads its backbone, `{base}`,
+by name and revision, and attaches the head:
+
+"""
+ADAPTER_ALONE = "This repository holds a peft adapter of `{base}`:\n\n"
 
 STOCK = """An SDAR model that is loaded already decodes with this repository on the Hub as it is, on its own weights:
 
@@ -38,39 +49,6 @@ SUMMARIES = {
     "backbone": "{models} block-diffusion language model without an MRP head.",
     "head": "an MRP head for {models} block-diffusion language model.",
     "adapter": "a peft adapter of {models} block-diffusion language model with an MRP head.",
-}
-
-USE = {
-    "full": f"""```python
-from transformers import AutoModel, AutoTokenizer
-
-model = AutoModel.from_pretrained("{{name}}", trust_remote_code=True)
-tok = AutoTokenizer.from_pretrained("{{name}}", trust_remote_code=True)
-{_GENERATE}""",
-    "backbone": f"""```python
-from transformers import AutoModel, AutoTokenizer
-
-model = AutoModel.from_pretrained("{{name}}", trust_remote_code=True)
-tok = AutoTokenizer.from_pretrained("{{name}}", trust_remote_code=True)
-{_GENERATE}""",
-    "head": f"""This repository holds the head alone. Loading it loads its backbone, `{{base}}`,
-by name and revision, and attaches the head:
-
-```python
-from transformers import AutoModel, AutoTokenizer
-
-model = AutoModel.from_pretrained("{{name}}", trust_remote_code=True)
-tok = AutoTokenizer.from_pretrained("{{base}}", trust_remote_code=True)
-{_GENERATE}""",
-    "adapter": f"""This repository holds a peft adapter of `{{base}}`:
-
-```python
-from transformers import AutoModel, AutoTokenizer
-
-model = AutoModel.from_pretrained("{{base}}", trust_remote_code=True)
-model.load_adapter("{{name}}")
-tok = AutoTokenizer.from_pretrained("{{base}}", trust_remote_code=True)
-{_GENERATE}""",
 }
 
 # The file of a folder that its card shows, and what the card says with it and without.

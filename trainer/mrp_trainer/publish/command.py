@@ -1,79 +1,18 @@
-"""What `mrp push` and `mrp card` do with a folder or a repository: push a full model, a head or an adapter, render a card."""
+"""What `mrp push` and `mrp card` do with a folder: push a full model, a head or an adapter, render a card."""
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.layouts import is_hub_id
 
 from ..train.settings import RUN_FILE
 from .card import About, is_own_card, read_results, render_card
-from .cardtext import PICTURE
 from .folder import Folder, read_folder
 from .hub import CONFIGS, KINDS
-from .send import Publication, explained, publish
-
-_DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "README.md", PICTURE]  # code is written anew
-
-
-def _folder_of(folder_or_id: str, dry_run: bool) -> Path:
-    """A checkpoint's folder, downloaded if it is the id of a repository; a dry run takes it from the cache.
-
-    Raises:
-        ValueError: if it is neither, or a dry run would have to download it.
-        OSError: if the repository cannot be read.
-    """
-    if Path(folder_or_id).is_dir():
-        return Path(folder_or_id)
-    try:
-        with explained("download"):
-            return Path(snapshot_download(folder_or_id, allow_patterns=_DOWNLOADED, local_files_only=dry_run))
-    except HFValidationError as error:
-        raise ValueError(f"{folder_or_id!r} is neither a folder nor the id of a repository ('org/name')") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        why = "a dry run downloads nothing" if dry_run else str(error)
-        raise ValueError(f"{folder_or_id} is no folder, and as a repository it is not in the cache: {why}") from error
-
-
-@contextmanager
-def _as_kind(folder: Path, kind: str | None, base: str | None, revision: str | None) -> Iterator[Path]:
-    """A folder of the asked kind: itself, or a temporary one: of a full model the head alone, or with another base.
-
-    Raises:
-        ValueError: if it is of another kind, or the head's backbone has no name.
-    """
-    checkpoint = read_folder(folder)
-    found = checkpoint.kind
-    if kind in (None, found):
-        if base is None:
-            yield folder
-        elif found == "full":
-            raise ValueError(f"the backbone is to be {base}, but {folder} holds {KINDS[found]}, which has its own")
-        else:
-            with TemporaryDirectory() as copied:
-                _copy_with_base(checkpoint, Path(copied), base, revision)
-                yield Path(copied)
-    elif kind == "head" and found == "full":
-        if base is None:
-            raise ValueError(f"{folder} does not say where its backbone is on the Hub: give --base-model org/name")
-        with TemporaryDirectory() as head:
-            MRPForCausalLM.from_pretrained(folder, dtype="auto").save_pretrained(
-                head, head_only=True, base_model_name_or_path=base, base_model_revision=revision
-            )
-            _copy_recipe(folder, Path(head))
-            if (folder / PICTURE).is_file():
-                shutil.copyfile(folder / PICTURE, Path(head) / PICTURE)
-            yield Path(head)
-    else:
-        raise ValueError(f"{folder} holds {KINDS[found]}, not {KINDS[str(kind)]}: leave out the option, or give another folder")
+from .send import Publication, publish
 
 
 def _copy_with_base(checkpoint: Folder, target: Path, base: str, revision: str | None) -> None:
@@ -92,41 +31,33 @@ def _copy_with_base(checkpoint: Folder, target: Path, base: str, revision: str |
     if isinstance(told := fields.get("speculators_config"), dict):
         named["speculators_config"] = {**told, "verifier": {**told.get("verifier", {}), "name_or_path": base}}
     (target / config_name).write_text(json.dumps(fields | named, indent=2), encoding="utf-8")
-    _copy_recipe(checkpoint.path, target)
-
-
-def _copy_recipe(source: Path, target: Path) -> None:
-    """Have the card of a copy tell how it was trained."""
-    if (source / RUN_FILE).is_file():
-        shutil.copyfile(source / RUN_FILE, target / RUN_FILE)
+    if (checkpoint.path / RUN_FILE).is_file():  # which the card tells of
+        shutil.copyfile(checkpoint.path / RUN_FILE, target / RUN_FILE)
 
 
 def push(
-    folder_or_id: str,
-    repo_id: str,
-    kind: str | None = None,
-    base_model: str | None = None,
-    base_revision: str | None = None,
-    dry_run: bool = False,
-    **options: Any,
+    folder: str, repo_id: str, base_model: str | None = None, base_revision: str | None = None, **options: Any
 ) -> Publication:
-    """Publishes a checkpoint's folder, or a repository under another name.
+    """Publishes a checkpoint's folder.
 
     Args:
-        folder_or_id: The folder, or the id of a repository.
+        folder: The folder.
         repo_id: Where to, "org/name", or "name" for a repository of the user's own.
-        kind: "head" to publish the head of a full model alone; "adapter" or "full" to make sure of what it is.
-        base_model: For the head of a full model, or a head or an adapter that names another: the repository of its base. By
-            default, if the full model came from one, that one.
-        base_revision: The backbone's commit, branch or tag.
-        dry_run: Only says what would be sent, without any connection.
+        base_model: The repository of the base of a head or an adapter that names another, such as a folder.
+        base_revision: The base's commit, branch or tag.
         options: As `mrp_trainer.publish.publish` takes them.
+
+    Raises:
+        ValueError: as from `publish`, and for the base of a full model.
     """
-    folder = _folder_of(folder_or_id, dry_run)
-    if kind == "head" and base_model is None and not Path(folder_or_id).is_dir() and read_folder(folder).kind == "full":
-        base_model, base_revision = folder_or_id, folder.name  # a snapshot's folder is called by its commit
-    with _as_kind(folder, kind, base_model, base_revision) as chosen:
-        return publish(chosen, repo_id, dry_run=dry_run, **options)
+    if base_model is None:
+        return publish(folder, repo_id, **options)
+    checkpoint = read_folder(folder)
+    if checkpoint.kind == "full":
+        raise ValueError(f"the backbone is to be {base_model}, but {folder} holds {KINDS['full']}, which has its own")
+    with TemporaryDirectory() as copied:
+        _copy_with_base(checkpoint, Path(copied), base_model, base_revision)
+        return publish(copied, repo_id, **options)
 
 
 def card(folder: str, name: str | None, results: list[str], about: str | None) -> str:

@@ -1,7 +1,6 @@
 """What a folder holds that may be published: its kind, the declared files, and nothing else."""
 
 import logging
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,6 @@ tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json add
 chat_template.jinja
 """
 _DECLARED = frozenset((*_NAMES.split(), PICTURE))
-_UNSAFE = frozenset((".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"))
-_TRAINER_STATE = re.compile(r"training_args\.bin|(optimizer|scheduler|scaler)\.(pt|bin)|rng_state.*\.pth")
 
 
 @dataclass(frozen=True)
@@ -54,22 +51,18 @@ def read_folder(path: Path | str) -> Folder:
     """Sorts a folder's files and checks them; changes nothing.
 
     Raises:
-        ValueError: if it is not a folder, holds no checkpoint of this package or more than one kind, a pickle, a link that
+        ValueError: if it is not a folder, holds no checkpoint of this package or more than one kind, a link that
             leaves it (but to the blobs of the Hub's cache), weights that are cut short or do not fit its config, a tokenizer
             that does not load or fit, or lacks a file that it needs. The remedy is named.
     """
     path = Path(path)
     if not path.is_dir():
-        raise ValueError(f"{path} is not a folder: save the model there first, with save_pretrained")
+        raise ValueError(
+            f"{path} is not a folder: save the model there first, with save_pretrained, or fetch it by hf download"
+        )
     names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     flat = {name for name in names if "/" not in name}
     check_links(path, filter(_is_published, flat))
-    unsafe = sorted(name for name in flat if Path(name).suffix in _UNSAFE and not _TRAINER_STATE.fullmatch(name))
-    if unsafe:
-        raise ValueError(
-            f"{path} holds {', '.join(unsafe)}: files of that kind can run code when loaded and are never published. "
-            "Save the weights as safetensors, and move these files out of the folder"
-        )
     kind = kind_of(flat, lambda name: (path / name).read_bytes())
     if kind not in KINDS:
         raise ValueError(f"{path} holds {kind or 'no checkpoint'}: give a folder that save_pretrained of this package wrote")

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, RepoCard
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard
 from huggingface_hub.utils import validate_repo_id
 
 from .card import About, check_card, is_own_card, read_results, renamed, render_card
@@ -68,7 +68,6 @@ def publish(
     commit_message: str | None = None,
     token: str | bool | None = None,
     dry_run: bool = False,
-    card: ModelCard | Path | None = None,
     new_card: bool = False,
     results: Sequence[Path | str] = (),
     about: Path | str | None = None,
@@ -89,9 +88,8 @@ def publish(
         commit_message: The commit's title.
         token: As `huggingface_hub` takes it; the saved one by default.
         dry_run: Only says what would be sent, without any connection.
-        card: The card to publish. By default the folder's README.md, if a person wrote it or nothing new is to be told; else
-            one is rendered. A rendered one does not replace what a person wrote in the repository.
-        new_card: Renders the card whatever there is.
+        new_card: Renders the card whatever there is. By default it is the folder's README.md, if a person wrote it or nothing
+            new is to be told; else one is rendered, which does not replace what a person wrote in the repository.
         results: Result files for the rendered card (`read_results`).
         about: A file that tells of the checkpoint, for the rendered card (`About`).
         tags: More tags for it.
@@ -108,7 +106,7 @@ def publish(
     validate_repo_id(repo_id)
     found = read_folder(folder)
     check_base(found.base)
-    card_of = partial(_card, found, card=card, new_card=new_card, results=read_results(results), about=about, tags=tags)
+    card_of = partial(_card, found, new_card=new_card, results=read_results(results), about=about, tags=tags)
     text, is_rendered = card_of(repo_id)
     api = HfApi(token=token)
     if "/" not in repo_id and not dry_run:
@@ -158,7 +156,6 @@ def publish(
 def _card(
     folder: Folder,
     repo_id: str,
-    card: ModelCard | Path | None,
     new_card: bool,
     results: Sequence[Any],
     about: Path | str | None,
@@ -167,11 +164,7 @@ def _card(
     """The card's text, checked, and whether it was rendered."""
     there = folder.files["README.md"].read_text(encoding="utf-8") if "README.md" in folder.files else None
     told, pictured = bool(results or about or tags), PICTURE in folder.files
-    if card is not None:
-        if told or new_card:
-            raise ValueError("card=... is published as it is: leave out results, about, tags and new_card, or leave out card")
-        text, is_rendered = card.read_text(encoding="utf-8") if isinstance(card, Path) else str(card), False
-    elif there is not None and not new_card and is_own_card(there):
+    if there is not None and not new_card and is_own_card(there):
         if told:
             raise ValueError(
                 f"{folder.path}/README.md was written by a person and is kept, so that results, about and tags would say "

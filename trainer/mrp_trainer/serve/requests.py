@@ -11,9 +11,6 @@ from uuid import uuid4
 import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import (
-    _get_template_variables,
-)  # None else knows the template language's extensions.
 
 from modeling_mrp.generate.option_table import COUNT, FROM_ZERO, OPTIONS, Option, check_values, closest_name
 from modeling_mrp.generate.options import (
@@ -30,20 +27,17 @@ from ..data.records import check_utf8
 MOST_ROWS = 16  # texts of one request
 _NEW_TOKENS = 1024  # of a text, if neither the request nor the checkpoint says how many
 _BYTES_OF_TOKEN = 32  # of a prompt; the longest words have no more
-_FLAG: Any = (bool, lambda *_: True, "it must be true or false")
-_OBJECT: Any = (dict, lambda *_: True, "it must be an object")
 _STOPS = "it must be a text or a list of 4 texts at most, none of them empty or longer than 100 characters"
 _FIELDS = (
     Option("temperature", None, int | float, lambda v, _: 0 <= v <= 2, "it must be a number from 0 (greedy) to 2"),
-    Option("stream", None, *_FLAG),
-    Option("stream_options", None, *_OBJECT),
+    Option("stream", None, bool, lambda *_: True, "it must be true or false"),
+    Option("stream_options", None, dict, lambda *_: True, "it must be an object"),
     Option("max_tokens", None, *COUNT),
     Option("max_completion_tokens", None, *COUNT),
     Option("min_tokens", None, *FROM_ZERO),
     Option("n", None, int, lambda v, _: 1 <= v <= MOST_ROWS, f"it must be an int from 1 to {MOST_ROWS}"),
     Option("logit_bias", None, dict, lambda v, _: len(v) <= 300, "it must be an object of 300 tokens at most"),
     Option("generation_config", None, str, lambda v, _: v != "", "it must be a text, and not empty"),
-    Option("chat_template_kwargs", None, *_OBJECT),
 )
 # What one request may ask for, so that it does not hold up the others.
 _BOUNDED = (
@@ -53,29 +47,13 @@ _BOUNDED = (
     Option("stop_strings", None, str | list, lambda v, _: _few_and_short([v] if isinstance(v, str) else v), _STOPS),
 )
 _LOGPROBS_ALONE = "generate gives the log-probability of the tokens that it chose alone"
-# Fields that are not followed: the values that change nothing, and what to do instead of others.
-_NOT_FOLLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "top_logprobs": ((0,), f"{_LOGPROBS_ALONE}, so leave it out, or give 0"),
-    "presence_penalty": ((0,), "leave it out, or use repetition_penalty"),
-    "frequency_penalty": ((0,), "leave it out, or use repetition_penalty"),
-    **dict.fromkeys(
-        ("tools", "functions"), (([],), "the model is shown no tools. Leave it out, or describe them in a message")
-    ),
-    **dict.fromkeys(("tool_choice", "function_call"), (("none", "auto"), "the model calls no tools. Leave it out")),
-    "reasoning_effort": (("none",), "the model has no such setting. Leave it out"),
-    "response_format": (({"type": "text"},), "answers are plain text. Leave it out"),
-    "modalities": ((["text"],), "answers are text. Leave it out"),
-    "best_of": ((1,), "leave it out, or use n"),
-    **dict.fromkeys(("echo", "parallel_tool_calls", "store"), ((False,), "leave it out")),
-    "suffix": (("",), "leave it out"),
-    **dict.fromkeys(("audio", "prediction", "web_search_options", "verbosity"), ((), "leave it out")),
-}
-# Fields that are for the asker's own books.
+# Values that change nothing, of fields that are not followed; and fields that are for the asker's own books.
+_NOTHING: tuple[Any, ...] = (False, 0, "", [], {}, "none", "auto", {"type": "text"}, ["text"])
 _NOTES = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier"}
 # Options of `generate`, for fields that say the same.
 _SAME = {"top_p": "top_p", "top_k": "top_k", "seed": "seed", "stop": "stop_strings", "repetition_penalty": "repetition_penalty"}
 _SAME |= {"min_tokens": "min_new_tokens", "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-_KNOWN = {"model", "messages", "prompt", "logprobs", *_SAME, *_NOTES, *_NOT_FOLLOWED, *(field.name for field in _FIELDS)}
+_KNOWN = {"model", "messages", "prompt", "logprobs", *_SAME, *(field.name for field in _FIELDS)}
 # What the JSON of a generation config may set, which `transformers chat` sends.
 _SETTABLE = {option.name for option in OPTIONS} - {"kernels", "graphs"}
 _SETTABLE |= {"do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
@@ -120,9 +98,6 @@ class Requests:
         self.model, self.tokenizer = model, tokenizer
         self.served = MRPGenerationConfig(**model.generation_config.to_dict())
         self._check(self.served, 1)
-        template = tokenizer.chat_template
-        own = {"messages", "add_generation_prompt", "tools", "documents", *tokenizer.special_tokens_map}
-        self.variables = _get_template_variables(template if isinstance(template, str) else None) - own
         self.mask = str(tokenizer.convert_ids_to_tokens(model.config.mask_token_id))
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
@@ -133,14 +108,13 @@ class Requests:
         Raises:
             ValueError: with the reason, for anything that cannot be honoured.
         """
-        body = {name: value for name, value in body.items() if value is not None}
-        for name in sorted(body.keys() - (_KNOWN - {"prompt"} if chat else _KNOWN - {"messages", "chat_template_kwargs"})):
-            raise ValueError(f"{name} is no field that this server follows{closest_name(name, _KNOWN)}: leave it out")
+        known = _KNOWN - {"prompt" if chat else "messages"}
+        idle = {name for name, value in body.items() if value is None or (name not in known and value in _NOTHING)} | _NOTES
+        body = {name: value for name, value in body.items() if name not in idle}
+        for name in sorted(body.keys() - known):
+            raise ValueError(f"{name} is {body[name]!r}, which is not followed here{closest_name(name, known)}: leave it out")
         for field in _FIELDS:
             field.check(body.get(field.name), 0)
-        for name, (without_effect, remedy) in _NOT_FOLLOWED.items():
-            if name in body and body[name] not in without_effect:
-                raise ValueError(f"{name} is {body[name]!r}, which this server does not follow: {remedy}")
         logprobs = body.get("logprobs", False if chat else None)
         if logprobs not in ((False, True) if chat else (None, 0)) or (not chat and isinstance(logprobs, bool)):
             remedy = "it must be true or false" if chat else f"{_LOGPROBS_ALONE}: give 0"
@@ -181,10 +155,7 @@ class Requests:
 
     def _chat_ids(self, body: dict[str, Any]) -> list[int]:
         """Tokenize messages as the chat template has them; special tokens within them are text."""
-        messages, variables = _checked_messages(body.get("messages")), body.get("chat_template_kwargs", {})
-        for name in sorted(variables.keys() - self.variables):
-            known = ", ".join(sorted(self.variables)) or "none"
-            raise ValueError(f"chat_template_kwargs holds {name}, which the model's template does not read (it reads {known})")
+        messages = _checked_messages(body.get("messages"))
         mark, hidden = uuid4().hex, []
 
         def hide(match: re.Match[str]) -> str:
@@ -199,7 +170,7 @@ class Requests:
                 )
             message["content"] = self.special.sub(hide, message["content"])
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise ValueError(f"messages cannot be made into tokens: {type(error).__name__}: {error}") from error
         ids: list[int] = []

@@ -21,6 +21,10 @@ _LEFT_OUT: dict[str, tuple[Any, str]] = {
     "train_sampling_strategy": ("random", "rows of like length meet in one batch anyway, in an order that the seed decides"),
     "label_smoothing_factor": (0.0, "no objective has labels to smooth"),
     "dataloader_drop_last": (False, "epochs are rounded up to whole steps"),
+    "hub_strategy": (
+        "end",
+        "what a run goes on from is pickled, which is never pushed: mrp push CHECKPOINT pushes another model",
+    ),
 }
 NO_MUON = "muon_learning_rate is set, but Muon needs whole matrices, which FSDP and DeepSpeed shard: leave it unset"
 
@@ -41,7 +45,6 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             the first step counts as a part of that step's.
         reveal_rule: `on_policy` reveals as decoding does, `random` one true token of each block (published).
         eager_share: The share of blocks in which `on_policy` reveals all that is above a random threshold, as `dynamic` does.
-        leftmost_share: The share of blocks in which `on_policy` reveals from left to right, as `sequential` does.
         order_weight: Weight of the divergence of which position comes next.
         reread_weight: Weight of the leave-one-out loss.
         packed_attention: How the packed pass attends while training: `flex_attention`, `sdpa` or `eager`; `auto` is flex
@@ -68,12 +71,13 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
     inverse_level: bool = False
     noise_per: str = field(default="block", metadata={"choices": ("block", "sample")})
     eager_share: float = 0.5
-    leftmost_share: float = 0.0
     order_weight: float = 0.0
     reread_weight: float = 1.0
     packed_attention: str = field(default="auto", metadata={"choices": ATTENTIONS})
     eval_new_tokens: int = 64
     rows_per_step: int | None = None
+    hub_strategy: str = "end"
+    hub_private_repo: bool | None = True
     remove_unused_columns: bool = False
 
     def __post_init__(self) -> None:
@@ -123,11 +127,6 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         for name, (needed, reason) in _LEFT_OUT.items():
             if getattr(self, name) != needed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave it out")
-        if (strategy := getattr(self.hub_strategy, "value", self.hub_strategy)) not in ("every_save", "end"):
-            raise ValueError(
-                f"hub_strategy is {strategy!r}, and what a run goes on from is pickled, which is never pushed: choose "
-                "'every_save' or 'end'"
-            )
         for name, choices in (
             ("objective", OBJECTIVES),
             ("noise_per", ("block", "sample")),
@@ -150,13 +149,8 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be {least} or more")
         if self.noisy_copies not in (1, 2):
             raise ValueError(f"noisy_copies is {self.noisy_copies}: 1, or 2 that complement each other")
-        for name in ("eager_share", "leftmost_share"):
-            if not 0 <= (share := getattr(self, name)) <= 1:
-                raise ValueError(f"{name} is {share}: it must be between 0 and 1")
-        if self.eager_share + self.leftmost_share > 1:
-            raise ValueError(
-                f"eager_share is {self.eager_share} and leftmost_share {self.leftmost_share}: together they must be 1 or less"
-            )
+        if not 0 <= self.eager_share <= 1:
+            raise ValueError(f"eager_share is {self.eager_share}: it must be between 0 and 1")
         if self.muon_learning_rate is not None and (self.fsdp or self.deepspeed):
             raise ValueError(NO_MUON)
         # transformers 5.23 has renamed it
@@ -167,7 +161,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
     def head_objective(self, block_size: int) -> HeadObjective:
         """The head's loss that these options describe."""
         return HeadObjective(
-            Reveals(self.reveal_rule, self.eager_share, block_size, self.leftmost_share),  # type: ignore[arg-type]  # checked above
+            Reveals(self.reveal_rule, self.eager_share, block_size),  # type: ignore[arg-type]  # checked above
             self.unroll,
             self.order_weight,
             self.reread_weight,

@@ -56,7 +56,10 @@ class DiffusionCollator:
         # One block at least, of padding if there is nothing to learn: layers take no tensors without columns.
         width = max(self.block_size, *(sum(len(part["input_ids"]) for part in row) for row in noisy))
         length = width + max(sum(len(part["input_ids"]) for part in row) for row in clean)
-        columns = {name: np.full((len(rows), length), value, dtype) for name, (value, dtype) in self._empty().items()}
+        shape = (len(rows), length)
+        columns = {name: np.zeros(shape, np.int64) for name in ("position_ids", "sample", "noise_key")}
+        columns |= {name: np.full(shape, self.pad_token_id) for name in ("input_ids", "target_ids")}
+        columns |= {"view": np.full(shape, NO_VIEW), "weight": np.zeros(shape, np.float32)}
         for index in range(len(rows)):
             for begin, parts in ((0, noisy[index]), (width, clean[index])):
                 at = begin
@@ -69,22 +72,6 @@ class DiffusionCollator:
         response_tokens = sum(int(sample.response.sum()) for row in rows for sample in samples_of(row))
         tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
         return vars(PackedBatch(**tensors, response_tokens=torch.tensor(response_tokens)))
-
-    def _empty(self) -> dict[str, tuple[float, Any]]:
-        """What fills a row behind its samples."""
-        ids = (self.pad_token_id, np.int64)
-        zero = (0, np.int64)
-        view = (NO_VIEW, np.int64)
-        weight = (0.0, np.float32)
-        return {
-            "input_ids": ids,
-            "target_ids": ids,
-            "position_ids": zero,
-            "view": view,
-            "sample": zero,
-            "weight": weight,
-            "noise_key": zero,
-        }
 
     def _noisy_and_clean(self, sample: Sample) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The columns of the noisy copies, and those of the clean text."""

@@ -11,7 +11,7 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.chat import RecordEncoder
 from ..data.held_out import rows_of
-from ..data.rows import open_rows
+from ..data.rows import RecordRows
 from ..data.samples import samples_of
 from ..data.sources import source_of
 from .arguments import MRPTrainingArguments
@@ -144,7 +144,7 @@ def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tok
     if tokenizer is None:
         raise ValueError(f"{name} holds records: give processing_class, the tokenizer that encodes them, too")
     encoder = encoder_of(model, tokenizer, args.max_length, not args.inverse_level)
-    return open_rows(source, encoder, args.packed, seed=args.seed, shuffle=not held_out)
+    return RecordRows(source, encoder, args.packed, args.seed, shuffle=not held_out, show_progress=True)
 
 
 def check_prompts(held_out: Any, eval_prompts: int) -> None:

@@ -34,13 +34,11 @@ class Reveals:
         eager_share: Under `on_policy`, the share of blocks in which everything above a threshold is revealed, as `dynamic`
             does: what drafts for it meet, and `mrp_remask` and `mrp_direct`.
         block_size: Tokens per block.
-        leftmost_share: Under `on_policy`, the share of blocks that go from left to right, as `sequential` does.
     """
 
     rule: RevealRule
     eager_share: float
     block_size: int
-    leftmost_share: float = 0.0
 
     @torch.no_grad()
     def __call__(
@@ -67,10 +65,8 @@ class Reveals:
             token, score = picks.token, picks.odds
             block = batch.position_ids // self.block_size
             lot = uniform(batch, 1, block)[open_]
-            leftmost = lot > 1 - self.leftmost_share
-            order = torch.where(leftmost, -batch.position_ids[open_].to(score.dtype), score)
             threshold = _EAGER_FROM + (_EAGER_TO - _EAGER_FROM) * uniform(batch, 2, block)[open_]
-            chosen = (_rank(order, group, groups) < 1) | ((lot < self.eager_share) & (score > threshold.logit()))
+            chosen = (_rank(score, group, groups) < 1) | ((lot < self.eager_share) & (score > threshold.logit()))
         else:
             token, score = batch.target_ids[open_], uniform(batch, 16 + step, batch.position_ids)[open_]
             chosen = _rank(score, group, groups) < 1

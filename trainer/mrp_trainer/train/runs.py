@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
-from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from modeling_mrp.model.configuration import MRPConfig
@@ -33,34 +32,6 @@ from .trainer import MRPTrainer
 _LAYER = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 # The matrices that an adapter changes, by objective.
 LORA_TARGETS = {"mrp": rf"mrp_head\.(eh_proj|{_LAYER})", "block_diffusion": rf"model\.{_LAYER}"}
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """What a run would be.
-
-    Attributes:
-        parameters: In all.
-        trained: Parameters that train.
-        memory: Bytes of one process by name, without what passes keep for the backward pass.
-        rows_per_step: Over all devices and the accumulation steps.
-    """
-
-    parameters: int
-    trained: int
-    memory: dict[str, int]
-    rows_per_step: int
-
-    def __str__(self) -> str:
-        sizes = {**self.memory, "in all": sum(self.memory.values())}
-        return "\n".join(
-            [
-                f"parameters: {self.parameters:,}, of which {self.trained:,} train",
-                *(f"{name}: {size / 2**30:.4g} GiB" for name, size in sizes.items()),
-                "a process, and activations, which grow with the batch; DDP holds gradients twice, FSDP divides it all",
-                f"rows per step: {self.rows_per_step}",
-            ]
-        )
 
 
 @dataclass(frozen=True)
@@ -133,16 +104,10 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
 
 
 def _check_given(settings: Settings) -> None:
-    """Refuse data that are not there, and a tracker that is not installed, before anything is loaded."""
+    """Refuse data that are not there before anything is loaded."""
     if not settings.options.data:
         raise ValueError("no data: give --data, or data in the YAML file")
     check_paths([*settings.options.data, *settings.options.eval_data])
-    names = settings.training.get("report_to") or []
-    for name in [names] if isinstance(names, str) else names:
-        if name not in (known := [*get_available_reporting_integrations(), "all", "none"]):
-            raise ImportError(
-                f"report_to is {name!r}, which is not installed: pip install {name}, or name one of {', '.join(known)}"
-            )
 
 
 def _data_digest(paths: Sequence[str]) -> str | None:
@@ -223,25 +188,18 @@ def with_adapter(model: MRPForCausalLM, settings: Settings) -> Any:
     return get_peft_model(model, lora)
 
 
-def dry_run(settings: Settings) -> DryRun:
-    """Tell what a run would need, from configs alone: nothing is allocated, downloaded or written.
+def dry_run(settings: Settings) -> str:
+    """Tell what a run would need: parameters, bytes of a process without what passes keep, and rows of a step.
 
     Raises:
-        ValueError: if a config is neither here nor in the cache, or the settings do not go together.
+        ValueError: as from `meta_model`, or if the settings do not go together.
     """
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
     check_paths([*settings.options.data, *settings.options.eval_data])
-    config = _config(settings)
-    with torch.device("meta"):
-        model: Any = MRPForCausalLM(config)
-        if settings.options.lora_rank:
-            model = with_adapter(model, settings)
-    if settings.objective == "mrp" and not settings.options.lora_rank:
-        model.requires_grad_(False)
-        model.mrp_head.requires_grad_(True)
+    model = meta_model(settings)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = sum(p.numel() for name, p in trained.items() if p.dim() == 2 and "layers." in name)
-    parameters, numbers = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained.values())
+    parameters, numbers = model.num_parameters(), sum(p.numel() for p in trained.values())
     half = bool(settings.training.get("bf16"))
     memory = {
         "weights": (parameters - numbers) * (2 if half else 4) + numbers * (6 if half else 4),  # autocast copies what trains
@@ -249,7 +207,28 @@ def dry_run(settings: Settings) -> DryRun:
         "optimizer": 8 * numbers - (0 if arguments.muon_learning_rate is None else 4 * matrices),
     }
     at_once = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
-    return DryRun(parameters, numbers, memory, arguments.rows_per_step or at_once)
+    sizes = {**memory, "in all": sum(memory.values())}.items()
+    lines = [f"parameters: {parameters:,}, of which {numbers:,} train"]
+    lines += [f"{name}: {size / 2**30:.4g} GiB" for name, size in sizes]
+    lines += ["a process, and activations, which grow with the batch; DDP holds gradients twice, FSDP divides it all"]
+    return "\n".join([*lines, f"rows per step: {arguments.rows_per_step or at_once}"])
+
+
+def meta_model(settings: Settings) -> Any:
+    """Make the model that would train without its numbers, from configs alone: nothing is allocated, downloaded or written.
+
+    Raises:
+        ValueError: if a config is neither here nor in the cache.
+    """
+    config = _config(settings)
+    with torch.device("meta"):
+        model: Any = MRPForCausalLM(config)
+        if settings.options.lora_rank:
+            return with_adapter(model, settings)
+    if settings.objective == "mrp":
+        model.requires_grad_(False)
+        model.mrp_head.requires_grad_(True)
+    return model
 
 
 def _config(settings: Settings) -> MRPConfig:

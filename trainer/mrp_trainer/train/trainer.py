@@ -1,7 +1,6 @@
 """An HF Trainer for the two objectives: the backbone's block diffusion and the head's residual prediction."""
 
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import HubStrategy
 
 from modeling_mrp.model.layouts import is_hub_id
 
@@ -34,8 +32,6 @@ from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
 from .packed import PackedBatch
-
-log = logging.getLogger(__name__)
 
 # In nats: what rounding makes of two equal distributions. A token left out right behind the reveal that showed it leaves none.
 _NO_GAP = 1e-6
@@ -315,47 +311,25 @@ class MRPTrainer(Trainer):
         named = source is not None and (not pushed or is_hub_id(source.name))
         return saving_head_alone(bare) if named else nullcontext()
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """As `Trainer.init_hf_repo`; a new repository is private, unless told."""
-        super().init_hf_repo(token, self.args.hub_private_repo is not False if private is None else private)
-
     def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        tags: str | Sequence[str] = (),
-        **kwargs: Any,
+        self, commit_message: str | None = "End of training", *args: Any, tags: str | Sequence[str] = (), **kwargs: Any
     ) -> CommitInfo | None:
         """Save to the output folder and publish that as `mrp push` does: one commit, no pickles, with a card.
 
-        It is the head alone where the backbone has a name on the Hub. The push is done when this returns.
-
-        Args:
-            commit_message: The commit's title.
-            blocking: Has to be true.
-            token: By default `hub_token`, or the saved one.
-            revision: The branch; by default `hub_revision`, or `main`.
-            private: Whether a new repository is private; by default it is, unless `hub_private_repo` is false.
-            tags: More tags for the card.
-            kwargs: None: what is told of a checkpoint is given to `mrp push`.
+        It is the head alone where the backbone has a name on the Hub. The options of the Trainer say where to, and whether a
+        new repository is private; no other arguments of `Trainer.push_to_hub` are taken.
 
         Returns:
             The commit; None on other processes than the first.
 
         Raises:
-            ValueError: for an argument that does nothing here, and as `mrp_trainer.publish.publish`.
+            ValueError: for another argument, and as `mrp_trainer.publish.publish`.
             ConnectionError: if the Hub refused it or could not be reached.
         """
-        if not blocking or kwargs:
-            unused = ["blocking=False"] if not blocking else sorted(kwargs)
-            raise ValueError(
-                f"{', '.join(unused)} does nothing here: leave it out, and tell of the model with mrp push --about"
-            )
+        if args or kwargs:
+            raise ValueError(f"{', '.join(map(str, [*args, *kwargs]))} does nothing here: set it in MRPTrainingArguments")
         if self.hub_model_id is None:
-            self.init_hf_repo(token, private)
+            self.init_hf_repo()
         with self._head_alone(pushed=True):
             self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
@@ -363,27 +337,12 @@ class MRPTrainer(Trainer):
         published = publish(
             str(self.args.output_dir),
             str(self.hub_model_id),
-            revision=revision or self.args.hub_revision,
+            revision=self.args.hub_revision,
             commit_message=commit_message,
-            token=token or self.args.hub_token,
+            token=self.args.hub_token,
             tags=[tags] if isinstance(tags, str) else tags,
         )
         return published.commit
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Publish a checkpoint's model; training goes on where the Hub cannot be reached."""
-        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
-            return
-        try:
-            publish(
-                checkpoint_folder,
-                str(self.hub_model_id),
-                revision=self.args.hub_revision,
-                commit_message=f"Training in progress, step {self.state.global_step}",
-                token=self.args.hub_token,
-            )
-        except OSError as error:
-            log.warning("step %d is not pushed, and training goes on: %s", self.state.global_step, error)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """As `Trainer._issue_warnings_after_load`, of a checkpoint that need not hold what is frozen.

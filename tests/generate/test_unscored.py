@@ -8,36 +8,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from helpers import LIVELY, MASK, MODES, PROMPTS, VOCAB, every_mode, generate, texts
+from helpers import LIVELY, MASK, MODES, PROMPTS, VOCAB, generate, says_all, texts
 from refusals import rejected
-from tape import TapeRecorder, tapes
-from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.kernels.dispatch import triton
-
-__all__ = ["tapes"]  # a fixture
 
 NAN, INF = float("nan"), float("inf")
-HEAD_MODES: list[dict[str, Any]] = [
-    {"decoding": "mrp_direct"},
-    *({"decoding": "mrp_remask", "remask_rule": rule} for rule in ("reread", "threshold", "residual")),
+REMASKS: list[dict[str, Any]] = [
+    {"decoding": "mrp_remask", "remask_rule": rule} for rule in ("reread", "threshold", "residual")
 ]
-
-
-class Says(LogitsProcessor):
-    """One number for every token, once so many tokens are committed."""
-
-    def __init__(self, number: float, committed: int = 0) -> None:
-        self.number, self.committed = number, committed
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return torch.full_like(scores, self.number) if input_ids.shape[1] >= self.committed else scores
-
-
-def says(number: float, committed: int = 0) -> dict[str, Any]:
-    return {"logits_processor": LogitsProcessorList([Says(number, committed)])}
 
 
 def broken(name: str, number: float) -> Callable[[MRPForCausalLM], dict[str, Any]]:
@@ -51,12 +31,11 @@ def broken(name: str, number: float) -> Callable[[MRPForCausalLM], dict[str, Any
     return change
 
 
-EVERY_ID = [id for id in range(VOCAB) if id != MASK]
 CAUSES: dict[str, tuple[Callable[[MRPForCausalLM], dict[str, Any]], str]] = {
     "all suppressed": (lambda _: {"suppress_tokens": list(range(VOCAB))}, r"processors \(SuppressTokensLogitsProcessor\)"),
-    "every id an eos": (lambda _: {"eos_token_id": EVERY_ID, "min_new_tokens": 3}, r"eos_token_id is barred before min_new"),
-    "processor NaN": (lambda _: says(NAN), r"logits processors \(Says\).*a finite score"),
-    "processor -inf": (lambda _: says(-INF), r"logits processors \(Says\).*a finite score"),
+    "every id an eos": (lambda _: {"eos_token_id": [], "min_new_tokens": 3}, r"eos_token_id is barred before min_new"),
+    "processor NaN": (lambda _: says_all(NAN), r"logits processors \(Says\).*a finite score"),
+    "processor -inf": (lambda _: says_all(-INF), r"logits processors \(Says\).*a finite score"),
     "lm_head NaN": (broken("lm_head.weight", NAN), r"weights lm_head.weight are NaN or infinite. Load"),
     "lm_head inf": (broken("lm_head.weight", INF), r"weights lm_head.weight are NaN or infinite. Load"),
     "backbone NaN": (broken("model.layers.1.mlp.up_proj.weight", NAN), r"model.layers.1.mlp.up_proj.weight are NaN"),
@@ -74,13 +53,23 @@ def test_no_finite_score(cause: str, mode: str) -> None:
         options = {"decoding": mode, "max_new_tokens": 6, **change(model)}
         if "eos_token_id" in options:
             options["eos_token_id"] = [id for id in range(VOCAB) if id != mask_id]
-        prompts = [[5, 6, 7, 8], [9, 10, 11, 12]]
-        call = partial(generate, model, prompts, **options)
+        call = partial(generate, model, [[5, 6, 7, 8], [9, 10, 11, 12]], **options)
         rejected(call, r"row [01] has no token with a finite score at position", why)
 
 
-def test_a_processor_that_returns_float16(random_model: MRPForCausalLM) -> None:
-    """Its numbers are taken as they are."""
+@pytest.mark.parametrize("mode", MODES)
+def test_where_it_is_said_to_be(mode: str) -> None:
+    """A processor that gives up behind the first block: at the row and position where that begins, whatever the batch holds."""
+    options = {"decoding": mode, "max_new_tokens": 9, "seed": 1, **LIVELY, **says_all(-INF, 12)}
+    for prompts, row in ((PROMPTS, 2), (PROMPTS[::-1], 0)):
+        value = rf"row {row} has no token with a finite score at position 1[2-5], [2-5] behind its prompt"
+        rejected(partial(generate, make_model(), prompts, **options), value, "Says")
+
+
+def test_a_processor_that_returns_infinity_or_float16(random_model: MRPForCausalLM) -> None:
+    """Numbers of another type are taken as they are."""
+    call = partial(generate, random_model, PROMPTS, max_new_tokens=6, **says_all(INF))
+    rejected(call, r"logits processor Says returned \+inf", "let it return -inf for all others")
     options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 9, "do_sample": True, "top_k": 20, "seed": 3}
     given, rounded = (
         generate(random_model, PROMPTS, logits_processor=[processor], **options)
@@ -89,36 +78,7 @@ def test_a_processor_that_returns_float16(random_model: MRPForCausalLM) -> None:
     assert given.sequences.equal(rounded.sequences)
 
 
-def test_a_processor_that_returns_infinity(random_model: MRPForCausalLM) -> None:
-    call = partial(generate, random_model, PROMPTS, max_new_tokens=6, **says(INF))
-    rejected(call, r"logits processor Says returned \+inf", "let it return -inf for all others")
-
-
-@every_mode
-def test_where_it_is_said_to_be(mode: str) -> None:
-    """A processor that gives up behind the first block: at the row and position where that begins, whatever the batch holds."""
-    options = {"decoding": mode, "max_new_tokens": 9, "seed": 1, **LIVELY, **says(-INF, 12)}
-    for prompts, row in ((PROMPTS, 2), (PROMPTS[::-1], 0)):
-        value = rf"row {row} has no token with a finite score at position 1[2-5], [2-5] behind its prompt"
-        rejected(partial(generate, make_model(), prompts, **options), value, "Says")
-
-
-@pytest.mark.parametrize(("mode", "kernels"), [("static", False), ("mrp_spec", False), ("static", True)])
-def test_in_recorded_rounds(mode: str, kernels: bool, tapes: type[TapeRecorder]) -> None:
-    """Weights that break between two calls are found by what the first one recorded."""
-    if kernels and (triton is None or torch.cuda.is_available()):
-        pytest.skip("needs triton's interpreter")
-    model = make_model(num_hidden_layers=1, num_nextn_predict_layers=1).to(torch.bfloat16 if kernels else torch.float64)
-    options = {"decoding": mode, "max_new_tokens": 9, "eos_token_id": None, "graphs": True, "kernels": kernels or None}
-    for _ in range(2):
-        generate(model, PROMPTS[:1], **options)
-    assert tapes.replays > 0
-    with torch.no_grad():
-        model.lm_head.weight[7] = NAN
-    rejected(lambda: generate(model, PROMPTS[:1], **options), "row 0 has no token with a finite score at position", "lm_head")
-
-
-@pytest.mark.parametrize("options", HEAD_MODES, ids=str)
+@pytest.mark.parametrize("options", [{"decoding": "mrp_direct"}, *REMASKS], ids=str)
 def test_a_broken_head(options: dict[str, Any]) -> None:
     """Where the head has a say in the text its NaN is an error; drafts are worth nothing then, and the text is the same."""
     model = make_model()
@@ -151,25 +111,23 @@ def test_a_shortlist_of_which_nothing_may_be_picked() -> None:
 class KeepsTheTop(LogitsProcessor):
     """Bars all but the likeliest tokens, as a truncation does: what the head makes of a token may be nothing at all."""
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.masked_fill(scores < scores.amax(-1, keepdim=True), -INF)
 
 
-@pytest.mark.parametrize("options", HEAD_MODES[1:], ids=str)
+@pytest.mark.parametrize("options", REMASKS, ids=str)
 def test_reveals_that_the_head_rules_out_come_to_an_end(random_model: MRPForCausalLM, options: dict[str, Any]) -> None:
     """Of several such one is kept, at least, so that every step reveals something."""
-    tops = LogitsProcessorList([KeepsTheTop()])
-    out = generate(random_model, PROMPTS, max_new_tokens=9, logits_processor=tops, confidence_threshold=0.5, **options)
-    assert (out.reveal_step >= 0).all()
+    given = {"max_new_tokens": 9, "logits_processor": [KeepsTheTop()], "confidence_threshold": 0.5, **options}
+    assert (generate(random_model, PROMPTS, **given).reveal_step >= 0).all()
 
 
-@pytest.mark.parametrize("mode", ["mrp_spec"])
-def test_a_cache_is_as_good_as_before(mode: str) -> None:
+def test_a_cache_is_as_good_as_before() -> None:
     """What is not finite in it does not reach the next call: a masked slot enters attention with a weight of 0."""
     model = make_model()
     with torch.no_grad():
         model.model.embed_tokens.weight[33] = NAN
-    options = {"decoding": mode, "max_new_tokens": 5, "suppress_tokens": [33]}
+    options = {"decoding": "mrp_spec", "max_new_tokens": 5, "suppress_tokens": [33]}
     first = generate(model, PROMPTS[:1], **options)
     cache = copy.deepcopy(first.past_key_values)
     rejected(lambda: generate(model, [[*PROMPTS[0], 33]], past_key_values=cache, **options), "row 0", "embed_tokens")

@@ -1,0 +1,76 @@
+"""An engine of SGLang in which a seeded coin says whether a draft is right: `sglang.launch_server`, for `serving_load` alone.
+
+Drafts of random weights are right never or always; so the time of a published acceptance is measured by forcing it. The
+networks compute what they would: only what they say of a draft is overwritten before it is accepted or not. The engine's
+processes are spawned, and import this module again.
+"""
+
+import os
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import mrp_serving.rounds
+from mrp_serving.rounds import EngineDecoder
+
+from modeling_mrp.rules.draft import Node
+from modeling_mrp.rules.state import Frontier, Row, Scores, State
+
+ACCEPTANCE = "MRP_FORCED_ACCEPTANCE"  # the variable that holds the chance of a draft
+SURE = 1e6  # log-odds above all others
+
+
+def followed(state: State, drafted: State, mask_id: int) -> int | None:
+    """Find the column whose reveal makes a drafted state out of another; None if no single one does."""
+    if state.start != drafted.start:
+        return None
+    changed = [column for column, ids in enumerate(zip(state.ids, drafted.ids, strict=True)) if ids[0] != ids[1]]
+    return changed[0] if len(changed) == 1 and state.ids[changed[0]] == mask_id else None
+
+
+def force(nodes: Sequence[Node], scores: Sequence[Scores], mask_id: int, chance: float, coin: random.Random) -> None:
+    """Overwrite what was said at the states of a chain, so that each draft is right with a chance, and none behind a wrong one.
+
+    Args:
+        nodes: The states of a row, its own first.
+        scores: What the backbone said at each.
+        mask_id: The mask's id.
+        chance: That a draft is right.
+        coin: Draws.
+    """
+    at = 0
+    for place in range(1, len(nodes)):
+        drafted = nodes[place]
+        column = followed(nodes[at].state, drafted.state, mask_id) if drafted.parent < 0 else None
+        if column is None:
+            continue
+        token, right = drafted.state.ids[column], coin.random() < chance
+        scores[at].odds[column] = SURE
+        scores[at].token[column] = token if right else next(other for other in (1, 2, 3) if other not in (token, mask_id))
+        if not right:
+            return
+        at = place
+
+
+class ForcedDecoder(EngineDecoder):
+    """Accepts drafts by a coin."""
+
+    coin = random.Random(0)
+
+    def accept(
+        self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], scores: Sequence[Sequence[Scores]], drafted: bool
+    ) -> list[Frontier | None]:
+        """See `Decoder.accept`."""
+        for row, nodes, said in zip(rows, drafts, scores, strict=True):
+            force(nodes, said, row.mask_id, float(os.environ[ACCEPTANCE]), self.coin)
+        return super().accept(rows, drafts, scores, drafted)
+
+
+if ACCEPTANCE in os.environ:  # in the engine's processes
+    module: Any = mrp_serving.rounds
+    module.EngineDecoder = ForcedDecoder
+
+if __name__ == "__main__":
+    import runpy
+
+    runpy.run_module("sglang.launch_server", run_name="__main__")

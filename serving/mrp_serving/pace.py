@@ -1,0 +1,69 @@
+"""The amount of drafting on an engine: where several processes share a model, the first one's clock decides for all."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from modeling_mrp.generate.budget import Amount, Auto, Budget, Fixed, budget_of
+from modeling_mrp.generate.loop import Mode
+from modeling_mrp.rules.state import Row
+
+# Gives each process the numbers of the first.
+Share = Callable[[list[int]], list[int]]
+
+
+class Led:
+    """The amounts that the first of several processes chooses.
+
+    Args:
+        budget: Chooses, and learns, by the clock of this process.
+        share: Gives each process the numbers of the first.
+    """
+
+    def __init__(self, budget: Budget, share: Share) -> None:
+        self.budget, self.share = budget, share
+
+    def choose(self, rows: Sequence[Row]) -> Amount:
+        """See `Budget`."""
+        own = self.budget.choose(rows)
+        states, passes, narrow = self.share([own.states, own.passes, int(own.narrow)])
+        return Amount(states, passes, bool(narrow))
+
+    def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
+        """See `Budget`."""
+        self.budget.learn(amount, rows, steps, seconds)
+
+
+def pace_of(model: Any, mode: Mode, share: Share | None) -> Budget:
+    """Make what chooses how much the rounds of an engine draft.
+
+    Args:
+        model: The engine's.
+        mode: What is decoded.
+        share: Gives each process the numbers of the first; None: this one is alone.
+    """
+    drafting = mode.drafting
+    if drafting is None:
+        return Fixed(Amount())
+    if drafting.paced and not torch.are_deterministic_algorithms_enabled():
+        by_clock = Auto(drafting.states, drafting.passes, records=False)  # the engine recorded its graphs as it started
+        return by_clock if share is None else Led(by_clock, share)
+    return budget_of(model, mode, drafting.states, drafting.passes, drafting.paced)
+
+
+def share_in(group: Any) -> Share | None:
+    """Make what gives each process of a group on the host the numbers of its first; None where there is one process."""
+    if dist.get_world_size(group) == 1:
+        return None
+
+    def share(numbers: list[int]) -> list[int]:
+        given = torch.tensor(numbers)
+        dist.broadcast(given, group=group, group_src=0)
+        return [int(number) for number in given]
+
+    return share
+
+
+__all__ = ["Led", "Share", "pace_of", "share_in"]

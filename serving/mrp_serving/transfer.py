@@ -1,0 +1,57 @@
+"""Numbers for a device, laid out on the host and sent in one copy."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_WORD = 8  # bytes: parts begin where numbers of every type may
+
+
+@dataclass(frozen=True)
+class Part:
+    """Whole numbers that a device is to have.
+
+    Attributes:
+        numbers: They, [n].
+        dtype: Of the tensor that is made of them: int32 or int64.
+    """
+
+    numbers: Sequence[int] | np.ndarray
+    dtype: torch.dtype = torch.long
+
+
+def sent(parts: Mapping[str, Part], device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Send some vectors of whole numbers to a device in one copy.
+
+    Args:
+        parts: They, by name.
+        device: Where to.
+
+    Returns:
+        Views of the one tensor there, by name, and of the one on the host that it was copied from.
+
+    Raises:
+        TypeError: for numbers that are neither int32 nor int64.
+    """
+    begins, words = dict[str, int](), 0
+    for name, part in parts.items():
+        if part.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} would be {part.dtype}: send whole numbers as int32 or int64")
+        begins[name] = words
+        words += -(-len(part.numbers) * part.dtype.itemsize // _WORD)
+    buffer = np.empty(words, np.int64)
+    for name, part in parts.items():
+        kind = np.int32 if part.dtype == torch.int32 else np.int64
+        buffer[begins[name] :].view(kind)[: len(part.numbers)] = part.numbers
+    host = torch.from_numpy(buffer)
+
+    def views(whole: Tensor) -> dict[str, Tensor]:
+        return {name: whole[begins[name] :].view(part.dtype)[: len(part.numbers)] for name, part in parts.items()}
+
+    return views(host.to(device, non_blocking=True)), views(host)
+
+
+__all__ = ["Part", "sent"]

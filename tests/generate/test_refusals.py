@@ -1,0 +1,381 @@
+"""Whatever `generate`, a forward, `score` or a config cannot follow is refused before the backbone runs, by an error that names
+the value and the remedy. Values of options follow from their declarations; the rest is one table."""
+
+import re
+import reprlib
+from collections.abc import Callable
+from operator import ge, gt, le, lt
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_model
+from refusals import EMBEDS, PAIR, PROMPT, ForwardRan, guarded, headless, model, rejected
+from torch import Tensor
+from transformers import BatchEncoding, GenerationConfig
+from transformers.generation import WatermarkingConfig
+from transformers.generation.streamers import BaseStreamer
+
+from modeling_mrp import MRPConfig, MRPForCausalLM, MRPGenerationConfig
+from modeling_mrp.generate.option_table import CHECKED, DECODINGS, OF_SAMPLING, OPTIONS, REMASK_RULES, UNSUPPORTED, Option
+
+__all__ = ["headless", "model"]  # fixtures
+
+NAN, INF = float("nan"), float("inf")
+NUMBERS = [-1, -1e-9, 0, 1e-9, 0.5, 0.99, 1, 1.0, 1.1, 2.5, 4, 5, 256, 257, 65_535, 65_536, (1 << 62) - 1, 1 << 62, NAN]
+OTHERS = [True, False, "", "x", "3", "auto", "Static", *DECODINGS, *REMASK_RULES, {}, [], (0,), ["x"], [True], [-1]]
+OTHERS.append(np.int64(4))
+HUGE = [1 << 63, -(1 << 63), 10**5000]
+DECLARED = (*OPTIONS, *CHECKED, *OF_SAMPLING)
+IDS = ("eos_token_id", "pad_token_id", "suppress_tokens")
+
+
+def accepts(call: Callable[[], Any]) -> None:
+    """The call comes to the backbone."""
+    with pytest.raises(ForwardRan):
+        call()
+
+
+# ------------------------------------------------------------------------------------------------ declared options
+
+
+def said_to_be_allowed(value: Any, remedy: str) -> bool:
+    """Whether the words of a declaration allow a value."""
+    if isinstance(value, bool):
+        return "True" in remedy
+    if isinstance(value, str):
+        return repr(value) in remedy or value in re.findall(r"\w+", remedy.partition("choose one of ")[2])
+    if isinstance(value, list) and "or a list" in remedy:
+        return all(type(one) is int and said_to_be_allowed(one, remedy) for one in value)
+    ranges = {r"(\d+)(?: \(off\))? or more": ge, r"from (\d+) to": ge, "(?:positive|above) (?:number|0)": gt}
+    ranges |= {r"\d to (?:\D*\()?(\d+)": le, r"(\d+) \(off\) at most": le, r"below (?:2\*\*)?(\d+)": lt}
+    found = [(holds, match) for pattern, holds in ranges.items() if (match := re.search(pattern, remedy))]
+    if not found or type(value) not in ((int,) if "an int" in remedy else (int, float)):
+        return False
+    bounds = [(holds, int(match[1]) if match.groups() else 0) for holds, match in found]
+    return all(holds(value, 1 << 62 if bound == 62 else bound) for holds, bound in bounds)
+
+
+@pytest.mark.parametrize("option", [one for one in DECLARED if one.name not in IDS], ids=lambda one: one.name)
+def test_values_of_an_option(option: Option) -> None:
+    """What passes is what the declaration says in words, and the error says that, the value, and its type if that is wrong."""
+    remedy = option.remedy.replace("{block_size}", "block_size (4)")
+    option.check(None if option.default is None else option.default, 4)
+    allowed = [said_to_be_allowed(value, remedy) for value in [*NUMBERS, *OTHERS]]
+    assert 0 < sum(allowed) < len(allowed)
+    for value, fine in zip([*NUMBERS, *OTHERS], allowed, strict=True):
+        if fine:
+            option.check(value, 4)
+        else:
+            said = f"^{option.name} is {re.escape(repr(value))}(, of type {type(value).__name__})?: {re.escape(remedy)}$"
+            rejected(lambda value=value: option.check(value, 4), said, "")
+    for value in HUGE:
+        rejected(lambda value=value: option.check(value, 4), rf"^{option.name} is -?2\*\*\d+ or more", re.escape(remedy))
+
+
+@pytest.mark.parametrize("way", ["argument", "dict", "MRPGenerationConfig", "GenerationConfig", "model.generation_config"])
+def test_every_way_of_giving_options_is_checked(model: MRPForCausalLM, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def generate(**options: Any) -> Any:
+        options = {"max_new_tokens": 4, **options}
+        if way == "argument":
+            return model.generate(PROMPT, **options)
+        config: Any = MRPGenerationConfig() if way == "MRPGenerationConfig" else GenerationConfig()
+        for name, value in options.items():
+            setattr(config, name, value)
+        config = options if way == "dict" else config
+        if way == "model.generation_config":
+            monkeypatch.setattr(model, "generation_config", config)
+            return model.generate(PROMPT)
+        return model.generate(PROMPT, generation_config=config)
+
+    for option in DECLARED:
+        rejected(lambda option=option: generate(**{"do_sample": True, option.name: {}}), f"^{option.name} is {{}}", "")
+    rejected(lambda: generate(num_beams=2), "num_beams=2 is not supported", "Leave num_beams unset")
+    rejected(lambda: generate(seed=[1, 2, 3]), "3 values for 1 rows", "one per row")
+    rejected(lambda: generate(denoising_steps=5), "denoising_steps is 5", r"an int from 1 to block_size \(4\)")
+    accepts(lambda: generate(**{option.name: None for option in DECLARED if option.name != "max_new_tokens"}))
+    if way != "model.generation_config":
+        rejected(lambda: generate(decodng="static"), r"decodng \(did you mean decoding\?\)", "[Cc]heck the")
+
+
+def test_fields_of_the_models_own_config_without_effect(
+    model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may come from a file that somebody else wrote: a warning, once, and none for what transformers leaves there."""
+
+    def warned() -> str:
+        caplog.clear()
+        accepts(lambda: model.generate(PROMPT, max_new_tokens=4))
+        return " ".join(record.getMessage() for record in caplog.records if "have no effect" in record.getMessage())
+
+    monkeypatch.setattr(model, "generation_config", GenerationConfig.from_model_config(model.config))
+    assert warned() == ""
+    model.generation_config.decodng, model.generation_config.made_by = "static", "hand"
+    assert "no effect: decodng (did you mean decoding?), made_by" in warned()
+    assert warned() == ""
+
+
+def test_options_that_have_no_meaning_here(model: MRPForCausalLM) -> None:
+    """Each with the reason of its own; what switches them off is allowed."""
+    values = {"cache_implementation": "static", "watermarking_config": WatermarkingConfig()}
+    for name, (off, why) in UNSUPPORTED.items():
+        value = values.get(name, 3)
+        said = f"^{name}={re.escape(reprlib.repr(value))} is not supported: {re.escape(why)}"
+        rejected(lambda: model.generate(PROMPT, max_new_tokens=4, **{name: value}), said, f"Leave {name} unset")  # noqa: B023
+        accepts(lambda: model.generate(PROMPT, max_new_tokens=4, **{name: off}))  # noqa: B023
+
+
+@pytest.mark.parametrize("mode", DECODINGS)
+def test_modes_that_need_a_head(headless: MRPForCausalLM, mode: str) -> None:
+    def call() -> Any:
+        return headless.generate(PROMPT, decoding=mode, max_new_tokens=4)
+
+    if mode.startswith("mrp_"):
+        rejected(call, f"decoding='{mode}'", "load one .*'self_spec'")
+    else:
+        accepts(call)
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+ALONE = "no effect with labels, whose pass packs .* of input_ids with a mask and positions of its own"
+NAMED: dict[str, Any] = {"position_ids": torch.arange(5)[None], "inputs_embeds": EMBEDS, "logits_to_keep": torch.tensor([0])}
+NAMED |= {"use_cache": True, "output_hidden_states": True, "output_attentions": True, "cache_position": torch.arange(5)}
+MASKS = torch.full((1, 6), 60)
+STREAMERS = [BaseStreamer(), BaseStreamer()]
+# Of what is called, by argument: values, with what is said of them; a dict gives several arguments.
+REFUSED: dict[tuple[str, str], list[tuple[Any, str]]] = {
+    ("generate", "spelling"): [
+        ({"confidence_treshold": 0.5}, r"\(did you mean confidence_threshold\?\): not used.*Check the spelling"),
+        ({"generation_config": "greedy"}, "generation_config is.*pass a Gener"),
+        ({"generation_config": [("top_k", 3)]}, "generation_config is.*pass a Gener"),
+        ({"generation_config": {3: 4}}, "unknown fields: 3. Check their spelling"),
+        ({"mrp_steps": 2.0}, "^mrp_steps is 2.0, of type float: it must be an int"),
+        ({"do_sample": True, "temperature": INF}, "^temperature is inf: it must be"),
+        ({"repetition_penalty": INF}, "^repetition_penalty is inf: it must be"),
+    ],
+    ("generate", "inputs_embeds"): [(EMBEDS, "inputs_embeds=.* is not supported: pass .* as input_ids")],
+    ("generate", "attention_mask"): [
+        ([[1] * 5], "attention_mask is list.*tensor of 0 and 1"),
+        *((torch.tensor([[1, 1, 1, 1, odd]]), f"holds {odd}.*1 at tokens and 0") for odd in (0.5, -1, NAN)),
+        *((torch.ones(shape), "for input_ids of .*same shape") for shape in ((1, 1, 5, 5), (1, 6), (2, 5), (5,))),
+        (torch.zeros(1, 5), "row 0 has no token.*drop the row"),
+        *((torch.tensor([row]), "row 0 has holes.*contiguous") for row in ([1, 0, 1, 1, 1], [0, 1, 0, 0, 1])),
+    ],
+    ("generate", "infill_ids"): [
+        (PROMPT.float(), r"infill_ids are torch.float32.*\[rows, n\] tensor of ids, torch\.long"),
+        ([[7]], r"infill_ids are a list.*\[rows, n\] tensor"),
+        *((given, r"for 1 prompts: pass \[1, n\], with a token") for given in (PAIR, PROMPT[0], PAIR[:, :1], PROMPT[:, :0])),
+        *((torch.tensor([[7, odd]]), f"infill_ids hold the id {odd}, outside the vocabulary of 64") for odd in (64, -100)),
+        (torch.tensor([[9] * 5]), "infill_ids hold 5 tokens a row.*leaves room for 4: raise it"),
+        ({"infill_ids": MASKS, "max_new_tokens": None, "max_length": 10}, "hold 6 tokens a row.*room for 5: raise it"),
+        ({"infill_ids": MASKS.repeat(1, 100), "max_new_tokens": None}, "make 605, which exceeds.*shorten"),
+    ],
+    ("generate", "streamer"): [
+        *((given, "must have put and end") for given in ("stdout", print, [BaseStreamer(), None])),
+        (STREAMERS, "the batch has 1, and streamer holds 2.*a list of 1"),
+        ([], "streamer holds 0.*a list of 1"),
+        ({"input_ids": PAIR, "streamer": STREAMERS[:1] * 2}, "batch has 2, and streamer holds 1: pass a list of 2 different"),
+        ({"num_return_sequences": 2, "do_sample": True, "streamer": STREAMERS[0]}, "the batch has 2.*one prompt at a time"),
+    ],
+    ("generate", "seed"): [
+        ({"input_ids": PAIR, "do_sample": True, "seed": [1]}, "1 values for 2 rows: give one per row"),
+        ({"input_ids": PAIR, "do_sample": True, "seed": [1, 2], "num_return_sequences": 2}, "2 values for 4 rows"),
+    ],
+    ("generate", "eos_token_id"): [
+        (64, "eos_token_id holds 64, outside the vocabulary of 64.*inside"),
+        ([3, -1], "eos_token_id holds -1, outside"),
+        ([9, 60], "eos_token_id holds the mask id 60"),
+    ],
+    ("generate", "pad_token_id"): [(64, "pad_token_id holds 64, outside"), ([3], r"^pad_token_id is \[3\]")],
+    ("generate", "bad_words_ids"): [([[3], [4, 64]], "bad_words_ids or sequence_bias hold the id 64, outside.*tokenizer")],
+    ("generate", "sequence_bias"): [({"sequence_bias": {(3, 99): 1.0}}, "bad_words_ids or sequence_bias hold the id 99")],
+    ("generate", "kernels"): [(True, "kernels is True, but .* no kernels for torch.float64.*load the model in bfloat16")],
+    ("generate", "graphs"): [(True, "graphs is True, but the model is on cpu: move it to a CUDA device, or leave graphs")],
+    ("generate", "stop_strings"): [
+        ("x", "stop_strings='x' need the tokenizer: pass tokenizer="),
+        ({"stop_strings": "a", "tokenizer": "gpt2"}, "and tokenizer is 'gpt2': pass tokenizer="),
+        *((given, "stop_strings is .*none of them empty") for given in (5, [], ["a", ""])),
+    ],
+    ("generate", "logits_processor"): [
+        (given, "logits_processor is .*pass a list") for given in (lambda ids, scores: scores, ["top"])
+    ],
+    ("generate", "stopping_criteria"): [(lambda ids, scores: True, "stopping_criteria is <function.*pass a list")],
+    ("generate", "max_length"): [
+        ({"max_new_tokens": None, "max_length": 5}, "is 5, but `max_length` is set to 5.*increasing `max_length`"),
+        ({"max_new_tokens": 600}, "600 new ones .*lower max_new_tokens"),
+    ],
+    ("generate", "input_ids"): [
+        (None, r"input_ids are a NoneType: pass a \[rows, n\] tensor"),
+        *((torch.ones(s, dtype=torch.long), "with a token or more in each") for s in ((0, 3), (2, 0), (1, 2, 3))),
+        (PROMPT[0], r"shape \[5\].* For one row pass input_ids\[None\]"),
+        (PROMPT.float(), r"input_ids are torch.float32: pass a \[rows, n\] tensor of ids, torch\.long$"),
+        (PROMPT.tolist(), "input_ids are a list"),
+        (BatchEncoding({"input_ids": PROMPT}), r"input_ids are a BatchEncoding.*pass \*\*inputs"),
+        *((torch.tensor([[1, token, 3]]), f"id {token}, outside the vocabulary of 64.*tokenizer") for token in (64, -1)),
+        *((torch.tensor([[1, 2, 3], row]), "mask id 60.*infill_ids") for row in ([60, 1, 2], [1, 2, 60])),
+        (torch.tensor([[5, 0, 7]]), "row 0 has holes.*contiguous"),  # the mask that transformers infers of padding
+        (torch.tensor([[0, 0, 0], [1, 2, 3]]), "row 0 has no token.*drop"),
+    ],
+    ("forward", "input_ids"): [(None, "neither input_ids nor inputs_embeds: pass one of them")],
+    ("forward", "attention_mask"): [
+        (torch.ones(shape), rf"has shape \[{shape[0]}, {shape[1]}\].*pass \[1, 5\]") for shape in ((1, 4), (2, 5))
+    ],
+    ("forward", "noise"): [
+        ({"noise_level": torch.ones(1)}, "^noise_level: no effect without labels.*Pass them too"),
+        ({"noise_mask": PROMPT > 0}, "^noise_mask: no effect without labels"),
+        ({"attention_masks": 5}, "no argument attention_masks: check the spelling"),
+    ],
+    ("loss", "labels"): [
+        ({"input_ids": None, "inputs_embeds": EMBEDS}, ALONE),
+        ({"attention_mask": torch.ones(1, 1, 5, 5)}, ALONE),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}, "has holes.*contiguous, .* one side"),
+        ({"attention_mask": torch.ones(1, 4)}, r"attention_mask.*\[1, 5\]"),
+        *(({name: value}, f"^{name}: no effect with labels.*Leave out either") for name, value in NAMED.items()),
+        ({"logits_to_keep": 1}, "^logits_to_keep: no effect with labels"),
+        ({"junk": 5}, "no argument junk"),
+        *(({"noise_level": torch.tensor([v])}, r"noise_level is \[.*\]: levels are above 0") for v in (0.0, 1.01, NAN)),
+        ({"noise_level": torch.ones(2)}, r"noise_level has shape \[2\]: .* must be \[1\]"),
+        ({"noise_mask": torch.ones(1, 4).bool()}, r"noise_mask has shape \[1, 4\]: .* must be \[1, 5\]"),
+    ],
+    ("score", "input_ids"): [
+        (torch.tensor([[1, 60]]), "mask id 60.*call the model"),
+        (torch.tensor([[1, 64]]), "hold the id 64, outside the vocabulary of 64.*tokenizer"),
+        (torch.ones(1, 40_000, dtype=torch.long), "40000.*max_position_embeddings.*shorten"),
+    ],
+    ("score", "attention_mask"): [(torch.tensor([[1, 0, 1, 1, 1]]), "row 0 has holes.*contiguous")],
+    ("score", "labels"): [
+        (PROMPT.roll(-1, 1), "labels hold 2 at row 0, column 0, and input_ids 1.*without a shift"),
+        (PAIR, r"labels are \[2, 3\] for input_ids of \[1, 5\].*same shape"),
+    ],
+    ("score", "order"): [
+        ("static", "order is 'static'.*'sampled'"),
+        ({"samples": 3}, "samples=3.*order='sampled'"),
+        ({"seed": 3}, "seed=3.*order='sampled'"),
+        ({"order": "sampled", "samples": 0}, "samples is 0.*at least 1"),
+        ({"order": "sampled", "seed": [1, 2]}, r"seed is \[1, 2\].*integer"),
+        ({"temperature": 0.0}, "temperature is 0.0.*above 0"),
+        ({"tokens_per_forward": 0}, "tokens_per_forward is 0.*at least 1"),
+    ],
+}
+ALWAYS: dict[str, dict[str, Any]] = {"generate": {"max_new_tokens": 4, "pad_token_id": 0}, "loss": {"labels": PROMPT}}
+
+
+@pytest.mark.parametrize(("called", "name"), REFUSED)
+def test_arguments_that_cannot_be_used(model: MRPForCausalLM, called: str, name: str) -> None:
+    method: Any = {"generate": model.generate, "score": model.score}.get(called, model)
+    for value, said in REFUSED[called, name]:
+        given = {"input_ids": PROMPT, **ALWAYS.get(called, {}), **(value if type(value) is dict else {name: value})}
+        rejected(lambda given=given: method(**given), f"(?s){said}", "")
+
+
+ACCEPTED: dict[str, list[dict[str, Any]]] = {
+    "generate": [
+        {"input_ids": PROMPT.int()},
+        *({"eos_token_id": ids} for ids in (2, [0, 63], (2, 3), np.int64(2), torch.tensor(2), torch.tensor([2, 3]))),
+        {"generation_config": {"max_new_tokens": 600, "decoding": "mrp_spec"}},  # arguments go before it
+        *({"use_cache": use} for use in (True, False)),  # a Trainer leaves it so in the config of what it saves
+        *(
+            {"input_ids": PROMPT.repeat(2, 1), "attention_mask": torch.tensor([mask, [1] * 5]).to(kind)}
+            for mask in ([0, 1, 1, 1, 0], [0, 0, 0, 0, 1], [1, 0, 0, 0, 0])
+            for kind in (torch.float, torch.bool)
+        ),
+        *(  # padding that holds anything
+            {"input_ids": torch.tensor([[padding, 2, 3], [4, 5, 6]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
+            for padding in (60, 64, -1)
+        ),
+    ],
+    "forward": [
+        {"use_cache": False, "output_attentions": None, "output_hidden_states": None, "return_dict": None},  # as peft calls
+        {"return_dict": True, "output_attentions": False, "output_hidden_states": False},
+    ],
+    "loss": [
+        {"num_items_in_batch": 3, "use_cache": None, "position_ids": None, "logits_to_keep": 0, "junk": None},
+        {"noise_level": torch.ones(1), "noise_mask": PROMPT > 0},
+    ],
+}
+
+
+@pytest.mark.parametrize("called", ACCEPTED)
+def test_arguments_that_are_as_good(model: MRPForCausalLM, called: str) -> None:
+    method: Any = model.generate if called == "generate" else model
+    for given in ACCEPTED[called]:
+        accepts(lambda given=given: method(**{"input_ids": PROMPT, **ALWAYS.get(called, {}), **given}))
+
+
+def test_a_bias_on_several_tokens_needs_all_before_its_last(model: MRPForCausalLM) -> None:
+    bias = {"sequence_bias": [[[3], 2.0], [[3, 9], 1.0]], "max_new_tokens": 4}
+    for order in ({"decoding": "sequential"}, {"decoding": "mrp_spec", "target": "sequential"}):
+        accepts(lambda order=order: model.generate(PROMPT, **bias, **order))
+    others: list[dict[str, Any]] = [{"decoding": "sequential", "denoising_steps": 2}, {"decoding": "self_spec"}]
+    for order in [*others, *({"decoding": mode} for mode in DECODINGS if mode != "sequential")]:
+        rejected(lambda order=order: model.generate(PROMPT, **bias, **order), r"\[3, 9\], of several tokens", "'sequential'")
+        accepts(lambda order=order: model.generate(PROMPT, bad_words_ids=[[3, 9]], max_new_tokens=4, **order))
+
+
+@pytest.mark.parametrize("length", [5, 15, 16, 17])
+def test_room_for_the_text(length: int) -> None:
+    """16 positions; padding takes none."""
+    short, new = guarded(make_model(max_position_embeddings=16)), max(1, 17 - length)
+    ids = torch.cat([torch.zeros(1, 30, dtype=torch.long), torch.ones(1, length, dtype=torch.long)], 1)
+    mask = (ids != 0).long()
+    said = f"prompt of {length} tokens and {new} new ones .*max_position_embeddings=16"
+    rejected(lambda: short.generate(ids, attention_mask=mask, max_new_tokens=new), said, "shorten the prompt or lower")
+    if length < 16:
+        accepts(lambda: short.generate(ids, attention_mask=mask, max_new_tokens=new - 1))
+        short.generation_config.max_length = 17
+        rejected(lambda: short.generate(ids[:, 30:]), "max_position_embeddings=16", "lower .*max_length")
+
+
+# What a user's function returns, and how it is called in the error.
+BAD_ANSWERS: list[tuple[str, Any, str]] = [
+    ("logits_processor", None, "processor Wrong returned a NoneType"),
+    ("logits_processor", torch.zeros(3), r"processor Wrong returned torch.float32 of \[3\]"),
+    ("logits_processor", torch.zeros(4, 64, dtype=torch.long), r"processor Wrong returned torch.int64 of \[4, 64\]"),
+    ("stopping_criteria", None, "criterion Wrong returned None"),
+    ("stopping_criteria", 1.0, "criterion Wrong returned 1.0"),
+    ("stopping_criteria", torch.ones(3, dtype=torch.bool), r"criterion Wrong returned tensor\(.*2 rows"),
+]
+
+
+@pytest.mark.parametrize(("name", "answer", "said"), BAD_ANSWERS)
+def test_functions_that_return_the_wrong_thing(random_model: MRPForCausalLM, name: str, answer: Any, said: str) -> None:
+    """The one error that names the user's own; it comes when that is first asked."""
+
+    class Wrong:
+        def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Any:
+            return answer
+
+    rejected(lambda: random_model.generate(PAIR, max_new_tokens=4, **{name: [Wrong()]}), said, "it must return")
+
+
+# ------------------------------------------------------------------------------------------------ configs and models
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "mask_token_id": 60}
+CONFIGS: dict[str, tuple[list[Any], str]] = {
+    "block_size": ([0, -4, 2.5, "x"], "at least 1|an int"),
+    "mask_token_id": ([64, 1000, -1, None], "the id of the tokenizer's mask token"),
+    "num_nextn_predict_layers": ([-1, 1.5], "0: no head"),
+    "num_mrp_heads": ([2], "at most 1: one head serves every draft depth"),
+    "layer_types": ([["sliding_attention", "full_attention"]], "needs 'full_attention' in each of the 2 layers"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configuration(name: str) -> None:
+    for value in CONFIGS[name][0]:
+        said = f"{name} is {re.escape(repr(value))}"
+        rejected(lambda value=value: MRPConfig(**{**SMALL, name: value}), said, CONFIGS[name][1])
+
+
+def test_caches_and_heads(model: MRPForCausalLM, headless: MRPForCausalLM) -> None:
+    cache = model.block_cache(1, 8, 8, with_head=False)
+    rejected(lambda: model(PROMPT, past_key_values=cache), "are a BlockCache, which only generate", "DynamicCache")
+    rejected(lambda: model(PROMPT, labels=PROMPT, past_key_values=cache), ALONE, "")
+    rejected(lambda: model.block_cache(1, 10, 8, with_head=True), "capacity is 10", "a multiple of the block size, 4")
+    rejected(lambda: headless.block_cache(1, 8, 8, with_head=True), "no MRP head", "pass with_head=False")
+    call = (PROMPT, EMBEDS, torch.arange(5)[None], torch.ones(1, 1, 5, 5, dtype=torch.bool))
+    rejected(lambda: headless.residual(*call), "num_nextn_predict_layers is 0", "load one .* or train a head")
+    rejected(lambda: guarded(make_model().train()).score(PAIR), "training mode", r"model.eval\(\)")

@@ -1,0 +1,305 @@
+"""Families of published models, and that of docs/own_backbone.md: each is asked the same."""
+
+import json
+import logging
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, make_model
+from families import FAMILIES, LLADA2_TWIN, SDAR_MOE, Twin, loaded, slow_decode, twin_of
+from fresh import Fresh
+from helpers import close, generate, left_padded, same_tensors
+from mrp_trainer.data.samples import Sample
+from mrp_trainer.heads import new_head
+from mrp_trainer.publish.card import render_card
+from mrp_trainer.train.arguments import MRPTrainingArguments
+from mrp_trainer.train.packed import PackedBatch
+from mrp_trainer.train.trainer import MRPTrainer
+from published import backbone_config, random_tensors, write
+
+from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp.generate import generation
+from modeling_mrp.generate.budget import Amount
+from modeling_mrp.model.families import registry
+from modeling_mrp.model.layouts import StoredTensor
+from tests.random_cases import dampened
+
+PROMPTS = [[15, 17, 80, 3, 44, 9], [8], [7, 7, 21, 90], [33, 2, 60, 61, 62, 63, 64, 65], [12, 13, 14]]
+MODES = [
+    {"decoding": decoding, "target": target, "num_draft_states": 4}
+    for decoding in ("self_spec", "mrp_spec")
+    for target in ("static", "sequential", "dynamic", "entropy_bound")
+]
+LIVELY = {"confidence_threshold": 0.05, "entropy_threshold": 5.0}
+TWINS = [("sdar", 8), ("sdar", 32), *((name, size) for name in ("sdar_moe", "llada2_moe", "fast_dllm_v2") for size in (4, 32))]
+TWINS += [("stable_diffcoder", None), ("my_llama", None)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _page_family() -> Any:
+    """The page's class, registered for as long as these tests take."""
+    blocks = (ROOT / "docs/own_backbone.md").read_text().split("```python\n")[1:]
+    code = next(block.split("```")[0] for block in blocks if "@family" in block)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_FAMILIES", dict(registry.families()))
+        exec(code[: code.index("\nmodel =")], {"tok": SimpleNamespace(mask_token_id=5)})
+        yield
+
+
+@pytest.fixture(scope="module", params=TWINS, ids=lambda twin: f"{twin[0]}-{twin[1]}")
+def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    return twin_of(*request.param, tmp_path_factory.mktemp(request.param[0]))
+
+
+@torch.no_grad()
+def test_undrafted_text_is_that_of_the_slow_model(twin: Twin) -> None:
+    """And its logits, up to what transformers' norms, rotation and router compute in float32."""
+    model, block, mask = twin.model, twin.model.config.block_size, twin.model.config.mask_token_id
+    new = 10 if block == 4 else block + 2
+    for rule in ("static", "sequential"):
+        for prompt in PROMPTS[:2]:
+            ids = model.generate(torch.tensor([prompt]), decoding=rule, max_new_tokens=new, eos_token_id=None)
+            assert ids[0, len(prompt) :].tolist() == slow_decode(twin.logits, prompt, new, block, mask, rule), (rule, prompt)
+    ids = [*torch.randint(6, 90, (38,), generator=torch.Generator().manual_seed(0)).tolist(), mask, mask]
+    close(model(torch.tensor([ids])).logits[0, 1:], twin.logits(ids)[1:], 1e-4)
+
+
+def test_drafts_are_lossless(twin: Twin) -> None:
+    """Each drafted mode gives its target's text in fewer forwards, in a ragged batch; and a row's text is the one that it has
+    alone, also where the head changes it. Of long blocks the modes in which most can go wrong."""
+    few, left = twin.model.config.block_size > 8, left_padded(PROMPTS)
+    options = {"max_new_tokens": 36 if few and twin.name == "fast_dllm_v2" else 14, "eos_token_id": None, **LIVELY}
+    for mode in (MODES[2], MODES[5]) if few else MODES:
+        target = generate(twin.model, PROMPTS, decoding=mode["target"], **options)
+        drafted = generate(twin.model, PROMPTS, **mode, **options)
+        assert drafted.sequences.equal(target.sequences), mode
+        assert drafted.stats.row_forwards.sum() <= target.stats.row_forwards.sum(), mode
+    for decoding in ("sequential", "mrp_direct", "mrp_remask"):
+        whole = twin.model.generate(**left, decoding=decoding, **options)[:, left["input_ids"].shape[1] :]
+        for row, prompt in list(zip(whole, PROMPTS, strict=True))[: 1 if few else 3]:
+            alone = twin.model.generate(torch.tensor([prompt]), decoding=decoding, **options)[0, len(prompt) :]
+            assert row.equal(alone), decoding
+
+
+def assert_saved_and_loaded(model: Any, folder: Path) -> None:
+    """A model is saved in our layout, its head by itself, and both are loaded again as they were."""
+    options = {"decoding": "mrp_spec", "target": "static", "max_new_tokens": 12, "num_draft_states": 4}
+    text = model.generate(torch.tensor(PROMPTS[:1]), **options)
+    for name, alone in (("whole", False), ("head", True)):
+        model.save_pretrained(folder / name, head_only=alone)
+        again = MRPForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
+        assert again.config.family == model.config.family
+        assert same_tensors(again, model)
+        assert again.generate(torch.tensor(PROMPTS[:1]), **options).equal(text)
+
+
+@pytest.mark.parametrize("name", ["sdar_moe", "llada2_moe", "fast_dllm_v2", "stable_diffcoder"])
+def test_a_head_is_trained_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    """Two steps of its objective change the head alone."""
+    model = twin_of(name, 4, tmp_path, head_layers=1).model
+    assert_saved_and_loaded(model, tmp_path / "before")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(6, 90, (20,), generator=generator).numpy() for _ in range(4)]
+    rows = [Sample(index, row, np.arange(len(row)) >= 6) for index, row in enumerate(ids)]
+    options: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no", "report_to": []}
+    options |= {"logging_strategy": "no", "use_cpu": True, "disable_tqdm": True, "objective": "mrp", "learning_rate": 1e-3}
+    MRPTrainer(model=model, args=MRPTrainingArguments(str(tmp_path / "run"), **options), train_dataset=rows).train()
+    changed = {name for name, tensor in model.state_dict().items() if not tensor.double().equal(before[name])}
+    assert changed
+    assert all(name.startswith("mrp_head.") for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "billions"),
+    [(name, *published) for name, family in FAMILIES.items() for published in family.published],
+    ids=lambda value: value if isinstance(value, str | float) else "",
+)
+def test_the_published_sizes_have_the_published_tensors(name: str, config: dict[str, Any], billions: float) -> None:
+    shapes, ours = FAMILIES[name].shapes(config), MRPConfig.from_dict(config)
+    MRPForCausalLM.check_tensors(
+        ours, {name: StoredTensor(name, Path("meta"), shape, "BF16") for name, shape in shapes.items()}
+    )
+    with torch.device("meta"):
+        model = MRPForCausalLM(ours)
+    count = sum(torch.Size(shape).numel() for shape in shapes.values())
+    state = {name: tensor for name, tensor in model.state_dict().items() if name in shapes or name != "lm_head.weight"}
+    assert sum(tensor.numel() for tensor in state.values()) == count
+    assert count / 1e9 == pytest.approx(billions, rel=0.004)
+    expected = {"sdar_moe": (4, 151669), "llada2_moe": (32, 156895), "fast_dllm_v2": (32, 151665), "stable_diffcoder": (4, 5)}
+    assert (ours.block_size, ours.mask_token_id) == expected[name]
+    assert ours.head_dim == 128
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.refused])
+def test_a_config_of_no_model(name: str) -> None:
+    for changed, message in FAMILIES[name].refused:
+        with pytest.raises(ValueError, match=message):
+            MRPConfig.from_dict({**FAMILIES[name].twin, **changed})
+
+
+# ------------------------------------------------------------------------------------------------- what is one family's own
+
+# Of the models that are published as SDAR the shape (hidden, intermediate, layers, heads), and block sizes.
+SMALL, MIDDLE, LARGE = (2048, 6144, 28, 16), (2560, 9728, 36, 32), (4096, 12288, 36, 32)
+SDAR: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "JetLM/SDAR-1.7B-Chat": (SMALL, (4, 16)),
+    "JetLM/SDAR-4B-Chat, Gen-Verse/TraDo-4B-Instruct": (MIDDLE, (4, 8, 16, 32, 64)),
+    "JetLM/SDAR-8B-Chat, Gen-Verse/TraDo-8B-Thinking, DiRL-8B-Instruct, TDAR-8B, RCD": (LARGE, (4, 8, 16, 32, 64)),
+}
+
+
+@pytest.mark.parametrize("name", SDAR)
+def test_what_is_published_as_sdar_is_read_by_its_config(name: str) -> None:
+    (hidden, intermediate, layers, heads), blocks = SDAR[name]
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+    for block in blocks:
+        config = MRPConfig.from_dict(backbone_config(**sizes, mask_token_id=151669, block_size=block))
+        assert (config.family, config.block_size, config.mask_token_id) == ("sdar", block, 151669)
+        assert {name: getattr(config, name) for name in sizes} == sizes
+        assert "family" not in config.to_diff_dict()
+
+
+def test_sdar_moe(tmp_path: Path) -> None:
+    """What does not fit is named as it is published; blocks are of four where the config says nothing."""
+    shapes, gone = FAMILIES["sdar_moe"].shapes(SDAR_MOE), "model.layers.1.mlp.experts.3.up_proj.weight"
+    with pytest.raises(ValueError, match=f"missing: {re.escape(gone)}"):
+        loaded(tmp_path / "gone", SDAR_MOE, {name: shape for name, shape in shapes.items() if name != gone}, 0)
+    with pytest.raises(ValueError, match=r"experts.3.up_proj.weight is \[16, 31\], needs \[16, 32\]"):
+        loaded(tmp_path / "shape", SDAR_MOE, {**shapes, gone: (16, 31)}, 0)
+    assert MRPConfig.from_dict({name: value for name, value in SDAR_MOE.items() if name != "block_size"}).block_size == 4
+    with pytest.raises(ValueError, match="families here are"):
+        MRPConfig(family="qwen9")
+    model, _ = loaded(tmp_path / "whole", SDAR_MOE, shapes, 0)
+    with pytest.raises(ValueError, match="layers are Qwen3MoeDecoderLayers and a head's Qwen3DecoderLayers: use 'identity'"):
+        new_head(model, 1, "backbone")
+    with pytest.raises(ValueError, match="tp_plan: a model of the family 'sdar_moe' is not divided over processes: use dev"):
+        MRPForCausalLM.from_pretrained(tmp_path / "whole", tp_plan="auto")
+
+
+def test_llada2(fresh: Fresh, tmp_path: Path) -> None:
+    """From a process without this package: the whole model, and its head, which loads the published checkpoint; its card; and
+    the bias of the router, which stays in float32."""
+    model = twin_of("llada2_moe", 4, tmp_path, head_layers=1).model
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "head", head_only=True)
+    saved = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert (saved["family"], saved["n_group"], saved["rope_parameters"]["partial_rotary_factor"]) == ("llada2_moe", 4, 0.5)
+    options = {"decoding": "mrp_spec", "target": "static", "max_new_tokens": 9}
+    text = model.generate(torch.tensor([[15, 17, 8]]), **options).tolist()
+    script = f"""
+    from transformers import AutoModel
+    for name in ("whole", "head"):
+        model = AutoModel.from_pretrained("{tmp_path}/" + name, trust_remote_code=True, dtype=torch.float64)
+        print(model.config.family, model.generate(torch.tensor([[15, 17, 8]]), **{options}).tolist())
+    """
+    assert fresh(script) == f"llada2_moe {text}\n" * 2
+    card = render_card(tmp_path / "whole", "full", "org/name")
+    assert "A LLaDA2.0 block-diffusion language model with an MRP head." in card.text
+    assert "LLaDA2.0: [arXiv 2512.15745]" in card.text
+    assert "SDAR" not in card.text
+    assert "llada2_moe" in card.data.tags
+    narrow = MRPForCausalLM.from_pretrained(tmp_path / "twin", dtype=torch.bfloat16)
+    assert narrow.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32
+    assert narrow.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("name", "told"), [("LLaDA2.0-mini", False), ("LLaDA2.1-mini", True), ("LLaDA2.2-flash", True)])
+def test_a_version_that_edits_says_that_it_does_not(
+    name: str, told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write(tmp_path / name, LLADA2_TWIN, random_tensors(FAMILIES["llada2_moe"].shapes(LLADA2_TWIN)))
+    with caplog.at_level(logging.WARNING):
+        MRPForCausalLM.from_pretrained(folder)
+    assert ("with editing off" in caplog.text) == told
+
+
+def test_fast_dllm_goes_on_from_its_cache(tmp_path: Path) -> None:
+    """Also at the beginning of a block, whose first token is predicted from what a copy of the cache has kept. A forward with
+    transformers' own cache, which has not, is refused."""
+    model, ids = twin_of("fast_dllm_v2", 4, tmp_path).model, torch.tensor(PROMPTS[:1])
+    options = {"decoding": "mrp_spec", "target": "sequential", "eos_token_id": None, "num_draft_states": 4}
+    for kept in (8, 12, 14):
+        before = model.generate(ids, max_new_tokens=10, return_dict_in_generate=True, **options)
+        prompt = torch.cat([before.sequences[:, :kept], torch.tensor([[7]])[:, : kept % 4]], 1)
+        expected = model.generate(prompt, max_new_tokens=9, **options)
+        again = model.generate(prompt, max_new_tokens=9, past_key_values=before.past_key_values, **options)
+        assert again.equal(expected)
+    cache = model(ids[:, :4], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="the logits of a position come from the one before it"):
+        model(ids[:, 4:], past_key_values=cache)
+
+
+def test_a_loss_of_fast_dllm_is_that_of_the_shifted_logits(tmp_path: Path) -> None:
+    """Every masked position of the noisy copy is predicted from the column before: within a block the noisy one, else the
+    clean one."""
+    twin, length = twin_of("fast_dllm_v2", 4, tmp_path), 10
+    ids = torch.randint(6, 90, (1, length), generator=torch.Generator().manual_seed(3))
+    hidden = torch.zeros(1, length, dtype=torch.bool)
+    hidden[0, [3, 4, 5, 8]] = True
+    with torch.no_grad():
+        loss = twin.model(ids, labels=ids, noise_mask=hidden, noise_level=torch.tensor([0.5])).loss
+    total = 0.0
+    for at in (3, 4, 5, 8):
+        start = at // 4 * 4
+        state = torch.cat([ids[0, :start], torch.where(hidden, 97, ids)[0, start : start + 4]]).tolist()
+        total -= twin.logits(state)[at].log_softmax(-1)[ids[0, at]].item() / 0.5
+    assert loss.item() == pytest.approx(total / length, abs=1e-4)
+    # A sample of 6 tokens in blocks of 4, a noisy copy of it before the clean one, and padding.
+    position = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 0]])
+    view, zeros = torch.tensor([[1] * 6 + [0] * 6 + [-1]]), torch.zeros_like(position)
+    batch = PackedBatch(zeros, zeros, position, view, zeros, zeros.float(), torch.tensor(6))
+    assert batch.before(4).tolist() == [[-1, 0, 1, 2, 9, 4, -1, 6, 7, 8, 9, 10, -1]]
+
+
+def test_rounds_of_unequal_width_of_fast_dllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `auto`: a head pass may ask for all that the round before scored, in order."""
+    numbers = random.Random(0)
+    paced = SimpleNamespace(choose=lambda rows: Amount(numbers.choice((2, 3)), 1), learn=lambda *_: None)
+    monkeypatch.setattr(generation, "budget_of", lambda *_: paced)
+    model = dampened(make_model(69, family="fast_dllm_v2", block_size=8, initializer_range=0.6), 0.3)
+    ids, options = torch.tensor([[35]]), {"max_new_tokens": 31, "eos_token_id": None}
+    drafted = model.generate(ids, decoding="mrp_spec", target="fast_dllm", num_draft_states="auto", **options)
+    assert drafted.equal(model.generate(ids, decoding="fast_dllm", **options))
+
+
+# ------------------------------------------------------------------------------------------------- what looks like one
+
+PLAIN = backbone_config(block_size=4, mask_token_id=97)
+MINERU = {"architectures": ["MinerUDiffusionForConditionalGeneration"], "model_type": "mineru_diffusion", "text_config": PLAIN}
+MINERU |= {"vision_config": {"model_type": "qwen2_vl", "depth": 32}, "image_token_id": 151655}
+GEMMA = {"architectures": ["DiffusionGemmaForBlockDiffusion"], "model_type": "diffusion_gemma", "canvas_length": 256}
+GEMMA |= {"text_config": {"model_type": "diffusion_gemma_text", "num_experts": 128}}
+LFM = {"architectures": ["Lfm2DiffusionForBlockDiffusion"], "model_type": "lfm2_diffusion", "canvas_length": 128}
+LFM |= {"max_denoising_steps": 32, "layer_types": ["conv", "conv", "full_attention"]}
+CAUSAL = "(I-DLM|UNO).*each token of it sees the tokens before it alone"
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    # I-DLM and UNO declare themselves SDAR: `use_regular_causal` is what their code reads, and UNO's may leave it out.
+    "yifanyu/I-DLM-8B": ({**PLAIN, "use_regular_causal": True}, CAUSAL),
+    "I-DLM-32B": (PLAIN, CAUSAL),
+    "uno-qwen3-8B": (PLAIN, CAUSAL),
+    "MinerU-Diffusion-V1-0320-2.5B": (MINERU, "MinerU-Diffusion.*vision tower.*images"),
+    "diffusiongemma-26B-A4B": (GEMMA, "DiffusionGemma.*no mask token.*renoised"),
+    "lfm2-diffusion": (LFM, "LFM2 diffusion.*convolutions"),
+    "unobtrusive": (PLAIN, ""),  # a name that only begins alike
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_looks_like_a_family_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    config, message = OTHERS[name]
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / "config.json").write_text(json.dumps(config))
+    if not message:
+        assert MRPConfig.from_pretrained(tmp_path / name).block_size == 4
+        return
+    for load in (MRPForCausalLM.from_pretrained, MRPForCausalLM.from_backbone, MRPConfig.from_pretrained):
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path / name)

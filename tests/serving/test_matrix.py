@@ -1,0 +1,169 @@
+"""Weights, devices, memory and schedules, each on an engine of its own: texts are those of the embedded checkpoint.
+
+So they are after a restart, too, as each engine is one. `make test-serving TESTS=test_matrix` prints the table, with
+ENGINE=0.5.22 for that version.
+"""
+
+import copy
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from asking import BLOCK, CONCURRENCY, ENVIRONMENT, STATES, Asked, target_of, up_to_eos
+from mrp_trainer.evaluate.decoded import decode_prompts
+from mrp_trainer.publish.convert import convert
+from safetensors.torch import load_file, save_file
+from test_texts import explained
+from torch import Tensor
+
+from benchmarks.common import TINY
+from benchmarks.server import CPU_FLAGS, Measured, Server
+from modeling_mrp import MRPForCausalLM
+
+sglang = pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
+# The engine wants a core named for each device.
+CORES = "|".join(map(str, (sorted(os.sched_getaffinity(0)) * 2)[:2]))
+
+
+def full(folder: Path) -> Path:
+    return TINY
+
+
+def published(folder: Path) -> Path:
+    """A head in the published layout with its backbone, and with code that ends whoever runs it."""
+    convert(str(TINY), folder / "published", "heavyball")
+    (folder / "published" / "modeling_sdar.py").write_text("raise SystemExit('code of a repository was run')\n")
+    config = json.loads((folder / "published" / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "modeling_sdar.SDARConfig", "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}
+    (folder / "published" / "config.json").write_text(json.dumps(config))
+    return folder / "published"
+
+
+def head_alone(folder: Path) -> Path:
+    """A head repository that names a backbone in the layout of SDAR."""
+    model: Any = MRPForCausalLM.from_pretrained(TINY)
+    model.save_pretrained(folder / "head", head_only=True, base_model_name_or_path=str(bare(folder)))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / "head" / name).write_bytes((TINY / name).read_bytes())
+    return folder / "head"
+
+
+def bare(folder: Path) -> Path:
+    """The backbone in the layout of SDAR."""
+    model: Any = MRPForCausalLM.from_pretrained(TINY)
+    model.detach_head()
+    model.save_pretrained(folder / "bare")
+    convert(str(folder / "bare"), folder / "backbone", "sdar")
+    return folder / "backbone"
+
+
+class Case(NamedTuple):
+    """An engine: how its checkpoint is made, flags beside those of a CPU, requests at once, and devices."""
+
+    make: Callable[[Path], Path]
+    flags: tuple[str, ...] = ()
+    requests: int = 64
+    devices: int = 1
+
+
+CASES = {
+    "published head, two devices": Case(published, ("--tp-size", "2"), requests=16, devices=2),
+    "head repository, prompts in chunks": Case(head_alone, ("--chunked-prefill-size", "64")),
+    "1,024 slots": Case(full, ("--max-total-tokens", "1024")),
+    "no radix cache": Case(full, ("--disable-radix-cache",)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_texts_stay_and_no_slot_is_lost(
+    name: str,
+    asked: Asked,
+    measured: Callable[[str, float], Measured],
+    tiny_model_float64: MRPForCausalLM,
+    tmp_path: Path,
+    report: Callable[[str], None],
+) -> None:
+    make, flags, requests, devices = CASES[name]
+    places = range(0, len(asked.prompts), len(asked.prompts) // requests)[:requests]
+    some = Asked(*([each[place] for place in places] for each in (asked.problems, asked.prompts, asked.budgets)))
+    expected = [measured("MRP", 0.9).ids[place] for place in places]
+    options = {"decoding": "mrp_spec", "num_draft_states": STATES, **target_of(0.9)}
+    environment = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": CORES} if devices > 1 else ENVIRONMENT
+    with Server(make(tmp_path), tmp_path / "server", "MRP", options, (*CPU_FLAGS, *flags), environment) as server:
+        served = server.measure(some.prompts, some.budgets, requests, BLOCK)
+        again = server.measure(some.prompts[:8], some.budgets[:8], 8, BLOCK)
+        time.sleep(2)  # idle: the engine counts its rows and slots, and ends itself where one is missing or free twice
+        pool = server.metrics()
+    eos = tiny_model_float64.generation_config.eos_token_id
+    reasons = explained(tiny_model_float64, some, 0.9, served.ids, expected, eos)
+    free, slots = pool["kv_available_tokens"] + pool["kv_evictable_tokens"], pool["max_total_num_tokens"] / devices
+    report(
+        f"sglang {sglang.__version__} | {name}: {len(reasons)} of {requests} texts differ, {free:.0f} of {slots:.0f} slots "
+        f"free; {served.tokens_per_forward:.3f} tokens a forward"
+    )
+    report("\n".join(reasons))
+    assert len(reasons) <= requests // 16
+    assert again.ids == served.ids[:8]
+    assert (pool["kv_used_tokens"], free) == (0, slots)
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, STATES), (STATES, 1)])
+def test_requests_share_prefixes_whatever_they_draft(first: int, then: int, server: Server, asked: Asked) -> None:
+    """Answers continue where another request, drafted otherwise, left keys and values of backbone and head."""
+    server.open("/flush_cache?timeout=30", {}).close()
+    for prompt in asked.prompts[first::60]:
+
+        def answer(ids: list[int], limit: int, states: int) -> dict[str, Any]:
+            sampling = {"max_new_tokens": limit, "temperature": 0, "ignore_eos": True}
+            sampling["custom_params"] = {"num_draft_states": states}
+            return server.ask("/generate", {"input_ids": ids, "sampling_params": sampling})
+
+        text = answer(prompt, 64, first)["output_ids"]
+        cut = 2 * BLOCK - len(prompt) % BLOCK
+        rest = answer([*prompt, *text[:cut]], 64 - cut, then)
+        assert rest["output_ids"] == text[cut:]
+        assert rest["meta_info"]["cached_tokens"] >= len(prompt) + cut - BLOCK
+        assert bool(rest["meta_info"]["mrp"]["drafted"]) == (then > 1)
+
+
+def rounded_to_int8(folder: Path) -> dict[str, Tensor]:
+    """Write the embedded checkpoint with its backbone's projections as int8, a scale a row; returns the weights it means."""
+    shutil.copytree(TINY, folder)
+    stored, meant = load_file(TINY / "model.safetensors"), load_file(TINY / "model.safetensors")
+    for name, weight in list(stored.items()):
+        if name.startswith("model.layers.") and name.endswith("_proj.weight"):
+            scale = weight.float().abs().amax(1, keepdim=True) / 127
+            stored[name] = (weight.float() / scale).round().to(torch.int8)
+            stored[f"{name}_scale"] = scale
+            meant[name] = stored[name] * scale
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "w8a8_int8"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+def test_an_int8_backbone(
+    asked: Asked, tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, tmp_path: Path, report: Callable[[str], None]
+) -> None:
+    """Texts are those of `generate` with the weights that int8 stands for; head and lm_head are as they were."""
+    model = copy.deepcopy(tiny_model_float64)
+    model.load_state_dict(rounded_to_int8(tmp_path / "int8"))
+    some = Asked(asked.problems[::20], asked.prompts[::20], [48] * len(asked.prompts[::20]))
+    options = {"decoding": "mrp_spec", "num_draft_states": STATES, **target_of(0.9)}
+    with Server(tmp_path / "int8", tmp_path / "server", "MRP", options, environment=ENVIRONMENT) as server:
+        served = server.measure(some.prompts, some.budgets, CONCURRENCY, BLOCK)
+    expected = decode_prompts(model, tiny_tokenizer, some.prompts, None, 48, CONCURRENCY, **options).ids
+    eos = model.generation_config.eos_token_id
+    reasons = explained(model, some, 0.9, [up_to_eos(ids, eos) for ids in served.ids], expected, eos)
+    report(
+        f"sglang {sglang.__version__} | int8 backbone: {len(reasons)} of {len(expected)} texts differ from those of generate; "
+        f"{served.tokens_per_forward:.3f} tokens a forward"
+    )
+    report("\n".join(reasons))
+    assert len(reasons) <= 1
