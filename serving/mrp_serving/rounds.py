@@ -148,7 +148,7 @@ class Rounds:
                     self.abort(requests[place], UNSCORED.format(error.position))
                 else:
                     requests[place].mrp.alone = True  # the next block, which rode along, will fail by itself
-                rows = self._begun_anew(engine, requests, names, places)
+                rows = self._begun_anew(engine, some, names_of)
             self.report.count(**{name: number - before[name] for name, number in totals(rows).items()})
             for place, row, req in zip(places, rows, some, strict=True):
                 ids[place], grown[place] = self._come_to(row, names[place], req)
@@ -158,13 +158,11 @@ class Rounds:
             self._finish(self.rows[name.row][1], req, start + size if size else 0)
         return ids, grown, graph_ran
 
-    def _begun_anew(
-        self, engine: Any, requests: Sequence[Any], names: Sequence[Name], places: Sequence[int]
-    ) -> list[EngineRow]:
-        """Make the rows at some places anew, each at the start of its block."""
-        for place in places:
-            self.rows.pop(names[place].row, None)
-        return [self._row(engine, requests[place], names[place]) for place in places]
+    def _begun_anew(self, engine: Any, requests: Sequence[Any], names: Sequence[Name]) -> list[EngineRow]:
+        """Make rows anew, each at the start of its block."""
+        for name in names:
+            self.rows.pop(name.row, None)
+        return [self._row(engine, req, name) for req, name in zip(requests, names, strict=True)]
 
     def _come_to(self, row: EngineRow, name: Name, req: Any) -> tuple[list[int], int]:
         """Find what a round came to: a row's block so far, and by how much its text has grown; and keep the rest.
