@@ -98,10 +98,6 @@ def test_texts_stay_and_no_slot_is_lost(
     with Server(make(tmp_path), tmp_path / "server", "MRP", options, (*CPU_FLAGS, *flags), environment) as server:
         served = server.measure(some.prompts, some.budgets, requests, BLOCK)
         again = server.measure(some.prompts[:8], some.budgets[:8], 8, BLOCK)
-        if name == "1,024 slots":  # what asks for more than the pool holds ends where that does
-            endless = {"max_new_tokens": 4000, "temperature": 0, "ignore_eos": True}
-            reply = server.generate(some.prompts[0], 0, sampling_params=endless)
-            assert len(reply["output_ids"]) == 1024 - 3 * BLOCK - len(some.prompts[0])
         time.sleep(2)  # idle: the engine counts its rows and slots, and ends itself where one is missing or free twice
         pool = server.metrics()
     eos = tiny_model_float64.generation_config.eos_token_id
