@@ -17,7 +17,7 @@ import pytest
 import torch
 from asking import BLOCK, CONCURRENCY, ENVIRONMENT, STATES, Asked, target_of, up_to_eos
 from mrp_trainer.evaluate.decoded import decode_prompts
-from mrp_trainer.publish.convert import convert
+from published import as_published
 from safetensors.torch import load_file, save_file
 from test_texts import explained
 from torch import Tensor
@@ -37,7 +37,7 @@ def full(folder: Path) -> Path:
 
 def published(folder: Path) -> Path:
     """A head in the published layout with its backbone, and with code that ends whoever runs it."""
-    convert(str(TINY), folder / "published", "heavyball")
+    as_published(TINY, folder / "published")
     (folder / "published" / "modeling_sdar.py").write_text("raise SystemExit('code of a repository was run')\n")
     config = json.loads((folder / "published" / "config.json").read_text())
     config["auto_map"] = {"AutoConfig": "modeling_sdar.SDARConfig", "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}
@@ -59,8 +59,7 @@ def bare(folder: Path) -> Path:
     model: Any = MRPForCausalLM.from_pretrained(TINY)
     model.detach_head()
     model.save_pretrained(folder / "bare")
-    convert(str(folder / "bare"), folder / "backbone", "sdar")
-    return folder / "backbone"
+    return as_published(folder / "bare", folder / "backbone")
 
 
 class Case(NamedTuple):
