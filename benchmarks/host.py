@@ -20,6 +20,7 @@ from modeling_mrp.generate.budget import Amount, Fixed
 from modeling_mrp.generate.loop import Decoder, Drafting, Mode
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.networks import Networks
+from modeling_mrp.rules.draft import BRANCHES, CROWD
 from modeling_mrp.rules.reveal import Dynamic, RevealRule, Sequential, Static, logit, schedule_of
 from modeling_mrp.rules.state import Row
 
@@ -96,7 +97,8 @@ def measured(model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], 
     """
     mode, amount = (Mode(rule), Amount())
     if states > 1:
-        mode, amount = Mode(rule, drafting=Drafting(states, 3, 1)), Amount(states, 1)
+        branches = BRANCHES if len(prompts) < CROWD else 1
+        mode, amount = Mode(rule, drafting=Drafting(states, branches, 1)), Amount(states, 1)
 
     def decoder(networks: Any) -> Decoder:
         return Decoder(mode, networks, Fixed(amount), least_rows=len(prompts))
