@@ -19,8 +19,8 @@ from .noise import gumbel, noise_key
 from .reveal import RevealRule
 from .state import Key, Row, Scores, State
 
-# Followers of a state that are considered, and from how many rows on it is one: a chain comes to nearly as much (1 to 5 % fewer
-# tokens a forward), and what the host decides takes a quarter less, which adds up over the rows (`benchmarks/NOTES.md`).
+# Followers of a state that are considered, and from how many rows on it is one: a chain comes to 0.5 to 6 % fewer tokens a
+# forward, and what the host decides takes a quarter less, which adds up over the rows (`benchmarks/NOTES.md`, The host decides).
 BRANCHES, CROWD = 3, 16
 
 
