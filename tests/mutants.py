@@ -21,7 +21,7 @@ RECORD = ROOT / "tests" / "mutants.json"
 # The tests, the quickest to find something first: a few seeds of the fuzz, those of a room, the other rooms', the whole fuzz.
 FIRST = [f"tests/generate/test_fuzz.py::test_random_decodes[{seed}]" for seed in range(8)]
 SELECTION = {
-    "rules": ("rules", "bans"),
+    "rules": ("rules", "draft", "bans"),
     "generate": ("decoding", "active_rows", "score"),
     "networks": ("cache", "sampling", "continuation", "graphs", "round_attention", "first_use"),
     "kernels": ("pick", "kernels", "round_attention", "sampling", "fused_layers", "kernel_decoding", "first_use"),

@@ -1,0 +1,136 @@
+"""Drafts of a row by hand, without a model: how many states, which ones and in which order; `test_fuzz.py` holds whole decodes
+against the slow reference."""
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from handmade import EOS, A, B, C, D, M, row, says, state
+
+from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
+from modeling_mrp.rules.draft import Node, build_draft, growth, undrafted
+from modeling_mrp.rules.noise import gumbel, noise_key
+from modeling_mrp.rules.reveal import ORDER_SHARPNESS, Sequential, Static
+from modeling_mrp.rules.state import Row
+
+ONE = Static((1, 1, 1, 1))
+
+
+def weights(*values: float) -> list[float]:
+    """Log-odds whose power `ORDER_SHARPNESS` is in these proportions."""
+    return [math.log(value) / ORDER_SHARPNESS for value in values]
+
+
+def ids_of(nodes: Sequence[Node]) -> list[list[int]]:
+    return [list(node.state.ids) for node in nodes]
+
+
+def drafting_row(odds: Sequence[float], token: Sequence[int] = (A, B, C, D), at: Sequence[int] = (M,) * 4, **given: Any) -> Row:
+    of = row(**given)
+    of.state, of.source = state(at), says(odds, token)
+    return of
+
+
+def test_growth() -> None:
+    assert [growth(4, passes) for passes in (1, 2, 3, 9)] == [[3], [2, 3], [1, 2, 3], [1, 2, 3]]
+    assert [growth(8, 2), growth(8, 3), growth(2, 1)] == [[4, 7], [3, 5, 7], [1]]
+
+
+def test_a_chain() -> None:
+    """The surest first, then the surest of the rest; behind a clean state the next block, which looks at it."""
+    of = drafting_row([1, 4, 3, 2])
+    nodes = build_draft(of, ONE, 7, 1, {})
+    assert ids_of(nodes) == [[M] * 4, [M, B, M, M], [M, B, C, M], [M, B, C, D], [A, B, C, D], [M] * 4]
+    assert [node.parent for node in nodes] == [-1] * 5 + [4]
+    assert [node.state.start for node in nodes] == [4] * 5 + [8]
+    assert [node.source for node in nodes] == [of.source] * 5 + [None]
+    assert ids_of(build_draft(of, ONE, 3, 1, {})) == [[M] * 4, [M, B, M, M], [M, B, C, M]]
+    assert build_draft(row(), ONE, 4, 3, {})[0].state.ids == (M,) * 4, "nothing is known: nothing is drafted"
+    assert len(build_draft(row(), ONE, 4, 3, {})) == 1
+
+
+def test_orders_that_meet_add_up() -> None:
+    """0.4, 0.3, 0.3 and no chance. Either order of columns 0 and 1 leads to both: 0.4 * 0.3 / 0.6 + 0.3 * 0.4 / 0.7 = 0.371 is
+    more than 0.3, the chance of column 2 alone, and what follows it all but certainly has the third."""
+    of = drafting_row([*weights(4, 3, 3), -1e4])
+    nodes = build_draft(of, ONE, 5, 3, {})
+    assert ids_of(nodes) == [[M] * 4, [A, M, M, M], [M, B, M, M], [A, B, M, M], [A, B, C, M]]
+    alone = drafting_row([*weights(4, 3, 3), -1e4])
+    assert ids_of(build_draft(alone, ONE, 4, 1, {})) == [[M] * 4, [A, M, M, M], [A, B, M, M], [A, B, C, M]]
+
+
+def test_estimates_go_before_what_was_said_of_the_state_before() -> None:
+    of = drafting_row([4, 3, 2, 1])
+    estimate = says([1, 2, 3, 4], [20, 21, 22, 23])
+    nodes = build_draft(of, ONE, 4, 1, {of.state.key: estimate, (4, (M, M, M, 23)): says([9, 1, 1, 1], [30, 31, 32, 33])})
+    assert ids_of(nodes) == [[M] * 4, [M, M, M, 23], [30, M, M, 23], [30, 31, M, 23]]
+    assert [node.source for node in nodes[:2]] == [of.source, estimate]
+
+
+def test_a_state_that_was_scored_stands_for_what_it_leads_to() -> None:
+    """[A, M, M, M] was scored and leads to [A, M, M, 33], this to [A, M, 42, 33]: no forward is spent on either."""
+    of = drafting_row([4, 3, 2, 1])
+    first, second = says([0, 1, 2, 3], [30, 31, 32, 33]), says([0, 1, 2, 0], [40, 41, 42, 43])
+    for ids, said in (([A, M, M, M], first), ([A, M, M, 33], second)):
+        of.memory[4, tuple(ids)] = (state(ids), said)
+    nodes = build_draft(of, ONE, 3, 1, {})
+    assert ids_of(nodes) == [[M] * 4, [A, M, 42, 33], [A, 41, 42, 33]]
+    assert nodes[1].source is second
+    assert nodes[1].state.step == 3
+
+
+def test_no_whole_text_is_drafted() -> None:
+    """Neither behind an eos nor at the limit; an eos whose text has masks before it is."""
+    of = drafting_row([1, 4, 3, 2], [A, EOS, C, D])
+    assert ids_of(build_draft(of, ONE, 7, 1, {})) == [[M] * 4, [M, EOS, M, M]]  # what follows is whole
+    first = drafting_row([9, 4, 3, 2], [EOS, B, C, D])
+    assert len(build_draft(first, ONE, 7, 1, {})) == 1
+    near = drafting_row([4, 3, 2, 1], new=3)
+    assert ids_of(build_draft(near, ONE, 7, 1, {})) == [[M] * 4, [A, M, M, M], [A, B, M, M]]
+
+
+def test_a_clean_states_successor() -> None:
+    """One block at a time: a given one has to wait. What is given in it is there."""
+    of = drafting_row([0] * 4, at=[A, B, C, D], given=[M, M, M, M, M, 5])
+    assert ids_of(build_draft(of, ONE, 4, 3, {})) == [[A, B, C, D], [M, 5, M, M]]
+    assert ids_of(undrafted(of, False)) == [[A, B, C, D], [M, 5, M, M]]
+    assert ids_of(undrafted(of, True)) == [[A, B, C, D]]
+    given = drafting_row([0] * 4, at=[A, B, C, D], new=12, given=[M, M, M, M, 5, 6, 7, 8, M])
+    for nodes in (build_draft(given, ONE, 4, 3, {}), undrafted(given, False)):
+        assert ids_of(nodes) == [[A, B, C, D]]
+    masked = drafting_row([0] * 4, at=[A, M, C, D])
+    assert ids_of(undrafted(masked, False)) == [[A, M, C, D]]
+
+
+def test_sampled_drafts_choose_with_the_states_own_noise() -> None:
+    """The token with the most log-probability and noise, at every state anew; what is truncated is never chosen."""
+    rng, picked = random.Random(0), set()
+    for seed in range(40):
+        of = row()
+        of = Row(0, of.text, 4, M, of.eos, 4, 0, 12, 12, 0, seed)
+        odds = np.array([[rng.uniform(-2, 2) for _ in range(5)] for _ in range(4)])
+        odds[:, 4] = -np.inf
+        ids = np.array([[20 + 5 * column + place for place in range(5)] for column in range(4)])
+        of.source = says([0] * 4, likeliest=(ids, odds))
+        (_, node) = build_draft(of, Sequential((1,)), 2, 1, {})
+        noise = gumbel_noise(noise_keys(*torch.tensor([[seed], [4], [4]])), torch.tensor(ids[0]), torch.float64)[0]
+        p = torch.tensor(odds[0]).sigmoid()
+        best = int((p.log() + noise).argmax())
+        assert node.state.ids == (20 + best, M, M, M)
+        assert best != 4
+        picked.add(best)
+    assert len(picked) == 4
+
+
+def test_noise_is_that_of_the_device_to_the_bit() -> None:
+    rng = random.Random(0)
+    cases = [(rng.randrange(1 << 62), rng.randrange(1 << 20), rng.randrange(33)) for _ in range(50)] + [(0, 0, 0)]
+    keys = [noise_key(*case) for case in cases]
+    theirs = noise_keys(*torch.tensor(cases).unbind(1))
+    assert keys == theirs.tolist()
+    tokens = np.array([[rng.randrange(200_000) for _ in range(9)] for _ in cases])
+    expected = gumbel_noise(theirs, torch.tensor(tokens), torch.float64).numpy()
+    np.testing.assert_allclose(gumbel(keys, tokens), expected, rtol=1e-14)
