@@ -2424,7 +2424,7 @@ is built a little, the head reads all of it in one pass, and it is built anew, f
 
 
 # Followers of a state that are considered, and from how many rows on it is one: a chain comes to 0.5 to 6 % fewer tokens a
-# forward, and what the host decides takes a quarter less, which adds up over the rows (`benchmarks/NOTES.md`, The host decides).
+# forward, and what the host decides takes a quarter less, which adds up over the rows (`benchmarks/NOTES.md`).
 BRANCHES, CROWD = 3, 16
 
 
