@@ -16,7 +16,6 @@ from ..kernels.noise import noise_keys
 from ..kernels.pick import Unembedding
 from ..model.diffusion import block_causal_mask
 from ..model.offloading import fetched
-from ..networks.protocol import BlockDiffusionModel
 from .generation import check_adapters, check_unembedding
 from .options import check_ids, check_rows
 
@@ -118,7 +117,7 @@ class Scorer:
         at_once: Tokens of a forward, at most; a state of each row where these are more.
     """
 
-    def __init__(self, model: BlockDiffusionModel, texts: Texts, unembedding: Unembedding, at_once: int) -> None:
+    def __init__(self, model: Any, texts: Texts, unembedding: Unembedding, at_once: int) -> None:
         self.model, self.texts, self.unembedding = model, texts, unembedding
         (rows, most), self.block = texts.places.shape, texts.block_size
         self.states = max(1, at_once // (rows * self.block))
@@ -137,7 +136,7 @@ class Scorer:
             here, seen = positions[:, begin:end], positions[:, :end]
             mask = block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), self.block)
             self.cache.target(begin, end - begin, prefill=True)
-            hidden = self.model.backbone(self.texts.ids[:, begin:end], here, mask, self.cache, compiled=False)
+            hidden = self.model.backbone(self.texts.ids[:, begin:end], here, mask, self.cache)
             self.forwards["prefill"] += 1
             if self.shifted:
                 self.cache.ends[:, begin // self.block : end // self.block] = hidden[:, self.block - 1 :: self.block]
@@ -175,7 +174,7 @@ class Scorer:
         before = torch.arange(self.length, device=ids.device) < where[..., :1].expand(-1, -1, block).reshape(rows, -1, 1)
         mask = torch.cat([before, (slot[:, None] == slot).expand(rows, -1, -1)], -1)[:, None]
         self.cache.target(self.length, states * block, prefill=True)
-        hidden = self.model.backbone(ids.flatten(1), where.flatten(1), mask, self.cache, compiled=False)
+        hidden = self.model.backbone(ids.flatten(1), where.flatten(1), mask, self.cache)
         self.forwards["score"] += 1
         return hidden.view(rows, states, block, -1).to(ids.device)
 
