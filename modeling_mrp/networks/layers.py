@@ -87,7 +87,7 @@ def _attention(
 
 
 def fused(
-    owner: Any, layers: Sequence[Any], mask: object, cache: object
+    owner: Any, layers: Sequence[Any], mask: object, cache: object, kind: type[nn.Module] | None = None
 ) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
     """Find what stands in a round for calling layers and the norm behind them; None: they are to be called.
 
@@ -98,6 +98,7 @@ def fused(
         owner, layers: The module of the norm, `norm`, and its decoder layers.
         mask: In a round a `RoundMask`, whose dispatch decides between kernels and their twins.
         cache: In a round the `BlockCache` that gets keys and values, at its target.
+        kind: What the owner has to be if it is not called either; None: this is asked for by its own forward.
 
     Returns:
         A function of what the first layer reads, [rows, tokens, hidden_size], and of cos and sin, [rows, tokens, head_dim]
@@ -109,14 +110,14 @@ def fused(
     if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache):
         return None
     if owner not in mask.plans:
-        mask.plans[owner] = _plan(owner, layers, mask.dispatch)
+        mask.plans[owner] = _plan(owner, layers, mask.dispatch, kind)
     plan = mask.plans[owner]
     return None if plan is None else partial(_walk, plan, owner.norm, mask, cache)
 
 
-def _plan(owner: Any, layers: Sequence[Any], dispatch: Dispatch) -> list[Any] | None:
+def _plan(owner: Any, layers: Sequence[Any], dispatch: Dispatch, kind: type[nn.Module] | None) -> list[Any] | None:
     """Pair each layer with its packed weights (see `packed`); None if the layers have to run as modules."""
-    found = (more_than(module, kind) for module, kind in _parts(owner, layers))
+    found = (more_than(module, expected) for module, expected in _parts(owner, layers, kind))
     obstacle = next((one for one in found if one is not None), None)
     if dispatch.forced is False:
         usable = obstacle is None  # by the twins
@@ -145,8 +146,10 @@ def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
     return None
 
 
-def _parts(owner: Any, layers: Sequence[Any]) -> Iterator[tuple[Any, type[nn.Module]]]:
+def _parts(owner: Any, layers: Sequence[Any], kind: type[nn.Module] | None) -> Iterator[tuple[Any, type[nn.Module]]]:
     """The modules that are not called, each with what it has to be: what is not need not have the parts that come next."""
+    if kind is not None:
+        yield owner, kind
     yield owner.norm, Qwen3RMSNorm
     for layer in layers:
         yield layer, Qwen3DecoderLayer

@@ -21,6 +21,7 @@ from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch, triton
 from modeling_mrp.kernels.fused_layers import ROTATED, SUM_AND_NORM
 from modeling_mrp.kernels.round_attention import RoundMask
 from modeling_mrp.model.head import MRPHead
+from modeling_mrp.modeling import MRPBackbone
 from modeling_mrp.networks import layers as layers_file
 from modeling_mrp.networks.cache import BlockCache
 from modeling_mrp.networks.layers import fused, pack, packed, round_attention_of
@@ -248,13 +249,13 @@ def test_weights_move_before_anything_refers_to_them(monkeypatch: pytest.MonkeyP
 # ------------------------------------------------------------------------------------------------ where it runs
 
 
-def fuses(owner: Any, dispatch: Dispatch) -> bool:
+def fuses(owner: Any, dispatch: Dispatch, kind: type[nn.Module] | None = None) -> bool:
     """Whether a round of an owner goes through the fused layers."""
     weight = owner.norm.weight
     cache = BlockCache(1, 1, 2, [weight.device], 4, 4, weight.dtype)
     committed, parent = torch.zeros(1, dtype=torch.long), torch.full((1, 1), -1)
     mask = RoundMask(committed, parent, 1, 4, dispatch).to(weight.device)
-    return fused(owner, owner.layers, mask, cache) is not None
+    return fused(owner, owner.layers, mask, cache, kind) is not None
 
 
 @torch.inference_mode()
@@ -304,6 +305,7 @@ MORE: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], str]] = {
         f"hook {path}": (hooked(path, "register_forward_hook"), f"a {kind} carries hooks: remove")
         for path, kind in PARTS.items()
     },
+    "hook of the backbone": (lambda owner, _: owner.register_forward_hook(print), "a MRPBackbone carries hooks: remove them"),
     "pre-hook": (hooked("layers.0", "register_forward_pre_hook"), "a Qwen3DecoderLayer carries hooks: remove them"),
     **{f"wrapped {path}": (wrapped(path), f"a {kind} is wrapped or no {kind}: use plain") for path, kind in PARTS.items()},
     "no layer": (lambda owner, _: owner.layers.append(nn.Linear(2, 2)), "a Linear is wrapped or no Qwen3DecoderLayer: use"),
@@ -323,11 +325,11 @@ def test_modules_that_do_more_are_called(what: str, monkeypatch: pytest.MonkeyPa
     change, reason = MORE[what]
     backbone: Any = make_model().float().to(DEVICE).model
     monkeypatch.setattr(dispatch, "_obstacle", lambda *_, **__: None)
-    assert fuses(backbone, Dispatch())
+    assert fuses(backbone, Dispatch(), MRPBackbone)
     change(backbone, monkeypatch)
-    assert not fuses(backbone, Dispatch())
+    assert not fuses(backbone, Dispatch(), MRPBackbone)
     with pytest.raises(ValueError, match=f"'fused_layers' cannot be used: {reason}.* or use kernels=None or kernels=False"):
-        fuses(backbone, FORCED)
+        fuses(backbone, FORCED, MRPBackbone)
 
 
 def read(model: MRPForCausalLM, dispatch: Dispatch) -> Tensor:

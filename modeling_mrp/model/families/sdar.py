@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-from ...networks.layers import fused
 from .registry import family
 
 TensorShape = tuple[int, ...]
@@ -40,11 +38,6 @@ class MRPBackbone(Qwen3Model):
                 "TRL's trainers do so for a next-token loss, which ruins the model: train with mrp_trainer.MRPTrainer, which "
                 "takes the same records, or with transformers' Trainer and labels. For logits or hidden states call the model"
             )
-        layers = list(self.layers)[: self.config.num_hidden_layers]
-        walk = fused(self, layers, attention_mask.get("full_attention"), kwargs.get("past_key_values"))
-        if walk is not None:
-            embeds = self.embed_tokens(kwargs["input_ids"])
-            return BaseModelOutputWithPast(last_hidden_state=walk(embeds, self.rotary_emb(embeds, kwargs["position_ids"])))
         return super().forward(*args, attention_mask=attention_mask, **kwargs)
 
     def head_rotary(self, embeds: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
