@@ -250,15 +250,8 @@ REFUSED: dict[tuple[str, str], list[tuple[Any, str]]] = {
         (PROMPT.roll(-1, 1), "labels hold 2 at row 0, column 0, and input_ids 1.*without a shift"),
         (PAIR, r"labels are \[2, 3\] for input_ids of \[1, 5\].*same shape"),
     ],
-    ("score", "order"): [
-        ("static", "order is 'static'.*'sampled'"),
-        ({"samples": 3}, "samples=3.*order='sampled'"),
-        ({"seed": 3}, "seed=3.*order='sampled'"),
-        ({"order": "sampled", "samples": 0}, "samples is 0.*at least 1"),
-        ({"order": "sampled", "seed": [1, 2]}, r"seed is \[1, 2\].*integer"),
-        ({"temperature": 0.0}, "temperature is 0.0.*above 0"),
-        ({"tokens_per_forward": 0}, "tokens_per_forward is 0.*at least 1"),
-    ],
+    ("score", "temperature"): [(0.0, "temperature is 0.0.*above 0"), (INF, "temperature is inf.*above 0")],
+    ("score", "tokens_per_forward"): [(0, "tokens_per_forward is 0.*1 or more")],
 }
 ALWAYS: dict[str, dict[str, Any]] = {"generate": {"max_new_tokens": 4, "pad_token_id": 0}, "loss": {"labels": PROMPT}}
 
