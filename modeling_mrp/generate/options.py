@@ -161,9 +161,9 @@ _FIELDS = (*vars(GenerationConfig()), *get_type_hints(DecodingOptions))
 OPTION_NAMES = frozenset(name for name in _FIELDS if not name.startswith("_"))
 
 
-def set_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
     """Select the fields that are set, without those that are transformers' own affair."""
-    return {name: value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
+    return {str(name): value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
 
 
 def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
@@ -176,22 +176,20 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
         given = vars(given)
     elif not isinstance(given, dict | None):
         raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
-    if unknown := _listed(_unknown(given or {})):
-        raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
-    own = vars(model.generation_config)
-    if unknown := _listed(_unknown(own)):
+    own = set_fields(vars(model.generation_config))
+    if unknown := _listed(own.keys() - OPTION_NAMES):
         logger.warning_once(f"fields of the model's generation_config that generate does not know have no effect: {unknown}")
     asked = set_fields(given or {}) | set_fields(kwargs)
     if kwargs.get("eos_token_id", 0) is None:  # as an argument it means no eos; left as None, the model's own would come back
         asked["eos_token_id"] = []
-    config, fields = MRPGenerationConfig(), set_fields(own) | asked
+    config, fields = MRPGenerationConfig(), own | asked
     for name in fields.keys() & OPTION_NAMES:
         setattr(config, name, fields[name])
     config.check(model.config.block_size, model.config.has_head)
     others = {name: value for name, value in asked.items() if name not in OPTION_NAMES}
     check_supported(others)
-    if unused := _listed(others.keys() - _ARGUMENTS):
-        raise ValueError(f"{unused}: not used or not supported by generate here. Check the spelling, or leave it unset")
+    if unknown := _listed(others.keys() - _ARGUMENTS):
+        raise ValueError(f"{unknown}: not used or not supported by generate here. Check the spelling, or leave it unset")
     for name in ("logits_processor", "stopping_criteria"):
         if not isinstance(functions := others.get(name, []), list) or not all(map(callable, functions)):
             raise ValueError(f"{name} is {functions!r}: pass a list of functions, or of transformers' own")
@@ -202,10 +200,6 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
         others["stopping_criteria"], config.stop_strings = StoppingCriteriaList(criteria), None
     check_special_ids(config.eos_ids(), config.pad_id(), model.config.mask_token_id, model.config.vocab_size)
     return config, others
-
-
-def _unknown(fields: Iterable[Any]) -> set[str]:
-    return {name for name in map(str, fields) if not name.startswith("_")} - OPTION_NAMES
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -231,14 +225,15 @@ def check_special_ids(eos: list[int], pad: int, mask_token_id: int, vocab_size: 
         raise ValueError(f"eos_token_id holds the mask id {mask_token_id}, which is never picked: leave it out")
 
 
-def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> None:
-    """Raise `ValueError` unless `prompt` is [rows, length] ids without a mask, and `attention_mask` None or as large."""
+def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> Tensor:
+    """Check ids as `check_ids` does, and that none is the mask's."""
     real = check_ids(prompt, attention_mask, vocab_size, "the prompt holds")
     if bool(((prompt == mask_token_id) & real).any()):
         raise ValueError(
             f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
             "masks and given tokens, as infill_ids"
         )
+    return real
 
 
 def check_ids(input_ids: Any, attention_mask: Any, vocab_size: int, what: str = "input_ids hold") -> Tensor:

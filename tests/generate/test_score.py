@@ -1,6 +1,5 @@
 """`score` of given texts: beside a loop of `forward` calls, one for each token, and beside what `generate` says of its text."""
 
-
 import pytest
 import torch
 from conftest import make_model
