@@ -34,7 +34,7 @@ from .budget import Amount, Fixed, budget_of
 from .loop import Decoder, Mode
 from .options import (
     MRPGenerationConfig,
-    check_infill,
+    check_ids,
     check_prompt,
     check_rows,
     logger,
@@ -121,7 +121,7 @@ class MRPGenerationMixin(GenerationMixin):
         if past_key_values is not None:
             check_past(past_key_values, self, len(prompt))
         if infill_ids is not None:
-            check_infill(infill_ids, len(prompt), self.config.vocab_size)
+            check_ids(infill_ids, None, self.config.vocab_size, "infill_ids", len(prompt))
             infill_ids = infill_ids.repeat_interleave(copies, 0)
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
