@@ -214,7 +214,7 @@ def test_what_a_training_step_reveals() -> None:
     samples = [replace(sample(i, 44, 4), length=42) for i in range(30)]  # two positions behind the end
     batch = collate(samples)
     with torch.no_grad():
-        hidden = model.backbone(batch.input_ids, batch.position_ids, batch.attention_mask(BLOCK))
+        hidden = model.backbone(batch.input_ids, batch.position_ids, batch.rule(BLOCK).dense())
         logits = model.lm_head(hidden)
     logits[..., MASK] = -torch.inf
     confidence, favourite = logits.softmax(-1).max(-1)
@@ -253,7 +253,7 @@ def test_of_equals_the_left_one_is_revealed() -> None:
         nn.init.zeros_(layer.self_attn.o_proj.weight)
     batch = collate(samples)
     with torch.no_grad():
-        hidden = model.backbone(batch.input_ids, batch.position_ids, batch.attention_mask(BLOCK))
+        hidden = model.backbone(batch.input_ids, batch.position_ids, batch.rule(BLOCK).dense())
     sampler = Picker(model.lm_head.weight, MASK)
     _, masked = Reveals("on_policy", 0.0, BLOCK)(batch, batch.input_ids, batch.supervised, hidden, sampler, 0)
     for row, at, _, _ in blocks_of(batch, samples):

@@ -97,6 +97,3 @@ class TrainCommand:
     set: list[str] = flag("Any other field of MRPTrainingArguments.", [], panel=_RUN, metavar="NAME=VALUE")
     restart: bool = flag("Begin again, instead of going on from the last checkpoint.", False, panel=_RUN)
     dry_run: bool = flag("Only print parameters and memory; nothing is loaded.", False, panel=_RUN)
-
-
-__all__ = ["HeadInit", "RevealRule", "RunOptions", "TrainCommand", "TrainerFlags"]
