@@ -105,9 +105,7 @@ def source_of(dataset: Any, name: str) -> Source | None:
     if isinstance(dataset, JsonLines | Rows):
         return dataset
     if not hasattr(dataset, "__len__"):
-        raise ValueError(
-            f"{name} is a {type(dataset).__name__}, which comes in order only: give a list, or a .jsonl file"
-        )
+        raise ValueError(f"{name} is a {type(dataset).__name__}, which comes in order only: give a list, or a .jsonl file")
     return Rows(dataset, name) if len(dataset) == 0 or isinstance(dataset[0], Mapping) else None
 
 
