@@ -112,7 +112,7 @@ def register() -> None:
     CHECKED_ON.add("cpu")
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     decode_cuda_graph_runner.resolve_decode_backend = Tapes
-    runner._capture = capture
+    runner.capture = capture
     runner._record_in_graph_metadata_prep_done = lambda self: None
     target = f"{cuda_graph_setup.__name__}.capture_decode_graph"
     HookRegistry.register(target, capture_on_cpu, HookType.AROUND)

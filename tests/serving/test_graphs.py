@@ -57,11 +57,14 @@ def test_what_cannot_be_recorded_or_is_wrong_runs_outside_of_graphs(
     hidden, graphs = torch.ones(4, 2), object.__new__(HeadGraphs)
     graphs.buffers, graphs.compared, graphs.bs = SimpleNamespace(input_embeds=torch.zeros(8, 2)), Counter(), 8
     graphs.takes = lambda batch: True
-    graphs.execute = lambda batch: SimpleNamespace(hidden_states=graphs.buffers.input_embeds[:4] * 3)
+    left = torch.empty(4, 2)  # where a graph leaves its result, and the next one writes
+    graphs.execute = lambda batch: SimpleNamespace(hidden_states=torch.mul(graphs.buffers.input_embeds[:4], 3, out=left))
     model: Any = SimpleNamespace(head_graphs=graphs, residual=lambda ids, positions, batch, hidden: hidden * 3)
     engine = SimpleNamespace(attn_backend=SimpleNamespace(init_forward_metadata=lambda batch: None))
     batch = SimpleNamespace(input_ids=None, positions=None)
-    assert torch.equal(MRPForCausalLM.run_head(model, engine, batch, hidden), hidden * 3)
+    made = MRPForCausalLM.run_head(model, engine, batch, hidden)
+    left.zero_()
+    assert torch.equal(made, hidden * 3)
     assert (model.head_graphs, graphs.compared[8]) == (graphs, 1)
     model.residual = lambda ids, positions, batch, hidden: hidden * 2
     assert torch.equal(MRPForCausalLM.run_head(model, engine, batch, hidden), hidden * 2)
