@@ -1,4 +1,4 @@
-"""What the head takes back, by hand: beliefs are given, and what of a reveal stays is told; `test_fuzz.py` has whole decodes."""
+"""What the head takes back, by hand: beliefs are given, and what stays is told; `test_fuzz.py` has whole decodes."""
 
 import math
 from collections.abc import Sequence
