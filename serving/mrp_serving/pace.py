@@ -64,6 +64,3 @@ def share_in(group: Any) -> Share | None:
         return [int(number) for number in given]
 
     return share
-
-
-__all__ = ["Led", "Share", "pace_of", "share_in"]

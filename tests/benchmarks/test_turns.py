@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import TINY
 
-from benchmarks import score, tables, turns
+from benchmarks import bare_loop, host, score, tables, turns
 from benchmarks.common import embedded_weights
 from benchmarks.server import Measured
 from benchmarks.serving import compared
@@ -53,6 +53,19 @@ def test_drafts_over_their_target(tmp_path: Path, capsys: pytest.CaptureFixture[
     head, _, *rows = tables.turns(tmp_path).splitlines()
     assert head == "| rows | K | `static` | `dynamic` |"
     assert [row.split("|")[1:3] for row in rows] == [[" 2 ", " 3 "], [" 2 ", " auto "]]
+
+
+def test_the_bare_loop_gives_the_texts_of_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    bare_loop.main(["--count", "2"])
+    assert lines(capsys)[1].items() >= {"texts_equal": 2, "texts": 2}.items()
+
+
+def test_the_host_alone_decides_as_it_did_with_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
+    """It asserts the same texts."""
+    host.main(["--batches", "3", "--states", "1", "3", "--blocks", "4", "--repeats", "1"])
+    _, *found = lines(capsys)
+    assert [line["states"] for line in found] == [1, 3]
+    assert all(min(line["microseconds"].values()) > 0 for line in found)
 
 
 def test_scores_side_by_side_and_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
