@@ -11,15 +11,19 @@ from transformers.generation import GenerationConfig, StoppingCriteriaList, Stop
 from transformers.utils import logging as transformers_logging
 
 from ..rules.draft import BRANCHES, CROWD
-from ..rules.memory import BoundedAdaptive, Coherent, Credit, Klass, SlowFast
 from ..rules.published import (
+    BoundedAdaptive,
+    Coherent,
     ConfidenceAdaptive,
+    Credit,
     EBSampler,
     EosRejection,
     FastDLLM,
     Hierarchy,
+    Klass,
     LocalLeap,
     Prophet,
+    SlowFast,
     ascending,
     factor_thresholds,
 )

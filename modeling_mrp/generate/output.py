@@ -94,17 +94,17 @@ class Progress:
         self.rounds: list[list[tuple[int, ...]]] = []
         self.revocations: list[tuple[int, int, int]] = []
         self.drawn: dict[tuple[int, int], tuple[State, Tensor]] = {}  # by row and position
-        for row in rows if logits or scores else ():
+        for row in rows:
             row.written = []
 
     def __call__(self, rows: Sequence[Row]) -> None:
         """Record the counts of `rows` after a round in which they took part."""
         for row in rows:
-            columns, tokens = row.remasked
-            self.revocations += [(row.place, row.state.start + column - row.prompt, tokens[column]) for column in columns]
             for frontier in row.written or ():
                 said = frontier.state, frontier.scores.hidden
-                for column in frontier.where:
+                begin, tokens = frontier.state.start - row.prompt, frontier.scores.token
+                self.revocations += [(row.place, begin + column, tokens[column]) for column in frontier.remasked]
+                for column in frontier.where if any(self.wanted.values()) else ():
                     state, (hidden, place) = (frontier.drawn or {}).get(column, said)
                     alone = State(state.key, (column,), state.end, state.masks, state.step)
                     self.drawn[row.place, state.start + column] = alone, hidden[place, column].clone()
