@@ -200,7 +200,7 @@ def test_a_criterion_that_reads_scores(random_model: MRPForCausalLM) -> None:
     """One that looks first whether there are any works, and what fails by itself is told as it is."""
     rejected(
         lambda: random_model.generate(PROMPT, max_new_tokens=4, stopping_criteria=[Sure(lambda s: s[-1].max() > 9)]),
-        r"the stopping criterion Sure failed .*scores .*are None",
+        r"a stopping criterion \(Sure\) failed .*scores .*are None",
         r"decide by input_ids",
     )
     ids = random_model.generate(PROMPT, max_new_tokens=4, stopping_criteria=[Sure(lambda s: s is not None and s[-1])])
