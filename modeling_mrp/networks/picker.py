@@ -311,7 +311,7 @@ def odds_of(scores: Tensor, places: Tensor) -> Tensor:
 def _joined(parts: Sequence[Picks]) -> Picks:
     """Join picks of consecutive positions."""
 
-    def joined(given: Sequence[Any]) -> Any:
+    def joined(given: list[Any] | tuple[Any, ...]) -> Any:
         if given[0] is None:
             return None
         return tuple(map(joined, zip(*given, strict=True))) if isinstance(given[0], tuple) else torch.cat(given)
