@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """A text as ids, padded to whole blocks.
 
