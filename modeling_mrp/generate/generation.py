@@ -20,11 +20,10 @@ from transformers.generation import logits_process as kinds
 from transformers.generation.streamers import BaseStreamer
 
 from ..kernels.dispatch import PYTORCH, Dispatch, kernels_usable
-from ..kernels.fused_layers import pack
 from ..model.offloading import fetched
-from ..networks.attention import takes_round_masks
 from ..networks.cache import BlockCache, PassingReference, WeightsSeen, adapted_layers, adapters_of_rows, devices_of_layers
 from ..networks.graphs import cache_for, release_graphs
+from ..networks.layers import pack, takes_round_masks
 from ..networks.networks import Networks
 from ..networks.picker import TRUNCATIONS, Picker
 from ..rules.accept import UnscoredError
@@ -152,13 +151,10 @@ class MRPGenerationMixin(GenerationMixin):
             "generate as one padded batch, in which no row waits for another"
         )
 
-    def block_cache(
-        self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool | None = None
-    ) -> BlockCache:
+    def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool = False) -> BlockCache:
         """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
 
-        With `fixed`, attention reads powers of two of slots, as recorded and compiled forwards need; None: where the model is
-        compiled.
+        With `fixed`, attention reads powers of two of slots, as recorded forwards need.
 
         Raises:
             ValueError: for a `capacity` that is no multiple of the block size, or a head's layers where the model has no head.
@@ -173,7 +169,6 @@ class MRPGenerationMixin(GenerationMixin):
             heads = len(key.to_local()) // width
         head_layers = len(devices) - self.config.num_hidden_layers
         hidden_size = self.config.hidden_size if with_head else 0
-        fixed = compiled(self) if fixed is None else fixed
         ends = (self.config.block_size, self.config.hidden_size) if self.model.shifted else (0, 0)
         sizes = (batch_size, heads, width, devices, capacity, scratch)
         cache = BlockCache(*sizes, self.dtype, head_layers, hidden_size, fixed, ends)
@@ -258,8 +253,8 @@ def _decode(
             streams.begin(prompts)
         drafting = mode.drafting
         budget = budget_of(model, mode, drafting.states, drafting.passes, drafting.paced) if drafting else Fixed(Amount())
-        # What is compiled is so for one size, what is recorded not for every one; adapters of rows are handed out by place.
-        fewest = len(rows) if compiled(model) or adapters_of_rows(model) else 1 if graphs is None else _LEAST_RECORDED
+        # What is recorded is not so for every size; adapters of rows are handed out by place.
+        fewest = len(rows) if adapters_of_rows(model) else 1 if graphs is None else _LEAST_RECORDED
         decoder = Decoder(mode, networks, budget, watches, fewest)
         try:
             decoder.decode(rows, reused)
@@ -313,11 +308,6 @@ def laid_out(
     return rows
 
 
-def compiled(model: Any) -> bool:
-    """Tell if backbone or head run as `nn.Module.compile` made them."""
-    return any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head))
-
-
 def _unscored(error: UnscoredError, row: Row, picker: Picker) -> str:
     """Say where a text has no token with a finite score, and all that may be the reason."""
     dtype, reasons = picker.lm_head_weight.dtype, []
@@ -368,8 +358,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             before.append(processor)
     check_unembedding(model.lm_head)
     dispatch = Dispatch(config.kernels)
-    dispatch.check(model.lm_head.weight)
-    usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
+    usable = dispatch.allows("they", model.lm_head.weight)
     sample, weight = bool(config.do_sample), model.lm_head.weight
     shaped = words or ngram or before  # what is barred or processed differs from state to state, of all tokens
     few = mode.drafting.listed(len(weight), sample) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0

@@ -18,7 +18,6 @@ from ..kernels.pick import Unembedding
 from ..model.diffusion import block_causal_mask, taken_from
 from ..model.offloading import fetched
 from ..networks.cache import BlockCache
-from ..networks.protocol import BlockDiffusionModel
 from .generation import check_adapters, check_unembedding
 from .option_table import COUNT, Option
 from .options import check_ids, check_rows
@@ -161,7 +160,7 @@ def _those_first(chosen: Tensor) -> Tensor:
     return chosen.byte().argsort(dim=-1, descending=True, stable=True)[:, : int(chosen.sum(-1).max())]
 
 
-def _prefill(model: BlockDiffusionModel, texts: Tensor, length: int, at_once: int, cache: BlockCache) -> int:
+def _prefill(model: Any, texts: Tensor, length: int, at_once: int, cache: BlockCache) -> int:
     """Compute keys and values of the first `length` tokens of texts [batch, n] long; return how many forwards that took."""
     block = model.config.block_size
     positions = torch.arange(length, device=texts.device).expand(len(texts), -1)
@@ -171,13 +170,13 @@ def _prefill(model: BlockDiffusionModel, texts: Tensor, length: int, at_once: in
         here, seen = positions[:, begin:end], positions[:, :end]
         mask = block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), block)
         cache.target(begin, end - begin, prefill=True)
-        hidden = model.backbone(texts[:, begin:end], here, mask, cache, compiled=False)
+        hidden = model.backbone(texts[:, begin:end], here, mask, cache)
         if cache.every:  # hidden states are those of the next position
             cache.ends[:, begin // block : end // block] = hidden[:, block - 1 :: block]
     return len(chunks)
 
 
-def _hidden_at(model: BlockDiffusionModel, texts: Tensor, places: Tensor, length: int, cache: BlockCache) -> Tensor:
+def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: BlockCache) -> Tensor:
     """Compute hidden states [batch, n, hidden_size] of tokens at `places` [batch, n] long, each at a state of its own: the text
     before the place, and masks to the end of its block."""
     block, (rows, states) = model.config.block_size, places.shape
@@ -187,7 +186,7 @@ def _hidden_at(model: BlockDiffusionModel, texts: Tensor, places: Tensor, length
     before = torch.arange(length, device=texts.device) < where[..., :1].expand(-1, -1, block).reshape(rows, -1, 1)
     mask = torch.cat([before, (slot[:, None] == slot).expand(rows, -1, -1)], -1)[:, None]
     cache.target(length, states * block, prefill=True)
-    hidden = model.backbone(ids.flatten(1), where.flatten(1), mask, cache, compiled=False).to(texts.device)
+    hidden = model.backbone(ids.flatten(1), where.flatten(1), mask, cache).to(texts.device)
     column = slot[::block] * block + places % block
     if not cache.every:
         return taken_from(hidden, column)

@@ -7,7 +7,7 @@ distributions, the rule says what is cut.
 """
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,6 @@ def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Colum
     """The columns whose odds are a threshold's or more; at least the surest."""
     best = surest(columns, odds)
     return tuple([column for column in columns if odds[column] >= threshold or column == best])
-
-
-def raised(odds: Sequence[float], columns: Set[int], low: float, high: float) -> list[float]:
-    """Estimates of the odds, with those of some columns raised so that what reaches `low` reaches `high`."""
-    by = max(bounded(high, MOST_ODDS) - bounded(low, MOST_ODDS), 0.0)
-    return [one + by if column in columns else one for column, one in enumerate(odds)]
 
 
 def factor_thresholds(block_size: int, factor: float) -> tuple[float, ...]:
@@ -121,21 +115,26 @@ class Hierarchy(Dynamic):
 
     low: float
 
+    def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
+        """The columns for which the low threshold is enough: the best of each run."""
+        return {surest(run, odds) for run in runs(free)}
+
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        odds, threshold, low = scores.odds, self.threshold, self.low
-        bests = {surest(run, odds) for run in runs(state.free)}
-        where = [one for one in state.free if odds[one] > threshold or (one in bests and odds[one] > low)]
-        return tuple(where) or (surest(state.free, odds),), memo
+        free, odds, bests = state.free, scores.odds, self.eased(state.free, scores.odds)
+        where = [one for one in free if odds[one] > self.threshold or (one in bests and odds[one] > self.low)]
+        return tuple(where) or (surest(free, odds),), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, with the best of each run nearer to the threshold."""
-        bests = {surest(run, odds) for run in runs(state.free)}
-        return likely_over(state.free, raised(odds, bests, self.low, self.threshold), self.threshold, count)
+        """See `RevealRule`: as `Dynamic`, with columns that are eased nearer to the threshold."""
+        by = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
+        eased = self.eased(state.free, odds)
+        odds = [one + by if column in eased else one for column, one in enumerate(odds)]
+        return likely_over(state.free, odds, self.threshold, count)
 
 
 @dataclass(frozen=True)
-class LocalLeap(Dynamic):
+class LocalLeap(Hierarchy):
     """Reveal the columns of at least the threshold, *anchors*, and within `radius` of one those of at least the low one.
 
     LocalLeap (arXiv 2510.07081), with 0.9, 0.75 and 4: near a token that is sure the others are likelier to be right.
@@ -145,25 +144,18 @@ class LocalLeap(Dynamic):
         radius: In columns.
     """
 
-    low: float
     radius: int = 4
 
-    def _near(self, free: Columns, odds: Sequence[float]) -> set[int]:
-        """The columns within the radius of an anchor."""
+    def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
+        """See `Hierarchy`: the columns within the radius of an anchor."""
         anchors = [column for column in free if odds[column] >= self.threshold]
         return {column for column in free if any(abs(column - anchor) <= self.radius for anchor in anchors)}
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        free, odds = state.free, scores.odds
-        near = self._near(free, odds)
+        free, odds, near = state.free, scores.odds, self.eased(state.free, scores.odds)
         where = [one for one in free if odds[one] >= self.threshold or (one in near and odds[one] >= self.low)]
         return tuple(where) or (surest(free, odds),), memo
-
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, with what is near an anchor nearer to the threshold."""
-        near = self._near(state.free, odds)
-        return likely_over(state.free, raised(odds, near, self.low, self.threshold), self.threshold, count)
 
 
 @dataclass(frozen=True)

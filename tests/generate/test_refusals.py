@@ -126,7 +126,8 @@ def test_options_that_have_no_meaning_here(model: MRPForCausalLM) -> None:
             else:
                 said = f"^{name}={re.escape(reprlib.repr(value))} is not supported: {re.escape(why)}"
                 rejected(call, said, f"Leave {name} unset")
-        accepts(partial(model.generate, PROMPT, max_new_tokens=4, **{name: None}))
+        for off in (None, GenerationConfig._get_default_generation_params().get(name)):
+            accepts(partial(model.generate, PROMPT, max_new_tokens=4, **{name: off}))
 
 
 @pytest.mark.parametrize("mode", DECODINGS)
@@ -269,6 +270,7 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
         {"input_ids": PROMPT.int()},
         *({"eos_token_id": ids} for ids in (2, [0, 63], (2, 3), np.int64(2), torch.tensor(2), torch.tensor([2, 3]))),
         {"generation_config": {"max_new_tokens": 600, "decoding": "mrp_spec"}},  # arguments go before it
+        {"input_ids": torch.tensor([[5, 0, 7], [0, 5, 7]]), "eos_token_id": 0},  # an eos is no padding
         *({"use_cache": use} for use in (True, False)),  # a Trainer leaves it so in the config of what it saves
         *(
             {"input_ids": PROMPT.repeat(2, 1), "attention_mask": torch.tensor([mask, [1] * 5]).to(kind)}

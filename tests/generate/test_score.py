@@ -125,6 +125,10 @@ def test_what_is_not_scored_changes_nothing(models: dict[int | str, MRPForCausal
     inputs["labels"] = inputs["input_ids"].masked_fill(torch.arange(16) % 3 == 1, -100)
     holes = models[BLOCK].score(**inputs)
     close(holes.logprobs, whole * holes.scored)
+    whole, inputs["labels"] = models[BLOCK].score(**batch(TEXTS, side)), inputs["input_ids"].clone()
+    inputs["labels"][tuple(whole.greedy.nonzero()[0])] = -100
+    but_one = models[BLOCK].score(**inputs)
+    assert but_one.greedy.sum() == whole.greedy.sum() - 1
     none = models[BLOCK].score(inputs["input_ids"], labels=torch.full((5, 16), -100))
     assert not none.scored.any()
     assert none.logprobs.eq(0).all()
@@ -132,7 +136,9 @@ def test_what_is_not_scored_changes_nothing(models: dict[int | str, MRPForCausal
 
 
 def test_a_row_does_not_depend_on_its_neighbours(models: dict[int | str, MRPForCausalLM]) -> None:
-    together = models[BLOCK].score(**batch(TEXTS, "left"))
+    inputs = batch(TEXTS, "left")
+    inputs["input_ids"].masked_fill_(inputs["attention_mask"] == 0, -1)
+    together = models[BLOCK].score(**inputs)
     for row, text in enumerate(TEXTS):
         padded = torch.tensor([[55] * 3 + text + [-1] * 2])  # on both sides, whatever stands there
         real = torch.tensor([[0] * 3 + [1] * len(text) + [0] * 2])

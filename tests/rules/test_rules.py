@@ -296,18 +296,6 @@ def test_drafted_as_undrafted(rule: RevealRule) -> None:
     assert saved > (20 if isinstance(rule, EBSampler | EosRejection) else 60)  # these take few steps alone
 
 
-def test_orders_that_meet_add_up() -> None:
-    """0.4, 0.3, 0.3 and no chance. Either order of columns 0 and 1 leads to both: 0.4 * 0.3 / 0.6 + 0.3 * 0.4 / 0.7 = 0.371 is
-    more than 0.3, the chance of column 2 alone, and what follows it all but certainly has the third. Of a chain there is one
-    order alone."""
-    A, B, C = 10, 11, 12
-    for branches, wanted in ((3, [[A, M, M, M], [M, B, M, M], [A, B, M, M], [A, B, C, M]]), (1, [[A, M, M, M], [A, B, M, M]])):
-        of = row()
-        of.state, of.source = EMPTY, says([*weights(4, 3, 3), -1e4])
-        nodes = build_draft(of, Static((1, 1, 1, 1)), len(wanted) + 1, branches, {})
-        assert [list(node.state.ids) for node in nodes] == [[M] * 4, *wanted]
-
-
 def test_what_is_remembered_of_a_round() -> None:
     """Neither clean states nor what looks at one, whose scores depend on it."""
     of = row(width=4)

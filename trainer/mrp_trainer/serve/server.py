@@ -69,7 +69,7 @@ class OneModel(ModelManager):
             progress_callback({"status": "ready", "model": self.force_model, "cached": True})
         return self.only
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         """List the one model."""
         return [{**self.listed, "owned_by": "mrp"}]
 
@@ -130,7 +130,7 @@ class _Options(BaseHandler):
         Raises:
             ValueError: for an option that `generate` does not know, or refuses.
         """
-        model, _ = self.model_manager.only  # type: ignore[attr-defined]
+        model, _ = self.model_manager.only
         given = json.loads(body.get("generation_config") or "{}")
         given.pop("transformers_version", None)
         given |= {option: body[name] for name, option in _SAME.items() if body.get(name) is not None}
