@@ -110,6 +110,9 @@ def test_greedy_texts_are_the_likeliest_token_by_token(models: dict[int | str, M
     assert out.greedy[1:, 10:].all()
     assert not out.greedy[0, 14]
     assert not out.greedy[:, :10].any()
+    labels = made.sequences.clone()
+    labels[0, :-1] = -100  # of the others more are scored
+    assert model.score(made.sequences, real, labels.where(real == 1, -100)).greedy[0].nonzero().tolist() == [[18]]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
