@@ -28,8 +28,6 @@ def _copy_with_base(checkpoint: Folder, target: Path, base: str, revision: str |
         "base_model_name_or_path": base,
         "revision" if checkpoint.kind == "adapter" else "base_model_revision": revision,
     }
-    if isinstance(told := fields.get("speculators_config"), dict):
-        named["speculators_config"] = {**told, "verifier": {**told.get("verifier", {}), "name_or_path": base}}
     (target / config_name).write_text(json.dumps(fields | named, indent=2), encoding="utf-8")
     if (checkpoint.path / RUN_FILE).is_file():  # which the card tells of
         shutil.copyfile(checkpoint.path / RUN_FILE, target / RUN_FILE)

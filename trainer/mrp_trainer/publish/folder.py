@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from modeling_mrp.headers import StoredTensor, check_tensors, stored_tensors
+from modeling_mrp.model.code import AUTO_MAP, code_files
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.families.registry import DENSE
-from modeling_mrp.model.layouts import HEAD, StoredTensor, json_object, shards_of, stored_tensors
-from modeling_mrp.model.saving import AUTO_MAP, code_files
-from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.model.layouts import HEAD, json_object
 
 from ..loading import load_tokenizer
 from .cardtext import PICTURE
@@ -135,7 +135,7 @@ def tensors_in(path: Path) -> dict[str, StoredTensor]:
 def _check_weights(path: Path, kind: str, names: set[str]) -> None:
     prefix = "adapter_model" if kind == "adapter" else "model"
     index = path / f"{prefix}.safetensors.index.json"
-    shards = set(shards_of(index).values()) if index.is_file() else {f"{prefix}.safetensors"}
+    shards = set(json_of(index)["weight_map"].values()) if index.is_file() else {f"{prefix}.safetensors"}
     if missing := sorted(shards - names):
         raise ValueError(f"{path} lacks {', '.join(missing)}: save the weights again, as safetensors")
     if stale := sorted(name for name in names - shards if WEIGHTS.fullmatch(name) and name != index.name):
@@ -145,9 +145,9 @@ def _check_weights(path: Path, kind: str, names: set[str]) -> None:
         return
     config = MRPConfig.from_pretrained(path)
     if kind == "head":
-        MRPForCausalLM.check_tensors(config, tensors, HEAD)
+        check_tensors(config, tensors, HEAD)
     elif getattr(config, "quantization_config", None) is None:  # or it has the tensors that its quantizer makes
-        MRPForCausalLM.check_tensors(config, tensors)
+        check_tensors(config, tensors)
 
 
 def _check_tokenizer(path: Path, kind: str, names: set[str]) -> None:

@@ -10,14 +10,13 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
+from modeling_mrp.model.code import CUSTOM_GENERATE, model_tags
 from modeling_mrp.model.families.registry import DENSE
 from modeling_mrp.model.layouts import is_hub_id
-from modeling_mrp.model.saving import CUSTOM_GENERATE, model_tags
 
 KINDS = {"full": "a full model", "head": "an MRP head", "adapter": "an adapter"}
 CONFIGS = {"full": "config.json", "head": "config.json", "adapter": "adapter_config.json"}
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-_HEAD_TAGS = ["speculators", "draft-model"]
 _SAY_NOTHING = frozenset((".gitattributes", ".gitignore", "README.md", "LICENSE"))
 
 
@@ -49,7 +48,7 @@ def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> str | None:
 
 def tags_of(kind: str, family: str = DENSE) -> list[str]:
     """List the tags by which a kind of repository is found, of a model of that family."""
-    return [*model_tags(family), *(_HEAD_TAGS if kind == "head" else [])]
+    return [*model_tags(family), *(["draft-model"] if kind == "head" else [])]
 
 
 def check_base(base: str | None) -> None:
