@@ -26,7 +26,7 @@ mutants: $(VENV)/.dev
 
 # What needs the other extras: quantized weights, the server, notebooks, TRL's trainers, a tracker, a picture as PNG; and kernels compiled for four
 # GPUs.
-EXTRAS := quantized serve serve_attacks docs notebooks other_trainers trackers picture compiled
+EXTRAS := quantized serve docs notebooks other_trainers trackers picture compiled
 
 test-extras: $(VENV)/.extras
 	$(PYTEST) -rs $(wildcard $(EXTRAS:%=tests/*/test_%.py))

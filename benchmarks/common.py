@@ -20,7 +20,7 @@ from modeling_mrp.generate.loop import Mode
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.kernels.dispatch import PYTORCH
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.networks.attention import takes_round_masks
+from modeling_mrp.networks.layers import takes_round_masks
 from modeling_mrp.networks.networks import Networks
 from modeling_mrp.networks.picker import Picker
 from modeling_mrp.rules.state import Counts, Row

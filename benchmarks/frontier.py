@@ -7,8 +7,7 @@ alone; the rules of `mrp_remask`; `mrp_direct`; four targets drafted by `self_sp
 them.
 
 With `--rules [NAME ...]` it decodes with reveal rules instead, those from papers as published: alone, and drafted by `mrp_spec`
-with one head pass (`--count 40` shows what differs; `python -m benchmarks.tables rules`). Of `--family lists` each kind has
-lines of its own, and `self_spec` drafts: a `--model` trained on it needs no head (`python -m benchmarks.tables lists`).
+with one head pass (`--count 40` shows what differs; `python -m benchmarks.tables rules`).
 
 Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has one there, of the weights that it
 uses, is not measured again. `python -m benchmarks.tables frontier` (`targets`, `break_even`, `headline`, `eager`) prints
@@ -21,7 +20,7 @@ In float64, so that every drafted text is its target's, token by token; `texts_t
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from mrp_trainer.data.problems import encode
@@ -47,7 +46,7 @@ JUDGED: tuple[Family, ...] = ("math", "code")  # those with right answers
 TAUS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 REMASK_TAUS = (0.4, *TAUS)
 BOUNDS = (0.35, 0.7, 1.0)
-STATES, RULE_STATES, LISTS_STATES = (3, 4, 8), (4, 8), 4
+STATES, RULE_STATES = (3, 4, 8), (4, 8)
 PSD_TAUS, PSD_STATES = (0.7, 0.8, 0.9), (4, 8)
 # Beside the modes of `generate`.
 GRAPH, PSD, RELEASED = "draft_graph", "psd", "released"
@@ -77,12 +76,11 @@ def settings(family: Family = "math") -> list[Setting]:
     return lossless + [setting for setting in changing if setting not in lossless]
 
 
-def rule_settings(rules: Iterable[str] = RULES, family: Family = "math") -> list[Setting]:
-    """List what is measured of reveal rules: each alone, and drafted; with two numbers of states where a head drafts."""
+def rule_settings(rules: Iterable[str] = RULES) -> list[Setting]:
+    """List what is measured of reveal rules: each alone, and drafted with two numbers of states."""
     measured: list[Setting] = []
     for target in rules:
-        by_head = [drafted("mrp_spec", target, states, draft_passes=1) for states in RULE_STATES]
-        measured += [alone(target), *([drafted("self_spec", target, LISTS_STATES)] if family == "lists" else by_head)]
+        measured += [alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in RULE_STATES)]
     return measured
 
 
@@ -179,8 +177,7 @@ def lines(
     identity: dict[str, Any],
     compared: Callable[[Setting], dict[str, Setting]] = references,
 ) -> Iterator[dict[str, Any]]:
-    """Measure each of some settings that has no line yet, on problems of one family and kind; over those it is compared with,
-    too."""
+    """Measure each of some settings that has no line yet, on problems of one family; over those it is compared with, too."""
     made: dict[str, Measured] = {}
 
     def decoded(setting: Setting) -> Measured:
@@ -189,8 +186,7 @@ def lines(
         return made[name]
 
     for setting in wanted:
-        kind = {"kind": asked[0].kind} if asked[0].kind else {}
-        fields: dict[str, Any] = {"family": asked[0].family, **kind, **setting}
+        fields: dict[str, Any] = {"family": asked[0].family, **setting}
         if results.find(**fields, asked=identity) is not None:
             continue
         measured = decoded(setting)
@@ -202,12 +198,6 @@ def lines(
         yield {**line, "asked": identity}
 
 
-def by_kind(asked: list[Problem]) -> list[list[Problem]]:
-    """Part problems of one family by their kinds; those of a family that has none stay together."""
-    kinds = sorted({problem.kind for problem in asked})
-    return [[problem for problem in asked if problem.kind == kind] for kind in kinds]
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Command line: writes a JSON line for each family and setting, and prints its name and numbers."""
     parser = parser_of("frontier", __doc__)
@@ -215,7 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--output", default=str(RESULTS / "tiny_frontier.jsonl"), help="lines; goes on behind those that are there"
     )
-    parser.add_argument("--family", nargs="+", choices=get_args(Family), default=list(FAMILIES))
+    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     decodings = list(dict.fromkeys(setting["decoding"] for setting in settings()))
     parser.add_argument("--decoding", nargs="+", choices=decodings, default=decodings, help="measure these alone")
     parser.add_argument("--rules", nargs="*", choices=list(RULES), help="measure these reveal rules instead; no name: all")
@@ -235,14 +225,13 @@ def main(arguments: list[str] | None = None) -> None:
         wanted = [setting for setting in settings(family) if setting["decoding"] in options.decoding]
         compared = references
         if options.rules is not None:
-            wanted, compared = rule_settings(options.rules or RULES, family), of_target
-        for asked in by_kind(problems(family, options.split, options.count // (2 if family == "source" else 1))):
-            for line in lines(decoder, asked, wanted, results, identity, compared):
-                results.add(line)
-                right = f"{line['accuracy']} % at " if "accuracy" in line else ""
-                differ = f", {line['texts_that_differ']} texts differ" if "texts_that_differ" in line else ""
-                name = f"{line.get('kind', family)}: {setting_name(line)}"
-                print(f"{name}: {right}{line['tokens_per_forward']} a forward{differ}", flush=True)
+            wanted, compared = rule_settings(options.rules or RULES), of_target
+        asked = problems(family, options.split, options.count // (2 if family == "source" else 1))
+        for line in lines(decoder, asked, wanted, results, identity, compared):
+            results.add(line)
+            right = f"{line['accuracy']} % at " if "accuracy" in line else ""
+            differ = f", {line['texts_that_differ']} texts differ" if "texts_that_differ" in line else ""
+            print(f"{family}: {setting_name(line)}: {right}{line['tokens_per_forward']} a forward{differ}", flush=True)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from modeling_mrp.rules.state import Key, Row, Scores, State
 from .measure import Loop, loop_of
 
 
-class Consistent:
+class Consistent(RevealRule):
     """A policy that goes on to the draft behind a state where all that this adds is predicted there.
 
     Args:
@@ -36,9 +36,6 @@ class Consistent:
     Attributes:
         behind: By state, the draft behind it: those of the last two rounds.
     """
-
-    needs_entropy = False
-    left_to_right = False
 
     def __init__(self, policy: RevealRule) -> None:
         self.policy = policy

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -171,12 +172,14 @@ class Server:
         with self.open(path, body) as response:
             return dict(json.load(response))
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int, **more: Any) -> dict[str, Any]:
+    def generate(self, prompt: Sequence[int], max_new_tokens: int, **custom_params: Any) -> dict[str, Any]:
         """Ask for one text: `output_ids`, `text` and `meta_info` of the native endpoint."""
-        options = {"max_new_tokens": max_new_tokens, "temperature": 0}
-        return self.ask("/generate", {"input_ids": list(prompt), "sampling_params": options, **more})
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0, "custom_params": custom_params or None}
+        return self.ask("/generate", {"input_ids": list(prompt), "sampling_params": options})
 
-    def measure(self, prompts: Sequence[Sequence[int]], budgets: Sequence[int], concurrency: int, block: int) -> "Measured":
+    def measure(
+        self, prompts: Sequence[Sequence[int]], budgets: Sequence[int], concurrency: int, block: int, **custom_params: Any
+    ) -> "Measured":
         """Ask for a text of each prompt, so many at a time, and count, with an empty prefix cache at first.
 
         Args:
@@ -184,11 +187,12 @@ class Server:
             budgets: The limit on new tokens of each.
             concurrency: Clients.
             block: The model's block size.
+            custom_params: Of all requests.
         """
         self.open("/flush_cache?timeout=30", {}).close()
         before, begun, worked = self.metrics(), time.perf_counter(), self.cpu_seconds()
         with ThreadPoolExecutor(concurrency) as clients:
-            replies = list(clients.map(self.generate, prompts, budgets))
+            replies = list(clients.map(partial(self.generate, **custom_params), prompts, budgets))
         seconds, worked = time.perf_counter() - begun, self.cpu_seconds() - worked
         time.sleep(0.5)  # the last batch is counted after it is answered
         after = self.metrics()

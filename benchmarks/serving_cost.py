@@ -45,8 +45,8 @@ class Beside:
 
 # With a head pass that drafts and one that reads a clean block, and without drafts.
 DRAFTED, ALONE = Beside(30, 4, 2), Beside(12, 1, 1)
-# Launches of a head pass outside of graphs: of a layer (norms, projections, rotary embedding, write, attention), and around.
-HEAD_LAYER, HEAD_REST = 14, 12
+# Launches of a head pass in a graph: its inputs and metadata are written, and its result is copied. A supposition.
+HEAD_PASS = 12
 
 
 def tokens_of(width: int, chance: float) -> float:
@@ -82,7 +82,7 @@ def seconds_a_token(
         return round_seconds(shape, device, Counts(1, 1 + 1 / block), batch, prefix) + waits + ALONE.seconds(launch, crossing)
     passes = 1 + tokens / block  # one that drafts, and one for each clean block
     counts = Counts(tokens, width, passes, width - 1)
-    head = passes * (HEAD_LAYER * shape.head_layers + HEAD_REST) * launch
+    head = passes * HEAD_PASS * launch
     seconds = round_seconds(shape, device, counts, batch, prefix) + waits + head + DRAFTED.seconds(launch, crossing)
     return seconds / tokens
 

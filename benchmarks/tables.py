@@ -24,7 +24,7 @@ from mrp_trainer.evaluate.cost import break_even as affordable
 from mrp_trainer.publish.card import markdown_table, results_table
 
 from .common import RESULTS, parser_of, read_lines
-from .frontier import JUDGED, LISTS_STATES, RULE_STATES, STATES, on_frontier, setting_name
+from .frontier import JUDGED, RULE_STATES, STATES, on_frontier, setting_name
 from .targets import RULES, TARGETS, alone, drafted
 
 Line = dict[str, Any]
@@ -225,12 +225,12 @@ def lists(folder: Path = RESULTS) -> str:
     of, rows = {(line["kind"], setting_name(line)): line for line in lines}, []
     kinds = ("copy", "reverse", "replace", "shuffle")
     for target in RULES:
-        ways = [alone(target), drafted("self_spec", target, LISTS_STATES)]
+        ways = [alone(target), drafted("self_spec", target, 4)]
         own, draft = ([of[kind, setting_name(way)] for kind in kinds] for way in ways)
         solved = [*(f"{line['accuracy']:.1f}" for line in own[:-1]), interval(own[-1], "accuracy", 1)]
         speeds = [", ".join(f"{line['tokens_per_forward']:.2f}" for line in way) for way in (own, draft)]
         rows.append([f"`{target}`", *solved, *speeds, str(sum(line["texts_that_differ"] for line in draft))])
-    head = [*(f"{kind} %" for kind in kinds), f"alone ({', '.join(kinds)})", f"drafted, K = {LISTS_STATES}"]
+    head = [*(f"{kind} %" for kind in kinds), f"alone ({', '.join(kinds)})", "drafted, K = 4"]
     return markdown_table(["rule", *head, "texts that differ"], rows)
 
 

@@ -16,6 +16,7 @@ class StoredTensor(NamedTuple):
     """A tensor in a safetensors file: its name there, its shape and its type as safetensors spells it (`BF16`)."""
 
     name: str
+    file: Path
     shape: tuple[int, ...]
     dtype: str
 
@@ -28,7 +29,7 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
                     part = tensors.get_slice(name)
-                    found[our_name(name)] = StoredTensor(name, tuple(part.get_shape()), str(part.get_dtype()))
+                    found[our_name(name)] = StoredTensor(name, file, tuple(part.get_shape()), str(part.get_dtype()))
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole safetensors file: download it again ({error})") from error
     return found

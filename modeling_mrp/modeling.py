@@ -18,7 +18,6 @@ from transformers.utils import can_return_tuple
 from .generate.generation import MRPGenerationMixin, logger
 from .generate.options import MRPGenerationConfig
 from .generate.score import MRPScoringMixin
-from .kernels.fused_layers import fused
 from .kernels.round_attention import RoundMask
 from .model.code import model_tags
 from .model.configuration import MRPConfig
@@ -28,6 +27,7 @@ from .model.families.sdar import MRPBackbone
 from .model.head import MRPHead
 from .model.loading import MRPPreTrainedModel
 from .networks.cache import BlockCache
+from .networks.layers import fused
 
 # What callers of transformers' models may pass beside the arguments that all of these have (`return_dict` is one).
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
@@ -59,7 +59,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         position_ids: Tensor,
         mask: Tensor | BlockMask | RoundMask,
         past_key_values: Cache | None = None,
-        compiled: bool = True,
     ) -> Tensor:
         """The backbone's final-norm hidden states h_A under a boolean mask, each at the position that it was computed at.
 
@@ -67,9 +66,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             input_ids: [batch, length] long.
             position_ids: [batch, length] long, absolute.
             mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex
-                attention; or a `RoundMask` inside `under_round_masks`.
+                attention; or a `RoundMask` inside `round_attention_of`.
             past_key_values: A cache that the layers update, or None.
-            compiled: Whether a backbone under `nn.Module.compile` runs as compiled.
 
         Returns:
             [batch, length, hidden_size].
@@ -81,7 +79,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         if (walk := fused(self.model, layers, mask, past_key_values, MRPBackbone)) is not None:
             embeds = self.model.embed_tokens(input_ids)
             return walk(embeds, self.model.rotary_emb(embeds, position_ids))
-        model = self.model if compiled else self.model._call_impl
+        # With a cache each call has other lengths, for which what `nn.Module.compile` made would be made anew.
+        model = self.model if past_key_values is None else self.model._call_impl
         return model(
             input_ids=input_ids,
             attention_mask={"full_attention": self._attention_bias(mask)},
@@ -97,7 +96,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         position_ids: Tensor,
         mask: Tensor | BlockMask | RoundMask,
         past_key_values: Cache | None = None,
-        compiled: bool = True,
     ) -> Tensor:
         """The head's residual h_C = Head(embed(x'), h_A); `lm_head(h_A + h_C)` estimates the logits at x'.
 
@@ -107,7 +105,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             position_ids: [batch, length] long, absolute.
             mask: As for `backbone`.
             past_key_values: A cache with room for the head's layers, or None.
-            compiled: As for `backbone`.
 
         Returns:
             [batch, length, hidden_size].
@@ -122,7 +119,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             )
         embeds = self.model.embed_tokens(input_ids)
         rotary = self.model.head_rotary(embeds, position_ids)
-        head = self.mrp_head if compiled else self.mrp_head._call_impl
+        head = self.mrp_head if past_key_values is None else self.mrp_head._call_impl
         output = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
         return output if self.config.head_predicts == "residual" else output - hidden_states
 

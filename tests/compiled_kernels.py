@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,11 +28,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from modeling_mrp.kernels.dispatch import Dispatch
 from modeling_mrp.kernels.fused_layers import rotated, sum_and_norm
 from modeling_mrp.kernels.pick import Unembedding, _pick_kernel, _some_kernel
-from modeling_mrp.kernels.round_attention import RoundMask, attend
-from modeling_mrp.networks.cache import BlockCache
+from modeling_mrp.kernels.round_attention import RoundMask, round_attention
 from modeling_mrp.networks.picker import SHORTLIST
 
 POINTERS = {
@@ -110,10 +107,7 @@ def caught(launch: Callable[[], Any], capability: int) -> list[dict[str, Any]]:
         names = [parameter.name for parameter in kernel.params]
         found.append(compiled(kernel, {**dict(zip(names, args, strict=False)), **kwargs}, options, capability))
 
-    def forced(dispatch: Dispatch, name: str, kernel: Callable[[], Any], *others: Any, **more: Any) -> Any:
-        return kernel()
-
-    with patch.object(JITFunction, "run", run), patch.object(Dispatch, "run", forced):
+    with patch.object(JITFunction, "run", run):
         launch()
     return found
 
@@ -122,25 +116,23 @@ def layer_launches(
     shape: Shape, states: int, prefix: int, dtype: torch.dtype, on: torch.device
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """List what a layer launches for a row: attention behind a prefix, a sum and norm, and rotated queries and keys."""
-    heads, kv_heads, dim, forced = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, Dispatch(True)
+    heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
     queries, width = states * shape.block_size, shape.hidden_size
     slots, parents = torch.full((1,), prefix, device=on), torch.full((1, states), -1, device=on)
-    mask = RoundMask(slots, parents, states, shape.block_size, forced)
+    mask = RoundMask(slots, parents, states, shape.block_size)
     query = torch.empty(1, queries, heads, dim, dtype=dtype, device=on).transpose(1, 2)
     key, value = torch.empty(1, prefix + queries, 2, kv_heads, dim, dtype=dtype, device=on).permute(2, 0, 3, 1, 4)
-    yield "round_attention", partial(attend, query, key, value, mask, dim**-0.5)
+    yield "round_attention", partial(round_attention, query, key, value, mask, dim**-0.5)
 
     def norm_of(width: int) -> Any:
         return Qwen3RMSNorm(width).to(on, dtype).requires_grad_(False)
 
     hidden, added = (torch.empty(1, queries, width, dtype=dtype, device=on) for _ in range(2))
-    yield "sum_and_norm", partial(sum_and_norm, hidden, added, norm_of(width), forced)
-    attention = SimpleNamespace(head_dim=dim, layer_idx=0, q_norm=norm_of(dim), k_norm=norm_of(dim))
-    angles = torch.empty(1, queries, dim, dtype=dtype, device=on)
-    cache = BlockCache(1, kv_heads, dim, [on], 0, queries, dtype)
-    cache.target(0, queries)
+    yield "sum_and_norm", partial(sum_and_norm, hidden, added, norm_of(width))
+    rotary = torch.empty(2, 1, queries, dim, dtype=dtype, device=on).unbind(0)
     projected = torch.empty(1, queries, (heads + 2 * kv_heads) * dim, dtype=dtype, device=on)
-    yield "rotated", partial(rotated, attention, projected, (angles, angles), cache, forced)
+    target = key[:, :, prefix:], value[:, :, prefix:]
+    yield "rotated", partial(rotated, projected, (norm_of(dim), norm_of(dim)), rotary, target)
 
 
 def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:

@@ -312,27 +312,3 @@ class FakeScheduler:
         while self.running:
             self.step()
             on_step()
-
-
-@torch.no_grad()
-def low_confidence(model: Any, prompt: list[int], new: int, threshold: float) -> tuple[list[int], int]:
-    """Decode as the engine's own algorithm does, without any cache: tokens behind the prompt, and the forwards it takes."""
-    block, mask_id = model.config.block_size, model.config.mask_token_id
-    ids, forwards = list(prompt), len(prompt) // block
-    while len(ids) < len(prompt) + new:
-        start = len(ids) // block * block
-        ids += [mask_id] * (start + block - len(ids))
-        while True:
-            forwards += 1
-            masked = torch.tensor([token == mask_id for token in ids[start:]])
-            if not masked.any():
-                break
-            positions = torch.arange(len(ids))[None]
-            seen = block_causal_mask(positions, positions, torch.ones_like(positions).bool(), block)
-            logits = model.lm_head(model.backbone(torch.tensor([ids]), positions, seen))[0, start:]
-            token = logits.argmax(-1)
-            sure = logits.softmax(-1).gather(1, token[:, None])[:, 0].where(masked, torch.tensor(-torch.inf).to(logits))
-            shown = sure > threshold
-            shown = shown if shown.any() else F.one_hot(sure.argmax(), block).bool()
-            ids[start:] = torch.where(shown & masked, token, torch.tensor(ids[start:])).tolist()
-    return ids[len(prompt) : len(prompt) + new], forwards

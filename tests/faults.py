@@ -6,16 +6,11 @@ from typing import Any
 from tape import TapeRecorder
 from torch import Tensor
 
-from modeling_mrp.kernels import fused_layers, pick, round_attention
+from modeling_mrp.kernels.fused_layers import ROTATED, SUM_AND_NORM
+from modeling_mrp.kernels.pick import PICK, SOME_LOGITS
+from modeling_mrp.kernels.round_attention import ROUND_ATTENTION
 
-# By kernel: the module and name of what launches it.
-LAUNCHES = {
-    "pick": (pick, "_pick_kernel"),
-    "shortlist": (pick, "_some_kernel"),
-    "round_attention": (round_attention, "round_attention"),
-    "sum_and_norm": (fused_layers, "_sum_and_norm_kernel"),
-    "rotated": (fused_layers, "_rotated_kernel"),
-}
+KERNELS = {kernel.name: kernel for kernel in (PICK, SOME_LOGITS, ROUND_ATTENTION, SUM_AND_NORM, ROTATED)}
 
 
 def broken(result: Any) -> Any:

@@ -77,15 +77,6 @@ class Repository:
         return self.commits[oid]
 
 
-@dataclass
-class Fault:
-    """The next request whose "METHOD /path" matches is answered by this status, or with its body changed."""
-
-    pattern: str
-    status: int | None = None
-    change: Callable[[bytes], bytes] = bytes
-
-
 @dataclass(frozen=True)
 class User:
     name: str
@@ -116,7 +107,6 @@ class HubServer:
         url: The address, for `HF_ENDPOINT`.
         repositories: By id.
         requests: What was asked for, "METHOD /path", in order.
-        faults: What goes wrong next; `fail` adds one.
     """
 
     def __init__(self) -> None:
@@ -125,7 +115,6 @@ class HubServer:
         self.repositories: dict[str, Repository] = {}
         self.objects: Files = {}
         self.requests: list[str] = []
-        self.faults: list[Fault] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -140,9 +129,6 @@ class HubServer:
 
     def add_user(self, name: str, token: str, organizations: Sequence[str] = ()) -> None:
         self.users[token] = User(name, tuple(organizations))
-
-    def fail(self, pattern: str, **how: Any) -> None:
-        self.faults.append(Fault(pattern, **how))
 
     def repository(self, repo_id: str) -> Repository:
         return self.repositories[repo_id]
@@ -199,14 +185,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         with self.hub.lock:
             self.hub.requests.append(asked)
-            fault = next((fault for fault in self.hub.faults if re.match(fault.pattern, asked)), Fault(""))
-            if fault in self.hub.faults:
-                self.hub.faults.remove(fault)
-            if fault.status is None:
-                status, body, headers = self._answer(unquote(where.path))
-            else:
-                status, body, headers = fault.status, {"error": "a failure of the test's"}, {}
-        body = fault.change(body if isinstance(body, bytes) else json.dumps(body).encode())
+            status, body, headers = self._answer(unquote(where.path))
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
@@ -281,11 +261,6 @@ class _Handler(BaseHTTPRequestHandler):
         repo.refs[repo.ref(name)] = repo.read(json.loads(self.body or b"{}").get("startingPoint", "main")).oid
         return "OK"
 
-    def delete_branch(self, repo_id: str, name: str) -> Any:
-        self.writable(repo_id)
-        del self.readable(repo_id).refs[f"refs/heads/{name}"]
-        return "OK"
-
     def preupload(self, repo_id: str, revision: str) -> Any:
         files, answers = self.readable(repo_id).read(revision).files, []
         if "create_pr" not in self.query:
@@ -350,7 +325,6 @@ ROUTES: list[tuple[str, str, Callable[..., Any]]] = [
     ("GET", f"/api/models/{REPO}/tree/{NAME}(?:/(.+))?", _Handler.tree),
     ("POST", "/api/validate-yaml", _Handler.validate_yaml),
     ("POST", f"/api/models/{REPO}/branch/(.+)", _Handler.create_branch),
-    ("DELETE", f"/api/models/{REPO}/branch/(.+)", _Handler.delete_branch),
     ("POST", f"/api/models/{REPO}/preupload/(.+)", _Handler.preupload),
     ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", _Handler.lfs_batch),
     ("PUT", f"/lfs/{NAME}", _Handler.lfs_upload),

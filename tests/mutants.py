@@ -22,7 +22,7 @@ RECORD = ROOT / "tests" / "mutants.json"
 FIRST = [f"tests/generate/test_fuzz.py::test_random_decodes[{seed}]" for seed in range(8)]
 SELECTION = {
     "rules": ("rules", "draft", "bans"),
-    "generate": ("decoding", "active_rows", "score"),
+    "generate": ("refine", "decoding", "active_rows", "score"),
     "networks": ("cache", "sampling", "continuation", "graphs", "round_attention", "first_use"),
     "kernels": ("pick", "kernels", "round_attention", "sampling", "fused_layers", "kernel_decoding", "first_use"),
 }

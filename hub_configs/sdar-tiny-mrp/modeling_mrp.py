@@ -18,10 +18,12 @@ import torch.nn.functional as F
 import warnings
 import weakref
 import zlib
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from importlib import import_module
 from inspect import getdoc
@@ -42,8 +44,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3Model, Qwen3RMSNorm, apply_rotary_pos_emb
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, ModelOutput, PushToHubMixin, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, can_return_tuple, extract_commit_hash, find_adapter_config_file, logging as transformers_logging
-from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Protocol, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, get_args, get_type_hints
 from .configuration_mrp import DENSE, MRPConfig, backbone_of, family
 
 
@@ -62,28 +63,45 @@ try:
 except ImportError:
     triton = tl = None
 
-T = TypeVar("T")
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Of every launch; products and sums in one instruction, which Triton 3.10 will not do by itself, as 3.9 warns.
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 _OLDEST = (8, 0)  # compute capability with bfloat16 in the matrix units and asynchronous copies
-# (kernel, device) that failed to compile or to launch in this process, or gave wrong results on its samples.
-_failed: set[tuple[str, torch.device]] = set()
 # Kinds of devices on which kernels and recordings are compared with what they stand for before they are relied on.
 CHECKED_ON = {"cuda"}
-# By kernel: computes, for tensors like those of its call, small results of the kernel and of its twin, pair by pair.
-SAMPLES: dict[str, Callable[..., Iterable[tuple[Tensor, Tensor]]]] = {}
+# (kernel, device) that failed to compile or to launch in this process, or gave wrong results on its samples.
+_failed: set[tuple[str, torch.device]] = set()
 _checked: set[tuple[str, torch.device, torch.dtype]] = set()
-# Whose hooks only note what a model was asked to hand out: hidden states of its own forward.
-_NOTES_ONLY = "transformers.utils.output_capturing"
-# Where the classes are defined that kernels stand for.
-_OWN = ("torch.nn.", "transformers.", __name__.partition(".kernels.")[0])
+
+
+@dataclass(eq=False)
+class Kernel:
+    """What launches Triton kernels, beside what computes the same with PyTorch.
+
+    Attributes:
+        name: For messages.
+        launch: Returns tensors, or one.
+        twin: Of the same arguments.
+        samples: Makes, of the tensors of a call, arguments on which both are to be compared.
+    """
+
+    name: str
+    launch: Callable[..., Any]
+    twin: Callable[..., Any]
+    samples: Callable[..., Iterable[tuple[Any, ...]]]
+
+    @torch.no_grad()
+    def compared(self, *tensors: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over small results of the kernel and of its twin, pair by pair, for tensors like those of a call."""
+        for given in self.samples(*tensors):
+            ours = [one.clone() for one in _tensors([self.launch(*given)])]  # both may write to the same places
+            yield from zip(ours, _tensors([self.twin(*given)]), strict=True)
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A decision between a kernel and its PyTorch twin.
+    """A decision between kernels and their PyTorch twins.
 
     Attributes:
         forced: None: kernels where they can be used, by device and dtype, and the twin where one fails; True: kernels or an
@@ -92,44 +110,46 @@ class Dispatch:
 
     forced: bool | None = None
 
-    def check(self, weight: Tensor) -> None:
-        """Raise `ValueError` if kernels are forced and cannot be used with weights like these."""
-        if self.forced and (obstacle := _obstacle((weight,), interpreted=True)) is not None:
-            raise ValueError(f"kernels is True, but they cannot be used: {obstacle}, or use kernels=None or kernels=False")
+    def allows(self, what: str, *tensors: Tensor, obstacle: str | None = None) -> bool:
+        """Tell if kernels are to run on tensors, whose devices and floating dtypes decide.
 
-    def run(
-        self, name: str, kernel: Callable[[], T], twin: Callable[[], T], *tensors: Tensor, obstacle: str | None = None
-    ) -> T:
-        """Run one of both.
-
-        A kernel that does not compile or launch, or that gives other results than its twin on a small sample (compared once in
-        a process, on a GPU), is reported in one warning per device and not tried again. Where gradients are wanted (kernels
-        have none), under autocast and inside `torch.compile`, the twin runs.
+        They do not where gradients are wanted (kernels have none) and under autocast.
 
         Args:
-            name: Of the kernel, for messages.
-            kernel: Launches it; `twin` computes the same with PyTorch.
-            *tensors: What goes in; their devices and floating dtypes decide.
-            obstacle: What else keeps the kernel from them, and the remedy; None: nothing.
+            what: For the message.
+            *tensors: What goes in.
+            obstacle: What else keeps kernels from them, and the remedy; None: nothing.
+
+        Raises:
+            ValueError: if kernels are forced and cannot be used here.
+        """
+        if self.forced is False:
+            return False
+        obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
+        if self.forced and obstacle is not None:
+            raise ValueError(f"kernels is True, but {what} cannot be used: {obstacle}, or use kernels=None or kernels=False")
+        return obstacle is None
+
+    def run(self, kernel: Kernel, *given: Any) -> Any:
+        """Run a kernel or its twin; tensors in lists and modules are looked at, too.
+
+        A kernel that does not compile or launch, or that gives other results than its twin on a small sample (compared once in
+        a process, on a GPU), is reported in one warning per device and not tried again.
 
         Raises:
             ValueError: if kernels are forced and cannot be used here.
             RuntimeError: if kernels are forced and this one fails.
         """
         if self.forced is False:
-            return twin()
-        device = tensors[0].device
-        obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
-        if self.forced and obstacle is not None:
-            raise ValueError(
-                f"kernels is True, but the kernel {name!r} cannot be used: {obstacle}, or use kernels=None or kernels=False"
-            )
-        if obstacle is not None or (not self.forced and (name, device) in _failed):
-            return twin()
+            return kernel.twin(*given)
+        tensors = list(_tensors(given))
+        name, device = kernel.name, tensors[0].device
+        if not self.allows(f"the kernel {name!r}", *tensors) or (not self.forced and (name, device) in _failed):
+            return kernel.twin(*given)
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                _check_samples(name, tensors)
-                return kernel()
+                _check(kernel, tensors)
+                return kernel.launch(*given)
         except torch.OutOfMemoryError:
             raise  # says nothing about the kernel, and its twin needs more
         except Exception as error:
@@ -147,21 +167,29 @@ class Dispatch:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return twin()
+        return kernel.twin(*given)
 
 
-def sample_of(name: str) -> Callable[[T], T]:
-    """Register a function as the one that computes a kernel's samples."""
+AUTOMATIC = Dispatch()
+PYTORCH = Dispatch(False)
 
-    def register(function: Any) -> Any:
-        SAMPLES[name] = function
-        return function
 
-    return register
+def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
+    """Find the tensors among arguments or results."""
+    for one in given:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from _tensors(one)
+        elif isinstance(one, nn.Module):
+            yield from one.parameters()
 
 
 def relative_error(ours: Tensor, right: Tensor) -> float:
-    """Divide the norm of the difference by that of what is right; infinite where only one of both is a number."""
+    """Divide the norm of the difference by that of what is right; infinite where only one of both is a number. Of integers the
+    share that differs."""
+    if not right.is_floating_point():
+        return float((ours != right).double().mean())
     ours, right = ours.double(), right.double()
     same = (ours == right) | (ours.isnan() & right.isnan())
     difference, size = (ours - right).masked_fill(same, 0).norm(), right.nan_to_num(0, 0, 0).norm()
@@ -175,20 +203,14 @@ def check_close(what: str, ours: Tensor, right: Tensor) -> None:
         raise ArithmeticError(f"{what} by {error:.3g} of their size, where rounding makes {allowed:g} at most")
 
 
-@torch.no_grad()
-def _check_samples(name: str, tensors: tuple[Tensor, ...]) -> None:
+def _check(kernel: Kernel, tensors: list[Tensor]) -> None:
     """Compare a kernel with its twin before its first use on a device and in a dtype; `ArithmeticError` if they differ."""
     device, dtype = tensors[0].device, next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
-    known = name not in SAMPLES or (name, device, dtype) in _checked
-    if known or device.type not in CHECKED_ON or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return  # a capture runs nothing that could be compared
-    for ours, right in SAMPLES[name](*tensors):
+    if (kernel.name, device, dtype) in _checked or device.type not in CHECKED_ON:
+        return
+    for ours, right in kernel.compared(*tensors):
         check_close("its results on a small sample differ from PyTorch's", ours, right)
-    _checked.add((name, device, dtype))
-
-
-AUTOMATIC = Dispatch()
-PYTORCH = Dispatch(False)
+    _checked.add((kernel.name, device, dtype))
 
 
 def failed_kernels() -> list[str]:
@@ -201,46 +223,25 @@ def kernels_usable(device: torch.device, dtype: torch.dtype) -> bool:
     return _unusable(device, dtype, interpreted=False) is None
 
 
-def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Find what a module does beside its class, `kind`, of torch, transformers or this package: no kernel stands for that.
-
-    Hooks of all modules (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
-
-    Returns:
-        What is in the way, and the remedy; None: calling the module is what the class does.
-    """
-    found = type(module)
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        if hooks and any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):
-            return f"a {found.__name__} carries hooks: remove them"
-    if "forward" in module.__dict__ or found.forward is not kind.forward or not issubclass(found, kind):
-        return f"a {found.__name__} is wrapped or no {kind.__name__}: use plain modules"
-    # Others may have put classes or methods of their own in these places (Liger does).
-    if not found.forward.__module__.startswith(_OWN):
-        return f"the forward of a {found.__name__} was replaced by one of {found.forward.__module__}: leave it as it was"
-    return None
-
-
 def processors(device: torch.device) -> int:
     """Count the multiprocessors of a GPU; those of an H200 for a device that only stands in for one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _obstacle(tensors: tuple[Tensor, ...], interpreted: bool) -> str | None:
+def _obstacle(tensors: Iterable[Tensor], interpreted: bool) -> str | None:
     """Say why kernels cannot run on these tensors, with the remedy; None if they can."""
-    device = tensors[0].device
-    if others := {str(t.device) for t in tensors} - {str(device)}:
-        return f"its tensors lie on {device} and {', '.join(sorted(others))}: keep them on one device"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors))
+    if len(devices) > 1:
+        return f"its tensors lie on {' and '.join(map(str, devices))}: keep them on one device"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "it has no gradients: call it under torch.no_grad()"
-    if torch.is_autocast_enabled(device.type):
-        return "autocast is on, whose casts it does not follow: leave autocast"
-    if torch.compiler.is_compiling():
-        return "torch.compile traces this call and makes its own kernels: call it uncompiled"
-    dtypes = sorted({str(t.dtype)[6:] for t in tensors if t.is_floating_point()})
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors if tensor.is_floating_point()))
     if len(dtypes) > 1:
-        return f"dtypes {', '.join(dtypes)} meet: load the model in one"
-    return _unusable(device, getattr(torch, dtypes[0]), interpreted)
+        return f"dtypes {', '.join(str(dtype)[6:] for dtype in dtypes)} meet: load the model in one"
+    if (unusable := _unusable(devices[0], dtypes[0], interpreted)) is not None:
+        return unusable
+    autocast = torch.is_autocast_enabled(devices[0].type)
+    return "autocast is on, whose casts it does not follow: leave autocast" if autocast else None
 
 
 def _unusable(device: torch.device, dtype: torch.dtype, interpreted: bool) -> str | None:
@@ -412,8 +413,8 @@ class BlockCache(Cache):
         dtype: Of keys and values.
         head_layers: How many of the layers are the head's.
         hidden_size: Of the hidden states that are kept for a head to read later; 0: none are.
-        fixed: Whether shapes are to stay the same from round to round, as for recordings and compiled code: attention then
-            reads a power of two of slots before what is scored.
+        fixed: Whether shapes are to stay the same from round to round, as for recordings: attention then reads a power of two
+            of slots before what is scored.
         ends: Tokens of a block and size of hidden states, where the last one of each block is kept, as a model needs whose
             hidden states are those of the next position; zeros: none are.
 
@@ -424,7 +425,8 @@ class BlockCache(Cache):
         hidden_held: By row, so many have hidden states that the head may still read, if it has not read them.
         owner: A weak reference to the model whose keys and values these are.
         weights: The parts of that model whose keys and values these are, by name, as they were then.
-        deferred: Whether attention calls `store` itself, as in rounds under a `RoundMask`.
+        written: By layer, the target: where keys and values of the next forward go, [rows, heads, new, head_dim] each.
+        read: By layer, what attention reads once the target is written, [rows, heads, seen, head_dim] each.
     """
 
     def __init__(
@@ -447,9 +449,8 @@ class BlockCache(Cache):
         self.hidden_size, self.fixed, self.layer_devices = hidden_size, fixed, tuple(layer_devices)
         self.owner: PassingReference | None = None
         self.weights: dict[str, WeightsSeen] = {}
-        self.deferred = False
-        self._written: list[tuple[Tensor, Tensor]] = []  # by layer, keys and values of the target, and up to its end
-        self._read: list[tuple[Tensor, Tensor]] = []
+        self.written: list[tuple[Tensor, Tensor]] = []
+        self.read: list[tuple[Tensor, Tensor]] = []
         self.empty()
         self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
         slots = scratch + (max(LEAST_BUCKET, 1 << (capacity - 1).bit_length()) if fixed else capacity)
@@ -486,7 +487,7 @@ class BlockCache(Cache):
         if self.fixed and not prefill:
             used = max(LEAST_BUCKET, 1 << (used - 1).bit_length()) if used else LEAST_BUCKET
         self.begin, self.end = used, used + width
-        self._written, self._read = self._views(used), self._views(0)
+        self.written, self.read = self._views(used), self._views(0)
         return used
 
     def _views(self, begin: int) -> list[tuple[Tensor, Tensor]]:
@@ -501,26 +502,11 @@ class BlockCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values ([rows, heads, new, head_dim]) to the target and return what attention reads; while
-        `deferred`, leave both to `store`."""
-        return (key_states, value_states) if self.deferred else self.store(key_states, value_states, layer_idx)
-
-    def store(self, key_states: Tensor, value_states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Do what `update` does, at once."""
-        keys, values = self._written[layer]
+        """Write new keys and values, [rows, heads, new, head_dim] each, to the target; return what attention reads."""
+        keys, values = self.written[layer_idx]
         keys.copy_(key_states)
         values.copy_(value_states)
-        return self._read[layer]
-
-    def written(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Select the target, where keys and values of the next forward go: [rows, heads, new, head_dim]."""
-        self._written = self._written or self._views(self.begin)
-        return self._written[layer]
-
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Select the keys and values that attention reads, [rows, heads, seen, head_dim], once the target is written."""
-        self._read = self._read or self._views(0)
-        return self._read[layer]
+        return self.read[layer_idx]
 
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
         """Copy blocks of keys and values: of each `(row, source, target)` the slots from `source` on to those from `target`
@@ -550,7 +536,7 @@ class BlockCache(Cache):
     def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
         """Note what is held, by row (see the attributes)."""
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
-        self._written, self._read = [], []  # a copy of the cache needs no copies of views
+        self.written, self.read = [], []  # a copy of the cache needs no copies of views
 
     def empty(self) -> None:
         """Hold nothing."""
@@ -634,6 +620,42 @@ class BlockCache(Cache):
         return 0
 
 
+# ---------------------------------------------------------------------------------------------------- rules.noise
+
+"""The noise of sampled picks on the host: the bits of `kernels/noise.py`, for the few tokens that a draft chooses among."""
+
+
+
+_MASK = 0xFFFFFFFF
+
+
+def mix_bits(x: Any) -> Any:
+    """Hash uint32 numbers, an int or an array, by two multiply-xorshift rounds."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _MASK
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def noise_key(seed: int, position: int, masks: int) -> int:
+    """The key of the noise at a position of a state with so many masks left."""
+    key = mix_bits(seed & _MASK)
+    key = mix_bits(key ^ (seed >> 32 & _MASK))
+    key = mix_bits(key ^ (position & _MASK))
+    return int(mix_bits(key ^ (masks & _MASK) ^ 0x9E3779B9))
+
+
+def gumbel(keys: list[int], tokens: Any) -> Any:
+    """Standard Gumbel noise [n, m] float64 for token ids [n, m] int64 of n keys."""
+    hashed = mix_bits(tokens * 0x9E3779B1 & _MASK)
+    bits = mix_bits(hashed ^ np.array(keys, dtype=np.int64)[:, None])
+    # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
+    lower = bits < 1 << 31
+    nearest = (np.where(lower, bits, _MASK - bits) + 0.5) * 2.0**-32
+    return -np.log(np.where(lower, -np.log(nearest), -np.log1p(-nearest)))
+
+
 # ---------------------------------------------------------------------------------------------------- kernels.noise
 
 """The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id)."""
@@ -644,32 +666,25 @@ class BlockCache(Cache):
 _UINT32 = 0xFFFFFFFF
 
 
-def mix32(x: Tensor) -> Tensor:
-    """Hash every number of an int64 tensor, each from 0 to 2**32 - 1, to 32 bits by two multiply-xorshift rounds."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _UINT32
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _UINT32
-    return x ^ (x >> 16)
-
-
 def scattered(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
     """Make numbers of mean 0 and variance 1 of a shape, with the device and dtype of a tensor; no generator moves on."""
-    numbers = mix32(torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=like.device))
+    numbers = mix_bits(torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=like.device))
     return ((numbers.float() * 2.0**-31 - 1) * 3**0.5).view(shape).to(like.dtype)
 
 
 def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
     """Make the keys [n] of the noise at a state's position; all arguments are [n] long."""
-    key = mix32(seed & _UINT32)
-    key = mix32(key ^ ((seed >> 32) & _UINT32))
-    key = mix32(key ^ (position & _UINT32))
-    return mix32(key ^ (masks_left & _UINT32) ^ 0x9E3779B9)
+    key: Tensor = mix_bits(seed & _UINT32)
+    key = mix_bits(key ^ ((seed >> 32) & _UINT32))
+    key = mix_bits(key ^ (position & _UINT32))
+    key = mix_bits(key ^ (masks_left & _UINT32) ^ 0x9E3779B9)
+    return key
 
 
 def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
     """Draw 32 random bits for each of keys [n] and token ids [m]: [n, m] int64."""
-    return mix32(mix32(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
+    bits: Tensor = mix_bits(mix_bits(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
+    return bits
 
 
 def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:
@@ -717,282 +732,14 @@ if triton is not None:
         return -tl.log(tl.where(lower, -log, upper))
 
 
-# ---------------------------------------------------------------------------------------------------- kernels.round_attention
-
-"""Attention of a decoding round: a Triton kernel and its PyTorch twin.
-
-In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
-state and, where its state has a parent, those of the parent. Keys and values are read where `BlockCache` holds them: the
-committed slots first, then those of all states.
-"""
-
-
-
-
-_PROGRAMS = 2  # wanted on a multiprocessor
-_TILE_KEYS = 32
-_KEYS_PER_PROGRAM = 128  # at least: fewer cost more in merging than they win
-_MOST_SHARES = 16  # one program merges them, one after the other
-_LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class RoundMask:
-    """Who sees whom in a round, in place of a mask tensor.
-
-    Attributes:
-        committed: [rows] long, how many committed slots each row sees.
-        parent: [rows, width] long, the slot of the state that a state looks at beyond the prefix, -1 if none; None: none has.
-        width: States per row.
-        block_size: Tokens per state.
-        dispatch: Whether the kernel runs.
-        sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
-        plans: How layers run under masks of the same decode (`fused`).
-    """
-
-    committed: Tensor
-    parent: Tensor | None
-    width: int
-    block_size: int
-    dispatch: Dispatch = AUTOMATIC
-    sees_all: bool = False
-    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
-
-    def to(self, *args: Any, **kwargs: Any) -> "RoundMask":
-        """On another device: accelerate moves what a layer is given to where the layer is."""
-        parent = None if self.parent is None else self.parent.to(*args, **kwargs)
-        return replace(self, committed=self.committed.to(*args, **kwargs), parent=parent)
-
-    def sees(self) -> Tensor:
-        """Tell which states see which, [rows, width, width] bool: themselves and their parents."""
-        slots = torch.arange(self.width, device=self.committed.device)
-        own = slots[:, None] == slots
-        return own.expand(len(self.committed), -1, -1) if self.parent is None else own | (self.parent[..., None] == slots)
-
-    def dense(self, used: int) -> Tensor:
-        """[rows, 1, width * block_size, used + width * block_size] bool over the first `used` slots and what is scored."""
-        rows, queries = len(self.committed), self.width * self.block_size
-        out = torch.empty(rows, 1, queries, used + queries, dtype=torch.bool, device=self.committed.device)
-        out[..., :used] = (torch.arange(used, device=out.device) < self.committed[:, None])[:, None, None]
-        sees = self.sees()[:, :, None, :, None]
-        out[:, 0, :, used:].unflatten(1, (self.width, -1)).unflatten(3, (self.width, -1)).copy_(sees)
-        return out
-
-    def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
-        """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all are visible."""
-        if self.sees_all:
-            return None
-        name = used, dtype, self.committed.device
-        if name not in self._kept:
-            hidden = self.dense(used).logical_not_()
-            self._kept[name] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-        return self._kept[name]
-
-    def arrived(self, count: int) -> Tensor:
-        """Zeros [count] int32 for the kernel, which leaves them so behind each layer."""
-        name = count, self.committed.device
-        if name not in self._kept:
-            self._kept[name] = torch.zeros(count, dtype=torch.int32, device=self.committed.device)
-        return self._kept[name]
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
-    """`round_attention` or its twin, as the mask's dispatch decides."""
-    return mask.dispatch.run(
-        "round_attention",
-        lambda: round_attention(query, key, value, mask, scale),
-        lambda: round_attention_twin(query, key, value, mask, scale),
-        *(query, key, value, mask.committed),
-    )
-
-
-def round_attention_twin(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
-    """Compute `round_attention` of the same arguments through SDPA."""
-    bias, grouped = mask.bias(key.shape[2] - query.shape[2], query.dtype), query.device.type == "cpu"
-    if not grouped:  # with a mask, SDPA's fast kernels of a GPU take no groups
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2).contiguous()
-
-
-def round_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float, splits: int | None = None
-) -> Tensor:
-    """Attention of a round in one launch of a Triton kernel.
-
-    A program takes a tile of a row's queries, all query heads of one KV head among them, and one of `splits` shares of what
-    that row sees; the last one to arrive merges the shares, in their order. No shape depends on `committed` or `parent`.
-
-    Args:
-        query: [rows, heads, queries, head_dim], queries = width * block_size.
-        key, value: [rows, kv_heads, used + queries, head_dim], laid out alike, each head's numbers side by side: `used`
-            committed slots, then what is scored; what lies in a slot that a row does not see is never read.
-        mask, scale: Who sees whom; what multiplies the scores.
-        splits: Shares of the prefix; by default as many as fill the device.
-
-    Returns:
-        [rows, queries, heads, head_dim].
-    """
-    rows, heads, queries, head_dim = query.shape
-    kv_heads, keys = key.shape[1], key.shape[2]
-    group, used = heads // kv_heads, keys - queries
-    # So many that two programs fit a multiprocessor: its registers and, two tiles of keys deep, its shared memory.
-    tile_rows = max(16, min(triton.next_power_of_2(queries * group), 32 if query.dtype == torch.float32 else 64))
-    tiles = triton.cdiv(queries * group, tile_rows)
-    if splits is None:  # one wave of programs
-        most = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)
-        splits = max(1, min(most, triton.cdiv(used, _KEYS_PER_PROGRAM), _MOST_SHARES))
-    out = query.new_empty(rows, queries, heads, head_dim)
-    shares = (rows * kv_heads, splits, queries * group) if splits > 1 else (0,)
-    level = torch.empty(*shares, dtype=torch.float32, device=query.device)
-    partial = torch.empty(*shares, head_dim, dtype=torch.float32, device=query.device)
-    if triton.knobs.runtime.interpret:  # whose products of bfloat16 are wrong
-        query, key, value = query.float(), key.float(), value.float()
-    _attend[(tiles, splits, rows * kv_heads)](
-        *(query.transpose(1, 2).contiguous(), key, value, out, partial, level, mask.arrived(tiles * rows * kv_heads)),
-        *(mask.committed, mask.parent, *key.stride()[:3], kv_heads, queries, used, scale * _LOG2_E),
-        BLOCK_SIZE=mask.block_size,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        PADDED=max(16, triton.next_power_of_2(head_dim)),
-        TILE_ROWS=tile_rows,
-        TILE_KEYS=_TILE_KEYS,
-        SPLIT=splits > 1,
-        num_stages=2,
-        **LAUNCH,
-    )
-    return out
-
-
-@sample_of("round_attention")
-def _attention_samples(query: Tensor, key: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Three rows of two states, a child and one alone, behind prefixes of 5, 152 and 299 slots, in shares that are merged;
-    twice, as in two layers."""
-    heads, kv_heads, dim, block, used = query.shape[1], key.shape[1], query.shape[3], 4, 512
-    parent = torch.arange(-1, 1, device=query.device).repeat(3, 1)
-    mask = RoundMask(torch.arange(5, 300, 147, device=query.device), parent, 2, block)
-    queries = 4 * scattered(3, 2 * block, heads, dim, like=query).transpose(1, 2)
-    keys, values = scattered(3, used + 2 * block, 2, kv_heads, dim, like=key, seed=1).permute(2, 0, 3, 1, 4)
-    given = queries, keys, values, mask, dim**-0.5
-    for _ in range(2):
-        yield round_attention(*given, splits=3), round_attention_twin(*given)
-
-
-if triton is not None:
-
-    @triton.jit(do_not_specialize=["tokens", "used"])
-    def _attend(  # type: ignore[no-untyped-def]
-        query,
-        key,
-        value,
-        out,
-        partial,
-        levels,
-        arrived,
-        committed,
-        parent,
-        key_row,
-        key_head,
-        key_token,
-        kv_heads,
-        tokens,
-        used,
-        scale,
-        BLOCK_SIZE: tl.constexpr,
-        GROUP: tl.constexpr,
-        HEAD_DIM: tl.constexpr,
-        PADDED: tl.constexpr,
-        TILE_ROWS: tl.constexpr,
-        TILE_KEYS: tl.constexpr,
-        SPLIT: tl.constexpr,
-    ):
-        """Program (tile of queries x heads of a group, share of the prefix, batch row x KV head)."""
-        split, splits = tl.program_id(1), tl.num_programs(1)
-        pair = tl.program_id(2).to(tl.int64)  # offsets into the cache may not fit 32 bits
-        row, head = pair // kv_heads, pair % kv_heads
-        at = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-        token = at // GROUP
-        columns, dims = tl.arange(0, TILE_KEYS), tl.arange(0, PADDED)
-        real, inside = at < tokens * GROUP, dims < HEAD_DIM
-        whole = real[:, None] & inside[None, :]
-        place = (((row * tokens + token) * kv_heads + head) * GROUP + at % GROUP)[:, None] * HEAD_DIM + dims[None, :]
-        queries = tl.load(query + place, mask=whole, other=0.0)
-        state = token // BLOCK_SIZE
-        before = tl.full([TILE_ROWS], -1, tl.int32)
-        if parent is not None:
-            before = tl.load(parent + row * (tokens // BLOCK_SIZE) + state, mask=real, other=-1).to(tl.int32)
-
-        # Of the running softmax: sums of values, sum of weights, greatest score.
-        sums = tl.zeros([TILE_ROWS, PADDED], tl.float32)
-        total = tl.zeros([TILE_ROWS], tl.float32)
-        peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-        length = tl.minimum(tl.load(committed + row), used).to(tl.int32)
-        share = tl.cdiv(tl.cdiv(length, TILE_KEYS), splits) * TILE_KEYS
-        begin = tl.minimum(split * share, length)
-        end = tl.minimum(begin + share, length)
-        own = tl.cdiv(end - begin, TILE_KEYS)
-        scored = tl.where(split == 0, tl.cdiv(tokens, TILE_KEYS), 0)  # the first share takes the scratch, too
-        for tile in range(0, own + scored):
-            slot = tl.where(tile < own, begin + tile * TILE_KEYS, used + (tile - own) * TILE_KEYS) + columns
-            of = tl.where(tile < own, -2, (slot - used) // BLOCK_SIZE)
-            there = slot < tl.where(tile < own, end, used + tokens)
-            seen = (slot < end)[None, :] | (of[None, :] == state[:, None]) | (of[None, :] == before[:, None])
-            cell = row * key_row + head * key_head + slot.to(tl.int64) * key_token
-            keys = tl.load(key + cell[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0.0)
-            values = tl.load(value + cell[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-            # Of float32, three products of its halves, as in SDPA's own kernel for it: right to the last bits.
-            scores = tl.where(seen, tl.dot(queries, keys, input_precision="tf32x3") * scale, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, 1))
-            level = tl.where(higher == float("-inf"), 0.0, higher)  # where nothing has been seen yet
-            weights, fade = tl.exp2(scores - level[:, None]), tl.exp2(peak - level)
-            total = total * fade + tl.sum(weights, 1)
-            sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision="tf32x3")
-            peak = higher
-        result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-
-        if SPLIT:
-            first = pair * splits * (tokens * GROUP) + at
-            mine = first + split * (tokens * GROUP)
-            tl.store(levels + mine, peak + tl.log2(total), mask=real)
-            tl.store(partial + mine[:, None] * HEAD_DIM + dims[None, :], result, mask=whole)
-            # All threads have stored before one of them tells so, with release; it hears with acquire how many told before.
-            tl.debug_barrier()
-            counter = arrived + pair * tl.num_programs(0) + tl.program_id(0)
-            last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
-            if last:
-                tl.store(counter, 0)  # for the next layer
-            real = at < tl.where(last, tokens * GROUP, 0)
-            whole = real[:, None] & inside[None, :]
-            result = tl.zeros([TILE_ROWS, PADDED], tl.float32)
-            total = tl.zeros([TILE_ROWS], tl.float32)
-            peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-            for other in range(0, tl.where(last, splits, 0)):
-                theirs = first + other * (tokens * GROUP)
-                level = tl.load(levels + theirs, mask=real, other=0.0, cache_modifier=".cg")
-                values = tl.load(
-                    partial + theirs[:, None] * HEAD_DIM + dims[None, :], mask=whole, other=0.0, cache_modifier=".cg"
-                )
-                higher = tl.maximum(peak, level)  # the first share sees something, so this is finite
-                fade, rise = tl.exp2(peak - higher), tl.exp2(level - higher)
-                result = result * fade[:, None] + values * rise[:, None]
-                total = total * fade + rise
-                peak = higher
-            result = result / tl.where(last, total, 1.0)[:, None]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=whole)
-
-
 # ---------------------------------------------------------------------------------------------------- kernels.fused_layers
 
-"""Qwen3 layers in a round of decoding, with what lies between their matrix products fused.
+"""What lies between the matrix products of a Qwen3 layer in a round, fused: a Triton kernel each, and its PyTorch twin.
 
 A layer called module by module launches about seventy operations, nearly all of them on a few thousand numbers: on a GPU each
-takes longer to start than to run, also inside a CUDA graph. Here it is four matrix products, the round's attention, and five
-launches more: a sum and its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache;
-and the MLP's gate. Casts are those of transformers' modules: what these round to the model's dtype is rounded here.
-
-Products with the same input are one where `pack` has put their weights together; else each `nn.Linear`, or what stands there
-(LoRA, quantised weights), is called.
+takes longer to start than to run, also inside a CUDA graph. Here are three of the few that are left (`networks/layers.py`): a
+sum and its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache. Casts are those of
+transformers' modules: what these round to the model's dtype is rounded here.
 """
 
 
@@ -1001,177 +748,17 @@ Products with the same input are one where `pack` has put their weights together
 _HEADS = 8  # heads, of one token or more, that a program of `_rotate` takes
 
 
-def fused(
-    owner: Any, layers: Sequence[Any], mask: object, cache: object, kind: type[nn.Module] | None = None
-) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
-    """Find what stands in a round for calling layers and the norm behind them; None: they are to be called.
-
-    They are called outside of rounds, where something of them was compiled (then torch fuses), and where a module does more
-    than its class does, hooks for instance. What was found counts for as long as the mask's `plans` do: for a decode.
-
-    Args:
-        owner, layers: The module of the norm, `norm`, and its decoder layers.
-        mask: In a round a `RoundMask`, whose dispatch decides between kernels and their twins.
-        cache: In a round the `BlockCache` that gets keys and values, at its target.
-        kind: What the owner has to be if it is not called either; None: this is asked for by its own forward.
-
-    Returns:
-        A function of what the first layer reads, [rows, tokens, hidden_size], and of cos and sin, [rows, tokens, head_dim]
-        each; it gives [rows, tokens, hidden_size], and raises a RuntimeError if a forced kernel fails.
-
-    Raises:
-        ValueError: if kernels are forced and cannot be used here.
-    """
-    if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or owner._compiled_call_impl is not None:
-        return None
-    if owner not in mask.plans:
-        mask.plans[owner] = _plan(owner, layers, mask.dispatch, kind)
-    plan = mask.plans[owner]
-    return None if plan is None else partial(_walk, plan, owner.norm, mask, cache)
-
-
-def _plan(owner: Any, layers: Sequence[Any], dispatch: Dispatch, kind: type[nn.Module] | None) -> list[Any] | None:
-    """Pair each layer with its packed weights (see `packed`); None if the layers have to run as modules."""
-    obstacle = None
-    for module, expected in _parts(owner, layers, kind):
-        if module._compiled_call_impl is not None:
-            return None
-        if (obstacle := more_than(module, expected)) is not None:
-            break
-    usable = obstacle is None
-    if dispatch.forced is not False:
-        usable = dispatch.run("fused_layers", lambda: True, lambda: False, next(owner.parameters()), obstacle=obstacle)
-    return [(layer, packed(_of_attention(layer)), packed(_of_mlp(layer))) for layer in layers] if usable else None
-
-
-def _parts(owner: Any, layers: Sequence[Any], kind: type[nn.Module] | None) -> Iterator[tuple[Any, type[nn.Module]]]:
-    """The modules that are not called, each with what it has to be: what is not need not have the parts that come next."""
-    if kind is not None:
-        yield owner, kind
-    yield owner.norm, Qwen3RMSNorm
-    for layer in layers:
-        yield layer, Qwen3DecoderLayer
-        yield layer.self_attn, Qwen3Attention
-        yield layer.mlp, Qwen3MLP
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm, layer.self_attn.k_norm):
-            yield norm, Qwen3RMSNorm
-
-
-def _walk(
-    plan: Sequence[Any], norm: Any, mask: RoundMask, cache: BlockCache, hidden: Tensor, rotary: tuple[Tensor, Tensor]
-) -> Tensor:
-    """The function that `fused` gives."""
-    dispatch, added = mask.dispatch, None
-    for layer, attention_weight, mlp_weight in plan:
-        hidden, normed = sum_and_norm(hidden, added, layer.input_layernorm, dispatch)
-        added = _attended(layer, normed, attention_weight, rotary, mask, cache)
-        hidden, normed = sum_and_norm(hidden, added, layer.post_attention_layernorm, dispatch)
-        added = _gated(layer, normed, mlp_weight)
-    return sum_and_norm(hidden, added, norm, dispatch)[1]
-
-
-def _attended(
-    layer: Any, normed: Tensor, weight: Tensor | None, rotary: tuple[Tensor, Tensor], mask: RoundMask, cache: BlockCache
-) -> Tensor:
-    attention = layer.self_attn
-    query = rotated(attention, products(normed, _of_attention(layer), weight), rotary, cache, mask.dispatch)
-    return attention.o_proj(attend(query, *cache.read(attention.layer_idx), mask, attention.scaling).flatten(2))
-
-
-def _gated(layer: Any, normed: Tensor, weight: Tensor | None) -> Tensor:
-    both = products(normed, _of_mlp(layer), weight)
-    gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
-    return layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
-
-
-def _of_attention(layer: Any) -> list[Any]:
-    return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-
-
-def _of_mlp(layer: Any) -> list[Any]:
-    return [layer.mlp.gate_proj, layer.mlp.up_proj]
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def pack(model: nn.Module) -> None:
-    """Lay weights that are multiplied with the same input behind one another in memory, for `products`.
-
-    They stay the parameters that they are, now parts of a larger storage: nothing is held twice, and what is loaded, saved,
-    trained or cast goes on as before. Left as they are: layers that are more than a plain `nn.Linear` (adapters, quantised
-    weights, hooks), that lie elsewhere than their neighbours, or were compiled.
-    """
-    moved = None
-    for layer in model.modules():
-        if not isinstance(layer, Qwen3DecoderLayer) or layer._compiled_call_impl is not None:
-            continue
-        for linears in (_of_attention(layer), _of_mlp(layer)):
-            weights = [linear.weight.data for linear in linears if _plain(linear)]
-            if len(weights) == len(linears) and packed(linears) is None and len({w.device for w in weights}) == 1:
-                moved = torch.cat(weights)
-                for linear, part in zip(linears, moved.split([len(w) for w in weights]), strict=True):
-                    linear.weight.data = part
-    if moved is not None and moved.is_cuda:
-        torch.cuda.empty_cache()  # where the weights lay, in pieces that little else fits
-
-
-def packed(linears: Sequence[Any]) -> Tensor | None:
-    """View weights of linear layers as one matrix [sum of out_features, in_features]; None if they do not lie side by side."""
-    if not all(map(_plain, linears)):
-        return None
-    first = linears[0].weight
-    storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
-    for linear in linears:
-        if linear.weight.data_ptr() != place or linear.weight.untyped_storage().data_ptr() != storage:
-            return None
-        place += linear.weight.nbytes
-    return first.as_strided((sum(len(linear.weight) for linear in linears), first.shape[1]), first.stride())
-
-
-def _plain(linear: Any) -> bool:
-    """Tell if a module is a plain linear layer: no bias, no hooks or subclass, and a contiguous weight."""
-    return (
-        type(linear) is nn.Linear
-        and linear.bias is None
-        and type(linear.weight) is nn.Parameter
-        and linear.weight.is_contiguous()
-        and not linear.weight.is_meta
-        and more_than(linear, nn.Linear) is None
-    )
-
-
-def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor | list[Tensor]:
-    """Compute the results of linear layers, [..., out_features] each; by their `packed` weight, if any, side by side in one."""
-    return [linear(hidden) for linear in linears] if weight is None else F.linear(hidden, weight)
-
-
-def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
-    """`hidden + added`, and that under a `Qwen3RMSNorm`.
+def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """`hidden + added`, and that under a `Qwen3RMSNorm`, in one launch.
 
     Args:
         hidden: [..., hidden_size].
         added: The same shape; None: nothing is added.
         norm: The norm.
-        dispatch: Kernel or PyTorch.
 
     Returns:
         Both, each [..., hidden_size].
     """
-    return dispatch.run(
-        "sum_and_norm",
-        lambda: _sum_and_norm_kernel(hidden, added, norm),
-        lambda: sum_and_norm_ref(hidden, added, norm),
-        *(hidden, norm.weight, hidden if added is None else added),
-    )
-
-
-def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """`sum_and_norm` in PyTorch."""
-    total = hidden if added is None else hidden + added
-    return total, norm(total)
-
-
-def _sum_and_norm_kernel(hidden: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
     hidden, size = hidden.contiguous(), hidden.shape[-1]
     normed = torch.empty_like(hidden)
     total = hidden if added is None else torch.empty_like(hidden)
@@ -1184,60 +771,55 @@ def _sum_and_norm_kernel(hidden: Tensor, added: Tensor | None, norm: Any) -> tup
     return total, normed
 
 
+def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """`sum_and_norm` in PyTorch."""
+    total = hidden if added is None else hidden + added
+    return total, norm(total)
+
+
 def rotated(
-    attention: Any,
-    projected: Tensor | list[Tensor],
-    rotary: tuple[Tensor, Tensor],
-    cache: BlockCache,
-    dispatch: Dispatch,
-) -> Tensor:
-    """Queries and keys under their norms and rotated; keys and values go to the cache's target.
+    projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """Put queries and keys under their norms, rotate them, and write keys and values to the cache, in one launch.
 
     Args:
-        attention: A `Qwen3Attention`, for its norms, its layer and the size of its heads.
         projected: [rows, tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys and values of each token; or these three.
+        norms: `Qwen3RMSNorm`s of queries and keys, of one epsilon.
         rotary: cos and sin, [rows, tokens, head_dim] each.
-        cache, dispatch: Where keys and values go; kernel or PyTorch.
+        target: Where keys and values go, [rows, kv_heads, tokens, head_dim] each.
 
     Returns:
-        [rows, heads, tokens, head_dim], the queries.
+        The queries, [rows, heads, tokens, head_dim], and the target.
     """
-    keys, values = cache.written(attention.layer_idx)
-    parts = [projected] if isinstance(projected, Tensor) else projected
-    return dispatch.run(
-        "rotated",
-        lambda: _rotated_kernel(attention, torch.cat(parts, -1) if len(parts) > 1 else parts[0], rotary, keys, values),
-        lambda: rotated_ref(attention, projected, rotary, cache),
-        *(*parts, *rotary, attention.q_norm.weight, attention.k_norm.weight, keys, values),
-    )
-
-
-def rotated_ref(attention: Any, projected: Tensor | list[Tensor], rotary: tuple[Tensor, Tensor], cache: BlockCache) -> Tensor:
-    """`rotated` in PyTorch."""
-    if isinstance(projected, Tensor):
-        size = cache.num_key_value_heads * attention.head_dim
-        projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
-    query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in projected)
-    query, key = attention.q_norm(query).transpose(1, 2), attention.k_norm(key).transpose(1, 2)
-    query, key = apply_rotary_pos_emb(query, key, *rotary)
-    cache.store(key, value.transpose(1, 2), attention.layer_idx)
-    return query
-
-
-def _rotated_kernel(attention: Any, projected: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> Tensor:
-    projected, cos, sin = (each.contiguous() for each in (projected, *rotary))
-    (rows, tokens, size), head_dim, kv_heads = projected.shape, attention.head_dim, keys.shape[1]
+    projected = projected.contiguous() if isinstance(projected, Tensor) else torch.cat(projected, -1)
+    (cos, sin), (keys, values) = (each.contiguous() for each in rotary), target
+    (rows, tokens, size), (kv_heads, head_dim) = projected.shape, keys.shape[1::2]
     heads = size // head_dim - 2 * kv_heads
     queries = projected.new_empty(rows, tokens, heads, head_dim)
     _rotate[(triton.cdiv(rows * tokens * size // head_dim, _HEADS),)](
-        *(projected, attention.q_norm.weight, attention.k_norm.weight, cos, sin, queries, keys, values),
-        *(*keys.stride()[:3], rows, tokens, heads, kv_heads, attention.q_norm.variance_epsilon),
+        *(projected, norms[0].weight, norms[1].weight, cos, sin, queries, keys, values),
+        *(*keys.stride()[:3], rows, tokens, heads, kv_heads, norms[0].variance_epsilon),
         HEAD_DIM=head_dim,
         PADDED=triton.next_power_of_2(head_dim),
         HEADS=_HEADS,
         **LAUNCH,
     )
-    return queries.transpose(1, 2)
+    return queries.transpose(1, 2), keys, values
+
+
+def rotated_ref(
+    projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """`rotated` in PyTorch."""
+    keys, values = target
+    size, head_dim = keys.shape[1] * keys.shape[3], keys.shape[3]
+    if isinstance(projected, Tensor):
+        projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
+    query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in projected)
+    query, key = apply_rotary_pos_emb(norms[0](query).transpose(1, 2), norms[1](key).transpose(1, 2), *rotary)
+    keys.copy_(key)
+    values.copy_(value.transpose(1, 2))
+    return query, keys, values
 
 
 def _sample_norm(width: int, like: Tensor, seed: int = 0) -> Qwen3RMSNorm:
@@ -1251,29 +833,24 @@ def _sample_tokens(width: int, like: Tensor, seed: int = 0) -> Tensor:
     return scattered(2, 3, width, like=like, seed=seed) * torch.tensor([9.0, 1.0, 1e-3], device=like.device)[:, None].to(like)
 
 
-@sample_of("sum_and_norm")
-def _sum_samples(hidden: Tensor, *_: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _sum_samples(hidden: Tensor, *_: Tensor) -> Iterator[tuple[Any, ...]]:
     """Tokens as wide as the model's."""
-    given, added = (_sample_tokens(hidden.shape[-1], hidden, seed) for seed in range(2))
-    norm = _sample_norm(hidden.shape[-1], hidden)
-    yield from zip(_sum_and_norm_kernel(given, added, norm), sum_and_norm_ref(given, added, norm), strict=True)
+    width = hidden.shape[-1]
+    yield _sample_tokens(width, hidden), _sample_tokens(width, hidden, 1), _sample_norm(width, hidden)
 
 
-@sample_of("rotated")
-def _rotated_samples(*given: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens with all heads: queries, and keys and values where the cache has them."""
-    *parts, cos, _, _, _, keys, _ = given
+def _rotated_samples(*given: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Tokens with all heads, and a target where nothing is written yet."""
+    *parts, _, _, cos, _, keys, _ = given
     width, dim, kv_heads = sum(part.shape[-1] for part in parts), cos.shape[-1], keys.shape[1]
-    norms = {"q_norm": _sample_norm(dim, cos), "k_norm": _sample_norm(dim, cos, 1)}
-    attention = SimpleNamespace(head_dim=dim, layer_idx=0, **norms)
     angles = 3 * scattered(2, 3, dim // 2, like=cos).repeat(1, 1, 2)
-    projected, rotary = _sample_tokens(width, cos, 1), (angles.cos(), angles.sin())
-    cache = BlockCache(2, kv_heads, dim, [keys.device], 0, 3, keys.dtype)
-    cache.target(0, 3)
-    into = [torch.full_like(each, torch.nan) for each in cache.written(0)]
-    query = _rotated_kernel(attention, projected, rotary, *into)
-    yield query, rotated_ref(attention, projected, rotary, cache)
-    yield from zip(into, cache.written(0), strict=True)
+    target = cos.new_full((2, 2, kv_heads, 3, dim), torch.nan)
+    norms = _sample_norm(dim, cos), _sample_norm(dim, cos, 1)
+    yield _sample_tokens(width, cos, 1), norms, (angles.cos(), angles.sin()), target.unbind(0)
+
+
+SUM_AND_NORM = Kernel("sum_and_norm", sum_and_norm, sum_and_norm_ref, _sum_samples)
+ROTATED = Kernel("rotated", rotated, rotated_ref, _rotated_samples)
 
 
 if triton is not None:
@@ -1351,46 +928,302 @@ if triton is not None:
         tl.store(values + slot, value, mask=inside & is_value)
 
 
-# ---------------------------------------------------------------------------------------------------- networks.attention
+# ---------------------------------------------------------------------------------------------------- kernels.round_attention
 
-"""Attention by `round_attention` in the layers of a model: in a round they are given a `RoundMask`.
+"""Attention of a decoding round: a Triton kernel and its PyTorch twin.
 
-Keys and values then go into the cache together with the attention, in one call, and not by `BlockCache.update`. To
-`torch.compile` this call is one opaque operation: what it traces does not see the cache, which it would copy, nor how many
-slots are committed, for each number of which it would compile anew.
+In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
+state and, where its state has a parent, those of the parent. Keys and values are read where `BlockCache` holds them: the
+committed slots first, then those of all states.
 """
 
 
 
 
-# What `attn_implementation` is during a forward under a `RoundMask`. Each copy of this file (remote code of two repositories in
+_PROGRAMS = 2  # wanted on a multiprocessor
+_TILE_KEYS = 32
+_KEYS_PER_PROGRAM = 128  # at least: fewer cost more in merging than they win
+_MOST_SHARES = 16  # one program merges them, one after the other
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class RoundMask:
+    """Who sees whom in a round, in place of a mask tensor.
+
+    Attributes:
+        committed: [rows] long, how many committed slots each row sees.
+        parent: [rows, width] long, the slot of the state that a state looks at beyond the prefix, -1 if none.
+        width: States per row.
+        block_size: Tokens per state.
+        dispatch: Whether the kernel runs.
+        sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
+        plans: How layers run under masks of the same decode (`fused`).
+    """
+
+    committed: Tensor
+    parent: Tensor
+    width: int
+    block_size: int
+    dispatch: Dispatch = AUTOMATIC
+    sees_all: bool = False
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
+
+    def to(self, *args: Any, **kwargs: Any) -> "RoundMask":
+        """On another device: accelerate moves what a layer is given to where the layer is."""
+        return replace(self, committed=self.committed.to(*args, **kwargs), parent=self.parent.to(*args, **kwargs))
+
+    def dense(self, used: int) -> Tensor:
+        """[rows, 1, width * block_size, used + width * block_size] bool over the first `used` slots and what is scored."""
+        rows, queries = len(self.committed), self.width * self.block_size
+        out = torch.empty(rows, 1, queries, used + queries, dtype=torch.bool, device=self.committed.device)
+        out[..., :used] = (torch.arange(used, device=out.device) < self.committed[:, None])[:, None, None]
+        slots = torch.arange(self.width, device=out.device)
+        sees = (slots[:, None] == slots) | (self.parent[..., None] == slots)  # themselves and their parents
+        out[:, 0, :, used:].unflatten(1, (self.width, -1)).unflatten(3, (self.width, -1)).copy_(sees[:, :, None, :, None])
+        return out
+
+    def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
+        """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all are visible."""
+        if self.sees_all:
+            return None
+        name = used, dtype, self.committed.device
+        if name not in self._kept:
+            hidden = self.dense(used).logical_not_()
+            self._kept[name] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        return self._kept[name]
+
+    def arrived(self, count: int) -> Tensor:
+        """Zeros [count] int32 for the kernel, which leaves them so behind each layer."""
+        name = count, self.committed.device
+        if name not in self._kept:
+            self._kept[name] = torch.zeros(count, dtype=torch.int32, device=self.committed.device)
+        return self._kept[name]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
+    """`round_attention` or its twin, as the mask's dispatch decides."""
+    out: Tensor = mask.dispatch.run(ROUND_ATTENTION, query, key, value, mask, scale)
+    return out
+
+
+def round_attention_twin(
+    query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float, splits: int | None = None
+) -> Tensor:
+    """Compute `round_attention` of the same arguments through SDPA; in one share."""
+    bias, grouped = mask.bias(key.shape[2] - query.shape[2], query.dtype), query.device.type == "cpu"
+    if not grouped:  # with a mask, SDPA's fast kernels of a GPU take no groups
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
+
+
+def round_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float, splits: int | None = None
+) -> Tensor:
+    """Attention of a round in one launch of a Triton kernel.
+
+    A program takes a tile of a row's queries, all query heads of one KV head among them, and one of `splits` shares of what
+    that row sees; the last one to arrive merges the shares, in their order. No shape depends on `committed` or `parent`.
+
+    Args:
+        query: [rows, heads, queries, head_dim], queries = width * block_size.
+        key, value: [rows, kv_heads, used + queries, head_dim], laid out alike, each head's numbers side by side: `used`
+            committed slots, then what is scored; what lies in a slot that a row does not see is never read.
+        mask, scale: Who sees whom; what multiplies the scores.
+        splits: Shares of the prefix; by default as many as fill the device.
+
+    Returns:
+        [rows, queries, heads, head_dim].
+    """
+    rows, heads, queries, head_dim = query.shape
+    kv_heads, keys = key.shape[1], key.shape[2]
+    group, used = heads // kv_heads, keys - queries
+    # So many that two programs fit a multiprocessor: its registers and, two tiles of keys deep, its shared memory.
+    tile_rows = max(16, min(triton.next_power_of_2(queries * group), 32 if query.dtype == torch.float32 else 64))
+    tiles = triton.cdiv(queries * group, tile_rows)
+    if splits is None:  # one wave of programs
+        most = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)
+        splits = max(1, min(most, triton.cdiv(used, _KEYS_PER_PROGRAM), _MOST_SHARES))
+    out = query.new_empty(rows, queries, heads, head_dim)
+    shares = (rows * kv_heads, splits, queries * group) if splits > 1 else (0,)
+    level = torch.empty(*shares, dtype=torch.float32, device=query.device)
+    partial = torch.empty(*shares, head_dim, dtype=torch.float32, device=query.device)
+    if triton.knobs.runtime.interpret:  # whose products of bfloat16 are wrong
+        query, key, value = query.float(), key.float(), value.float()
+    _attend[(tiles, splits, rows * kv_heads)](
+        *(query.transpose(1, 2).contiguous(), key, value, out, partial, level, mask.arrived(tiles * rows * kv_heads)),
+        *(mask.committed, mask.parent, *key.stride()[:3], kv_heads, queries, used, scale * _LOG2_E),
+        BLOCK_SIZE=mask.block_size,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PADDED=max(16, triton.next_power_of_2(head_dim)),
+        TILE_ROWS=tile_rows,
+        TILE_KEYS=_TILE_KEYS,
+        SPLIT=splits > 1,
+        num_stages=2,
+        **LAUNCH,
+    )
+    return out
+
+
+def _samples(query: Tensor, key: Tensor, *others: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Three rows of two states, a child and one alone, behind prefixes of 5, 152 and 299 slots, in shares that are merged;
+    twice, as in two layers."""
+    heads, kv_heads, dim, block, used = query.shape[1], key.shape[1], query.shape[3], 4, 512
+    parent = torch.arange(-1, 1, device=query.device).repeat(3, 1)
+    mask = RoundMask(torch.arange(5, 300, 147, device=query.device), parent, 2, block)
+    queries = 4 * scattered(3, 2 * block, heads, dim, like=query).transpose(1, 2)
+    keys, values = scattered(3, used + 2 * block, 2, kv_heads, dim, like=key, seed=1).permute(2, 0, 3, 1, 4)
+    yield from [(queries, keys, values, mask, dim**-0.5, 3)] * 2
+
+
+ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_twin, _samples)
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["tokens", "used"])
+    def _attend(  # type: ignore[no-untyped-def]
+        query,
+        key,
+        value,
+        out,
+        partial,
+        levels,
+        arrived,
+        committed,
+        parent,
+        key_row,
+        key_head,
+        key_token,
+        kv_heads,
+        tokens,
+        used,
+        scale,
+        BLOCK_SIZE: tl.constexpr,
+        GROUP: tl.constexpr,
+        HEAD_DIM: tl.constexpr,
+        PADDED: tl.constexpr,
+        TILE_ROWS: tl.constexpr,
+        TILE_KEYS: tl.constexpr,
+        SPLIT: tl.constexpr,
+    ):
+        """Program (tile of queries x heads of a group, share of the prefix, batch row x KV head)."""
+        split, splits = tl.program_id(1), tl.num_programs(1)
+        pair = tl.program_id(2).to(tl.int64)  # offsets into the cache may not fit 32 bits
+        row, head = pair // kv_heads, pair % kv_heads
+        at = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        token = at // GROUP
+        columns, dims = tl.arange(0, TILE_KEYS), tl.arange(0, PADDED)
+        real, inside = at < tokens * GROUP, dims < HEAD_DIM
+        whole = real[:, None] & inside[None, :]
+        place = (((row * tokens + token) * kv_heads + head) * GROUP + at % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+        queries = tl.load(query + place, mask=whole, other=0.0)
+        state = token // BLOCK_SIZE
+        before = tl.load(parent + row * (tokens // BLOCK_SIZE) + state, mask=real, other=-1).to(tl.int32)
+
+        # Of the running softmax: sums of values, sum of weights, greatest score.
+        sums = tl.zeros([TILE_ROWS, PADDED], tl.float32)
+        total = tl.zeros([TILE_ROWS], tl.float32)
+        peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+        length = tl.minimum(tl.load(committed + row), used).to(tl.int32)
+        share = tl.cdiv(tl.cdiv(length, TILE_KEYS), splits) * TILE_KEYS
+        begin = tl.minimum(split * share, length)
+        end = tl.minimum(begin + share, length)
+        own = tl.cdiv(end - begin, TILE_KEYS)
+        scored = tl.where(split == 0, tl.cdiv(tokens, TILE_KEYS), 0)  # the first share takes the scratch, too
+        for tile in range(0, own + scored):
+            slot = tl.where(tile < own, begin + tile * TILE_KEYS, used + (tile - own) * TILE_KEYS) + columns
+            of = tl.where(tile < own, -2, (slot - used) // BLOCK_SIZE)
+            there = slot < tl.where(tile < own, end, used + tokens)
+            seen = (slot < end)[None, :] | (of[None, :] == state[:, None]) | (of[None, :] == before[:, None])
+            cell = row * key_row + head * key_head + slot.to(tl.int64) * key_token
+            keys = tl.load(key + cell[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+            values = tl.load(value + cell[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+            # Of float32, three products of its halves, as in SDPA's own kernel for it: right to the last bits.
+            scores = tl.where(seen, tl.dot(queries, keys, input_precision="tf32x3") * scale, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            level = tl.where(higher == float("-inf"), 0.0, higher)  # where nothing has been seen yet
+            weights, fade = tl.exp2(scores - level[:, None]), tl.exp2(peak - level)
+            total = total * fade + tl.sum(weights, 1)
+            sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision="tf32x3")
+            peak = higher
+        result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+
+        if SPLIT:
+            first = pair * splits * (tokens * GROUP) + at
+            mine = first + split * (tokens * GROUP)
+            tl.store(levels + mine, peak + tl.log2(total), mask=real)
+            tl.store(partial + mine[:, None] * HEAD_DIM + dims[None, :], result, mask=whole)
+            # All threads have stored before one of them tells so, with release; it hears with acquire how many told before.
+            tl.debug_barrier()
+            counter = arrived + pair * tl.num_programs(0) + tl.program_id(0)
+            last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
+            if last:
+                tl.store(counter, 0)  # for the next layer
+            real = at < tl.where(last, tokens * GROUP, 0)
+            whole = real[:, None] & inside[None, :]
+            result = tl.zeros([TILE_ROWS, PADDED], tl.float32)
+            total = tl.zeros([TILE_ROWS], tl.float32)
+            peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+            for other in range(0, tl.where(last, splits, 0)):
+                theirs = first + other * (tokens * GROUP)
+                level = tl.load(levels + theirs, mask=real, other=0.0, cache_modifier=".cg")
+                values = tl.load(
+                    partial + theirs[:, None] * HEAD_DIM + dims[None, :], mask=whole, other=0.0, cache_modifier=".cg"
+                )
+                higher = tl.maximum(peak, level)  # the first share sees something, so this is finite
+                fade, rise = tl.exp2(peak - higher), tl.exp2(level - higher)
+                result = result * fade[:, None] + values * rise[:, None]
+                total = total * fade + rise
+                peak = higher
+            result = result / tl.where(last, total, 1.0)[:, None]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=whole)
+
+
+# ---------------------------------------------------------------------------------------------------- networks.layers
+
+"""The layers of a model in a round: fused, or called as modules whose attention takes a `RoundMask`.
+
+Fused, a Qwen3 layer is four matrix products, the round's attention, and five launches more (`kernels/fused_layers.py` and the
+MLP's gate). Products with the same input are one where `pack` has put their weights together; else each `nn.Linear`, or what
+stands there (LoRA, quantised weights), is called.
+"""
+
+
+
+
+# Whose hooks only note what a model was asked to hand out: hidden states of its own forward.
+_NOTES_ONLY = "transformers.utils.output_capturing"
+# Where the classes are defined that kernels stand for.
+_OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
+# What `attn_implementation` is during a decode under `RoundMask`s. Each copy of this file (remote code of two repositories in
 # one process) has masks of its own class, so also a name of its own.
-ROUND_ATTENTION = f"{__name__}.round_attention"
+IN_ROUNDS = f"{__name__}.round_attention"
 REPLACED = "sdpa"  # the implementation that it stands in for
 
 _inside: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 _inside_lock = threading.Lock()
-_here = threading.local()  # `cache`: that of the round which this thread is in
-_operators: list[Callable[..., Tensor]] = []  # `_attend_in_round` as an operation, once there has been a round
 
 
 def takes_round_masks(model: Any, dispatch: Dispatch) -> bool:
     """Tell if the layers of a model are to be given a `RoundMask` in rounds: an attention that was chosen in place of SDPA
-    stays, and what was compiled without kernels is left whole.
+    stays, and what was compiled is called as it is.
 
     Raises:
-        ValueError: if kernels are forced, and another attention was chosen.
+        ValueError: if kernels are forced all the same.
     """
     chosen = model.config._attn_implementation
-    if chosen in (REPLACED, ROUND_ATTENTION):
-        return dispatch.forced is not False or not any(
-            part._compiled_call_impl for part in (model.model, model.mrp_head) if part
-        )
+    if chosen not in (REPLACED, IN_ROUNDS):
+        why = f"attends by {chosen!r}, whose place the kernel does not take: use attn_implementation={REPLACED!r}"
+    elif any(part._compiled_call_impl is not None for part in model.modules()):
+        why = "has parts that were compiled, which are left whole: leave it uncompiled"
+    else:
+        return True
     if dispatch.forced:
-        raise ValueError(
-            f"kernels is True, but the model attends by {chosen!r}, whose place the kernel does not take: use "
-            f"attn_implementation={REPLACED!r}, or kernels=None or kernels=False"
-        )
+        raise ValueError(f"kernels is True, but the model {why}, or kernels=None or kernels=False")
     return False
 
 
@@ -1403,82 +1236,179 @@ def round_attention_of(model: Any) -> Iterator[None]:
     use the model meanwhile, also without kernels, notice nothing; the last one to leave puts the name back.
     """
     with _inside_lock:
-        if not _operators:
-            _operators.append(_as_operation())
-            AttentionInterface.register(ROUND_ATTENTION, _attention)
+        AttentionInterface.register(IN_ROUNDS, _attention)
         _inside[model] = _inside.get(model, 0) + 1
-        if _inside[model] == 1:
-            model.config._attn_implementation = ROUND_ATTENTION
+        model.config._attn_implementation = IN_ROUNDS
     try:
         yield
     finally:
         with _inside_lock:
             _inside[model] -= 1
             if not _inside[model]:
-                del _inside[model]
                 model.config._attn_implementation = REPLACED
-
-
-@contextmanager
-def under_round_masks(model: Any, cache: BlockCache) -> Iterator[None]:
-    """Have a forward under a `RoundMask` put its keys and values where the cache says, together with its attention."""
-    outer, _here.cache = getattr(_here, "cache", None), cache
-    cache.deferred = True
-    try:
-        with round_attention_of(model):
-            yield
-    finally:
-        cache.deferred = False
-        _here.cache = outer
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as transformers' layers ask for it."""
-    if attention_mask is None and getattr(_here, "cache", None) is not None:
-        raise ValueError(
-            f"a {type(module).__name__} was given no mask in a round, and would see everything: pass on the mask that the "
-            "backbone is called with, or use kernels=False"
-        )
-    if not isinstance(attention_mask, RoundMask):
-        return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
-    mask = attention_mask
-    layer: Any = module.layer_idx
-    if torch.compiler.is_compiling():
-        seen = (mask.committed, mask.parent, mask.width, mask.block_size)
-        return _operators[0](query, key, value, *seen, layer, kwargs["scaling"], mask.dispatch.forced), None
-    keys, values = _here.cache.store(key, value, layer)
-    return attend(query, keys, values, mask, kwargs["scaling"]), None
+    if isinstance(attention_mask, RoundMask):
+        return attend(query, key, value, attention_mask, kwargs["scaling"]), None
+    return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
 
 
-def _attend_in_round(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    committed: Tensor,
-    parent: Tensor | None,
-    width: int,
-    block_size: int,
-    layer: int,
-    scale: float,
-    forced: bool | None,
+def fused(
+    owner: Any, layers: Sequence[Any], mask: object, cache: object, kind: type[nn.Module] | None = None
+) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
+    """Find what stands in a round for calling layers and the norm behind them; None: they are to be called.
+
+    They are called outside of rounds, and where a module does more than its class does, hooks for instance. What was found
+    counts for as long as the mask's `plans` do: for a decode.
+
+    Args:
+        owner, layers: The module of the norm, `norm`, and its decoder layers.
+        mask: In a round a `RoundMask`, whose dispatch decides between kernels and their twins.
+        cache: In a round the `BlockCache` that gets keys and values, at its target.
+        kind: What the owner has to be if it is not called either; None: this is asked for by its own forward.
+
+    Returns:
+        A function of what the first layer reads, [rows, tokens, hidden_size], and of cos and sin, [rows, tokens, head_dim]
+        each; it gives [rows, tokens, hidden_size], and raises a RuntimeError if a forced kernel fails.
+
+    Raises:
+        ValueError: if kernels are forced and cannot be used here.
+    """
+    if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache):
+        return None
+    if owner not in mask.plans:
+        mask.plans[owner] = _plan(owner, layers, mask.dispatch, kind)
+    plan = mask.plans[owner]
+    return None if plan is None else partial(_walk, plan, owner.norm, mask, cache)
+
+
+def _plan(owner: Any, layers: Sequence[Any], dispatch: Dispatch, kind: type[nn.Module] | None) -> list[Any] | None:
+    """Pair each layer with its packed weights (see `packed`); None if the layers have to run as modules."""
+    found = (more_than(module, expected) for module, expected in _parts(owner, layers, kind))
+    obstacle = next((one for one in found if one is not None), None)
+    if dispatch.forced is False:
+        usable = obstacle is None  # by the twins
+    else:
+        usable = dispatch.allows("the kernel 'fused_layers'", next(owner.parameters()), obstacle=obstacle)
+    return [(layer, packed(_of_attention(layer)), packed(_of_mlp(layer))) for layer in layers] if usable else None
+
+
+def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """Find what a module does beside its class, `kind`, of torch, transformers or this package: no kernel stands for that.
+
+    Hooks of all modules (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
+
+    Returns:
+        What is in the way, and the remedy; None: calling the module is what the class does.
+    """
+    found = type(module)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        if hooks and any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):
+            return f"a {found.__name__} carries hooks: remove them"
+    if "forward" in module.__dict__ or found.forward is not kind.forward or not issubclass(found, kind):
+        return f"a {found.__name__} is wrapped or no {kind.__name__}: use plain modules"
+    # Others may have put classes or methods of their own in these places (Liger does).
+    if not found.forward.__module__.startswith(_OWN):
+        return f"the forward of a {found.__name__} was replaced by one of {found.forward.__module__}: leave it as it was"
+    return None
+
+
+def _parts(owner: Any, layers: Sequence[Any], kind: type[nn.Module] | None) -> Iterator[tuple[Any, type[nn.Module]]]:
+    """The modules that are not called, each with what it has to be: what is not need not have the parts that come next."""
+    if kind is not None:
+        yield owner, kind
+    yield owner.norm, Qwen3RMSNorm
+    for layer in layers:
+        yield layer, Qwen3DecoderLayer
+        yield layer.self_attn, Qwen3Attention
+        yield layer.mlp, Qwen3MLP
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm, layer.self_attn.k_norm):
+            yield norm, Qwen3RMSNorm
+
+
+def _walk(
+    plan: Sequence[Any], norm: Any, mask: RoundMask, cache: BlockCache, hidden: Tensor, rotary: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Put the round's keys and values into the cache, and attend to what lies there: [rows, queries, heads, head_dim]."""
-    keys, values = _here.cache.store(key, value, layer)
-    return attend(query, keys, values, RoundMask(committed, parent, width, block_size, Dispatch(forced)), scale)
+    """The function that `fused` gives."""
+    run, added = mask.dispatch.run, None
+    for layer, attention_weight, mlp_weight in plan:
+        hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
+        attention, linears = layer.self_attn, _of_attention(layer)
+        place, norms = attention.layer_idx, (attention.q_norm, attention.k_norm)
+        query, *_ = run(ROTATED, products(normed, linears, attention_weight), norms, rotary, cache.written[place])
+        keys, values = cache.read[place]
+        added = attention.o_proj(attend(query, keys, values, mask, attention.scaling).flatten(2))
+        hidden, normed = run(SUM_AND_NORM, hidden, added, layer.post_attention_layernorm)
+        both = products(normed, _of_mlp(layer), mlp_weight)
+        gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
+        added = layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
+    _, last = run(SUM_AND_NORM, hidden, added, norm)
+    return last
 
 
-def _as_operation() -> Callable[..., Tensor]:
-    """Make `_attend_in_round` an operation that `torch.compile` leaves whole; each copy of this file has one of its own."""
-    schema = (
-        "(Tensor query, Tensor key, Tensor value, Tensor committed, Tensor? parent, int width, int block_size, int layer, "
-        "float scale, bool? forced) -> Tensor"
+def _of_attention(layer: Any) -> list[Any]:
+    return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+
+
+def _of_mlp(layer: Any) -> list[Any]:
+    return [layer.mlp.gate_proj, layer.mlp.up_proj]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def pack(model: nn.Module) -> None:
+    """Lay weights that are multiplied with the same input behind one another in memory, for `products`.
+
+    They stay the parameters that they are, now parts of a larger storage: nothing is held twice, and what is loaded, saved,
+    trained or cast goes on as before. Left as they are: layers that are more than a plain `nn.Linear` (adapters, quantised
+    weights, hooks), or that lie elsewhere than their neighbours.
+    """
+    moved = None
+    for layer in model.modules():
+        if not isinstance(layer, Qwen3DecoderLayer):
+            continue
+        for linears in (_of_attention(layer), _of_mlp(layer)):
+            weights = [linear.weight.data for linear in linears if _plain(linear)]
+            if len(weights) == len(linears) and packed(linears) is None and len({w.device for w in weights}) == 1:
+                moved = torch.cat(weights)
+                for linear, part in zip(linears, moved.split([len(w) for w in weights]), strict=True):
+                    linear.weight.data = part
+    if moved is not None and moved.is_cuda:
+        torch.cuda.empty_cache()  # where the weights lay, in pieces that little else fits
+
+
+def packed(linears: Sequence[Any]) -> Tensor | None:
+    """View weights of linear layers as one matrix [sum of out_features, in_features]; None if they do not lie side by side."""
+    if not all(map(_plain, linears)):
+        return None
+    first = linears[0].weight
+    storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
+    for linear in linears:
+        if linear.weight.data_ptr() != place or linear.weight.untyped_storage().data_ptr() != storage:
+            return None
+        place += linear.weight.nbytes
+    return first.as_strided((sum(len(linear.weight) for linear in linears), first.shape[1]), first.stride())
+
+
+def _plain(linear: Any) -> bool:
+    """Tell if a module is a plain linear layer: no bias, no hooks or subclass, and a contiguous weight."""
+    return (
+        type(linear) is nn.Linear
+        and linear.bias is None
+        and type(linear.weight) is nn.Parameter
+        and linear.weight.is_contiguous()
+        and not linear.weight.is_meta
+        and more_than(linear, nn.Linear) is None
     )
-    name = f"{__name__.replace('.', '_')}::attend"
-    made = torch.library.custom_op(name, _attend_in_round, mutates_args=(), schema=schema)
-    made.register_fake(lambda query, *_: torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format))
-    return made._opoverload
+
+
+def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor | list[Tensor]:
+    """Compute the results of linear layers, [..., out_features] each; by their `packed` weight, if any, side by side in one."""
+    return [linear(hidden) for linear in linears] if weight is None else F.linear(hidden, weight)
 
 
 # ---------------------------------------------------------------------------------------------------- networks.graphs
@@ -1716,7 +1646,7 @@ def fingerprint(model: nn.Module) -> Hashable:
             if isinstance(value, bool | int | float | str | list | tuple | None) or (type(value) is dict and name[0] != "_"):
                 settings.append((name, repr(value)))
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    attention = REPLACED if attention == ROUND_ATTENTION else attention  # which another thread may be inside of
+    attention = REPLACED if attention == IN_ROUNDS else attention  # which another thread may be inside of
     of_rows = tuple(adapters_of_rows(model) or ())
     return places, tuple(settings), of_rows, attention, ALL_ATTENTION_FUNCTIONS.get(attention)
 
@@ -1735,8 +1665,6 @@ def obstacle(model: Any) -> str | None:
         return f"the model is on {device}: move it to a CUDA device"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on, and what it casts does not stay in place: load the model in that dtype instead"
-    if torch.compiler.is_compiling():
-        return "generate is being compiled: compile the model instead"
     return None
 
 
@@ -1810,42 +1738,6 @@ def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
     return drawn.to(ids.device)
 
 
-# ---------------------------------------------------------------------------------------------------- rules.noise
-
-"""The noise of sampled picks on the host: the bits of `kernels/noise.py`, for the few tokens that a draft chooses among."""
-
-
-
-_MASK = 0xFFFFFFFF
-
-
-def mix_bits(x: Any) -> Any:
-    """Hash uint32 numbers, an int or an array, by two multiply-xorshift rounds."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _MASK
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
-
-
-def noise_key(seed: int, position: int, masks: int) -> int:
-    """The key of the noise at a position of a state with so many masks left."""
-    key = mix_bits(seed & _MASK)
-    key = mix_bits(key ^ (seed >> 32 & _MASK))
-    key = mix_bits(key ^ (position & _MASK))
-    return int(mix_bits(key ^ (masks & _MASK) ^ 0x9E3779B9))
-
-
-def gumbel(keys: list[int], tokens: Any) -> Any:
-    """Standard Gumbel noise [n, m] float64 for token ids [n, m] int64 of n keys."""
-    hashed = mix_bits(tokens * 0x9E3779B1 & _MASK)
-    bits = mix_bits(hashed ^ np.array(keys, dtype=np.int64)[:, None])
-    # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
-    lower = bits < 1 << 31
-    nearest = (np.where(lower, bits, _MASK - bits) + 0.5) * 2.0**-32
-    return -np.log(np.where(lower, -np.log(nearest), -np.log1p(-nearest)))
-
-
 # ---------------------------------------------------------------------------------------------------- rules.state
 
 """States of a block, what a network says of them, and the row of text that they belong to."""
@@ -1855,6 +1747,7 @@ def gumbel(keys: list[int], tokens: Any) -> Any:
 Key = tuple[int, tuple[int, ...]]
 
 
+@dataclass(slots=True, eq=False)
 class State:
     """A partly revealed block of one row.
 
@@ -1866,14 +1759,11 @@ class State:
         step: Denoising steps since the block was opened.
     """
 
-    __slots__ = ("end", "free", "key", "masks", "step")
-
-    def __init__(self, key: Key, free: tuple[int, ...], end: int, masks: int, step: int) -> None:
-        self.key: Final = key
-        self.free: Final = free
-        self.end: Final = end
-        self.masks: Final = masks
-        self.step: Final = step
+    key: Key
+    free: tuple[int, ...]
+    end: int
+    masks: int
+    step: int
 
     @property
     def start(self) -> int:
@@ -1895,6 +1785,7 @@ class State:
         return State(key, free, self.end, self.masks - len(where), self.step + 1)
 
 
+@dataclass(slots=True, eq=False)
 class Scores:
     """What the backbone said at a state, or the head thinks that it will say.
 
@@ -1910,25 +1801,15 @@ class Scores:
             and the place in it; None: they choose among all.
     """
 
-    __slots__ = ("entropy", "hidden", "likeliest", "odds", "shortlist", "token")
-
-    def __init__(
-        self,
-        token: list[int],
-        odds: list[float],
-        entropy: list[float] | None = None,
-        likeliest: Any = None,
-        hidden: tuple[Any, int] | None = None,
-        shortlist: tuple[Any, int] | None = None,
-    ) -> None:
-        self.token: Final = token
-        self.odds: Final = odds
-        self.entropy: Final = entropy
-        self.likeliest: Final = likeliest
-        self.hidden: Final = hidden
-        self.shortlist: Final = shortlist
+    token: list[int]
+    odds: list[float]
+    entropy: list[float] | None = None
+    likeliest: Any = None
+    hidden: tuple[Any, int] | None = None
+    shortlist: tuple[Any, int] | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Frontier:
     """The last accepted state of a row and the reveal there, which no forward has scored yet.
 
@@ -1939,17 +1820,16 @@ class Frontier:
         memo: The rule's memo behind that.
         made: The state that the reveal makes.
         drawn: By column that was drawn elsewhere (by the head) the state and the hidden states there, as in `Scores`; or None.
+        remasked: Columns that the step revealed and the head put back to masks.
     """
 
-    __slots__ = ("drawn", "made", "memo", "scores", "state", "where")
-
-    def __init__(self, state: State, scores: Scores, where: tuple[int, ...], memo: Any, made: State, drawn: Any = None) -> None:
-        self.state: Final = state
-        self.scores: Final = scores
-        self.where: Final = where
-        self.memo: Final = memo
-        self.made: Final = made
-        self.drawn: Final[dict[int, tuple[State, Any]] | None] = drawn
+    state: State
+    scores: Scores
+    where: tuple[int, ...]
+    memo: Any
+    made: State
+    drawn: dict[int, tuple[State, Any]] | None = None
+    remasked: tuple[int, ...] = ()
 
 
 class Constraint(Protocol):
@@ -1982,10 +1862,11 @@ class Counts:
         self.offered_at_depth, self.accepted_at_depth = [0] * depths, [0] * depths
 
 
+@dataclass(eq=False)
 class Row:
     """One sequence of the batch: its text so far, the state that it stands at, and what is known of that.
 
-    Args:
+    Attributes:
         place: Which of the call's rows it is.
         text: Tokens by absolute position, masks where nothing is known; whole blocks, beyond `limit`.
         block_size: Tokens of a block.
@@ -1998,8 +1879,6 @@ class Row:
         no_eos_before: Positions before it take no eos.
         seed: Of the noise.
         bans: Sequences that must not appear; or None.
-
-    Attributes:
         state: The next state, which the backbone revealed; the first one is that of the block with the first mask.
         source: What was said at the last accepted state, from which drafts start; None behind a clean block.
         memo: The rule's memo at `state`.
@@ -2010,58 +1889,46 @@ class Row:
             and -1 where nothing was revealed.
         steps: Denoising steps so far.
         stop: One past the last token once the text is whole, else None.
-        remasked: What the last step put back to masks: columns and tokens.
         counts: What drafts came to.
         written: Reveals that were written, for whoever wants them; None: nobody does.
     """
 
-    def __init__(
-        self,
-        place: int,
-        text: list[int],
-        block_size: int,
-        mask_id: int,
-        eos: frozenset[int],
-        prompt: int,
-        given_end: int,
-        limit: int,
-        open_end: int,
-        no_eos_before: int,
-        seed: int,
-        bans: Constraint | None = None,
-    ) -> None:
-        self.place: Final = place
-        self.text: Final = text
-        self.block_size: Final = block_size
-        self.mask_id: Final = mask_id
-        self.eos: Final = eos
-        self.prompt: Final = prompt
-        self.given_end: Final = given_end
-        self.limit: Final = limit
-        self.open_end: Final = open_end
-        self.no_eos_before: Final = no_eos_before
-        self.seed: Final = seed
-        self.bans: Final = bans
-        first = next((at for at in range(limit) if text[at] == mask_id), limit - 1)
-        self.state = self.opened(first // block_size * block_size)
-        self.source: Scores | None = None
-        self.memo: Any = None
-        self.memory: dict[Key, tuple[State, Scores]] = {}
-        self.held = self.head_held = 0
-        self.logprob = [0.0] * (len(text) - prompt)
-        self.step = [-1] * (len(text) - prompt)
-        self.steps = 0
-        self.stop: int | None = None
-        self.remasked: tuple[tuple[int, ...], list[int]] = ((), [])
+    place: int
+    text: list[int]
+    block_size: int
+    mask_id: int
+    eos: frozenset[int]
+    prompt: int
+    given_end: int
+    limit: int
+    open_end: int
+    no_eos_before: int
+    seed: int
+    bans: Constraint | None = None
+    state: State = field(init=False)
+    source: Scores | None = field(init=False, default=None)
+    memo: Any = field(init=False, default=None)
+    memory: dict[Key, tuple[State, Scores]] = field(init=False, default_factory=dict)
+    held: int = field(init=False, default=0)
+    head_held: int = field(init=False, default=0)
+    logprob: list[float] = field(init=False)
+    step: list[int] = field(init=False)
+    steps: int = field(init=False, default=0)
+    stop: int | None = field(init=False, default=None)
+    counts: Counts = field(init=False)
+    written: list[Frontier] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        first = next((at for at in range(self.limit) if self.text[at] == self.mask_id), self.limit - 1)
+        self.state = self.opened(first // self.block_size * self.block_size)
+        self.logprob, self.step = [0.0] * (len(self.text) - self.prompt), [-1] * (len(self.text) - self.prompt)
         self.counts = Counts(1, False)
-        self.written: list[Frontier] | None = None
 
     def before(self, start: int) -> "Row":
         """The row as it was when the block at `start` was opened: nothing from there on was revealed."""
         steps = [-1] * self.prompt + self.step
         text = [self.mask_id if at >= start and step >= 0 else self.text[at] for at, step in enumerate(steps)]
-        ends = (self.prompt, self.given_end, self.limit, self.open_end, self.no_eos_before)
-        return Row(self.place, text, self.block_size, self.mask_id, self.eos, *ends, self.seed, self.bans)
+        return replace(self, text=text)
 
     def opened(self, start: int) -> State:
         """The first state of a block: its masks, and given tokens, none of which ends the text."""
@@ -2090,16 +1957,6 @@ class Row:
         if state.end == self.block_size < room:
             return False
         return not state.free or state.free[0] >= room
-
-    def write(self, frontier: Frontier, logprobs: Sequence[float]) -> None:
-        """Write a reveal into the text, with the log-confidence of each column, and stand at the state that it makes."""
-        start, ids = frontier.state.key[0], frontier.scores.token
-        behind = start - self.prompt
-        for column, logprob in zip(frontier.where, logprobs, strict=True):
-            self.text[start + column] = ids[column]
-            self.logprob[behind + column], self.step[behind + column] = logprob, self.steps
-        self.steps += 1
-        self.state, self.source, self.memo = frontier.made, frontier.scores, frontier.memo
 
     def settle(self) -> None:
         """Note where the text stops if it is whole at the state that the row stands at."""
@@ -2139,45 +1996,39 @@ TAIL_NATS = 2.0
 MOST_ODDS = 1e4
 
 
-class RevealRule(Protocol):
+class RevealRule(ABC):
     """Decides what a step of the backbone reveals: a frozen dataclass of its numbers.
 
     Attributes:
         needs_entropy: Whether it reads `Scores.entropy`.
-        left_to_right: Whether it reveals the leftmost masks, one a step: then all before a reveal is known.
     """
 
-    @property
-    def needs_entropy(self) -> bool:
-        """See the attribute."""
-        ...
+    needs_entropy: ClassVar[bool] = False
 
     @property
     def left_to_right(self) -> bool:
-        """See the attribute."""
-        ...
+        """Whether it reveals the leftmost masks, one a step: then all before a reveal is known."""
+        return False
 
+    @abstractmethod
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """Choose the columns that are revealed, one at least, of `state.free`, which is not empty; and the memo behind it.
 
         What a ban or the head takes back later is in that memo all the same. Drafting calls it too, of a remembered state with
         the memo of an earlier one, and drops the result's: None, or any memo that it gave, may come with any state.
         """
-        ...
 
+    @abstractmethod
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """Guess up to `count` sets of columns, the likeliest mostly first, by estimates of the log-odds [block]; no memo."""
-        ...
+        """Guess up to `count` sets of columns, the likeliest mostly first, by estimates of the log-odds [block]; no memo.
+
+        The chance of a single one orders nothing: it may be 1.
+        """
 
 
-def surest(columns: Columns, odds: Sequence[float]) -> int:
+def surest(columns: Sequence[int], odds: Sequence[float]) -> int:
     """The column with the largest odds; of equals the leftmost."""
-    best = columns[0]
-    most = odds[best]
-    for column in columns:
-        if odds[column] > most:
-            best, most = column, odds[column]
-    return best
+    return max(columns, key=odds.__getitem__)
 
 
 def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
@@ -2203,21 +2054,19 @@ def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count
     another one alone.
     """
     best, threshold, exp = surest(columns, odds), bounded(threshold, 2 * MOST_ODDS), math.exp
-    over, chance = [best], 1.0
+    if count == 1:
+        return [(tuple([column for column in columns if odds[column] > threshold or column == best]), 1.0)]
+    over, doubts, chance = [], list[tuple[float, int]](), 1.0
     for column in columns:
+        gap = THRESHOLD_SHARPNESS * (odds[column] - threshold)
+        if column == best or gap > 0:
+            over.append(column)
         if column != best:
-            gap = THRESHOLD_SHARPNESS * (odds[column] - threshold)
-            if gap > 0:
-                over.append(column)
-                chance /= 1.0 + exp(-gap)
-            else:
-                chance /= 1.0 + exp(gap)
-    doubts: list[tuple[float, int]] = []
-    if count > 1:
-        gaps = [(abs(THRESHOLD_SHARPNESS * (odds[column] - threshold)), column) for column in columns if column != best]
-        doubts = sorted(gaps)[: count - 1]
+            chance /= 1.0 + exp(-abs(gap))
+            doubts.append((abs(gap), column))
+    doubts = sorted(doubts)[: count - 1]
     if len(over) > 1:
-        guesses = [(tuple(sorted(over)), chance)]
+        guesses = [(tuple(over), chance)]
         for doubt, column in doubts:
             other = [one for one in over if one != column] if column in over else [*over, column]
             guesses.append((tuple(sorted(other)), chance * exp(-doubt)))
@@ -2231,17 +2080,22 @@ def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count
     return guesses[:count]
 
 
-def likely_first(ordered: Sequence[int], odds: Sequence[float], room: int, count: int) -> Guesses:
-    """Guess how many of the columns, the surest first, go: about as many as there is `room` for; odds are finite.
+def likely_first(
+    columns: Columns, odds: Sequence[float], room_of: Callable[[list[int], list[float]], int], count: int
+) -> Guesses:
+    """Guess how many of the columns go, the surest first: about as many as `room_of` says, given the order and finite odds.
 
     Where there is room for one, there are no fewer: in place of these stands another one alone, and all is as uncertain as
     which one is the surest.
     """
-    alone = alone_chances(ordered[:count], ordered, odds) if room <= 1 else {}
+    odds = [bounded(one, MOST_ODDS) for one in odds]
+    ordered = by_odds(columns, odds)
+    room = max(room_of(ordered, odds), 1)
+    alone = alone_chances(ordered[:count], ordered, odds) if room == 1 else {}
     guesses: Guesses = []
     for turn in range(count):
         several, more = (turn + 1) // 2, turn % 2 == 1
-        size = max(room, 1) + (several if more else -several)
+        size = room + (several if more else -several)
         if alone and not more:
             if several < len(ordered):
                 guesses.append(((ordered[several],), alone[ordered[several]]))
@@ -2285,7 +2139,7 @@ def quota_at(schedule: Columns, state: State) -> int:
 
 
 @dataclass(frozen=True)
-class Static:
+class Static(RevealRule):
     """Reveal the n most confident columns.
 
     Attributes:
@@ -2293,28 +2147,29 @@ class Static:
     """
 
     schedule: Columns
-    needs_entropy = False
-    left_to_right = False
+
+    def first(self, state: State, odds: Sequence[float]) -> Columns:
+        """The n surest columns, or all that are left."""
+        quota = quota_at(self.schedule, state)
+        return (surest(state.free, odds),) if quota == 1 else tuple(sorted(by_odds(state.free, odds)[:quota]))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        quota = quota_at(self.schedule, state)
-        if quota == 1:
-            return (surest(state.free, scores.odds),), memo
-        return tuple(sorted(by_odds(state.free, scores.odds)[:quota])), memo
+        return self.first(state, scores.odds), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: all but the last are the surest, and the last one is uncertain."""
-        ordered, sure = by_odds(state.free, odds), quota_at(self.schedule, state) - 1
-        if len(ordered) <= sure:  # where a step reveals more than is left, all of it goes
-            return [(state.free, 1.0)]
-        first, rest = ordered[:sure], ordered[sure:]
+        quota = quota_at(self.schedule, state)
+        if count == 1 or len(state.free) < quota:
+            return [(self.first(state, odds), 1.0)]
+        ordered = by_odds(state.free, odds)
+        first, rest = ordered[: quota - 1], ordered[quota - 1 :]
         chances = alone_chances(rest[:count], rest, odds)
-        return [(tuple(sorted([*first, last])) if first else (last,), chance) for last, chance in chances.items()]
+        return [(tuple(sorted([*first, last])), chance) for last, chance in chances.items()]
 
 
 @dataclass(frozen=True)
-class Sequential:
+class Sequential(RevealRule):
     """Reveal the n leftmost masked columns.
 
     Attributes:
@@ -2322,7 +2177,6 @@ class Sequential:
     """
 
     schedule: Columns
-    needs_entropy = False
 
     @property
     def left_to_right(self) -> bool:
@@ -2335,12 +2189,11 @@ class Sequential:
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: there is one such set."""
-        where = state.free[: quota_at(self.schedule, state)]
-        return [(where, math.exp(sum([log_sigmoid(odds[column]) for column in where])))]
+        return [(state.free[: quota_at(self.schedule, state)], 1.0)]
 
 
 @dataclass(frozen=True)
-class Dynamic:
+class Dynamic(RevealRule):
     """Reveal every column whose confidence exceeds tau; at least the most confident one.
 
     Attributes:
@@ -2348,8 +2201,6 @@ class Dynamic:
     """
 
     threshold: float
-    needs_entropy = False
-    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -2363,7 +2214,7 @@ class Dynamic:
 
 
 @dataclass(frozen=True)
-class EntropyBound:
+class EntropyBound(RevealRule):
     """Reveal in order of entropy while the running sum stays under a bound; at least one.
 
     Attributes:
@@ -2372,32 +2223,31 @@ class EntropyBound:
 
     bound: float
     needs_entropy = True
-    left_to_right = False
+
+    def leading(self, entropies: Sequence[float]) -> int:
+        """Count the columns that go, of entropies in rising order; 0 stands for one."""
+        total = 0.0
+        for place, entropy in enumerate(entropies):
+            total += entropy
+            if not total < self.bound:
+                return place
+        return len(entropies)
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
         entropy = scores.entropy
         assert entropy is not None
-        ordered = sorted(state.free, key=lambda column: entropy[column])
-        total, shown = 0.0, 0
-        for column in ordered:
-            total += entropy[column]
-            if not total < self.bound:
-                break
-            shown += 1
-        return tuple(sorted(ordered[: max(shown, 1)])), memo
+        ordered = sorted(state.free, key=entropy.__getitem__)
+        shown = max(self.leading([entropy[column] for column in ordered]), 1)
+        return tuple(sorted(ordered[:shown])), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: about as many of the surest as estimated confidences leave room for."""
-        odds = [bounded(one, MOST_ODDS) for one in odds]
-        ordered = by_odds(state.free, odds)
-        total, room = 0.0, 0
-        for column in ordered:
-            total += likely_entropy(odds[column])
-            if not total < self.bound:
-                break
-            room += 1
-        return likely_first(ordered, odds, room, count)
+
+        def room_of(ordered: list[int], odds: list[float]) -> int:
+            return self.leading([likely_entropy(odds[column]) for column in ordered])
+
+        return likely_first(state.free, odds, room_of, count)
 
 
 def likely_entropy(odds: float) -> float:
@@ -2428,6 +2278,7 @@ is built a little, the head reads all of it in one pass, and it is built anew, f
 BRANCHES, CROWD = 3, 16
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A state that a round submits.
 
@@ -2437,12 +2288,9 @@ class Node:
         source: What told of it: the scores of the state before it, or an estimate of these; None if nothing did.
     """
 
-    __slots__ = ("parent", "source", "state")
-
-    def __init__(self, state: State, parent: int, source: Scores | None) -> None:
-        self.state: Final = state
-        self.parent: Final = parent
-        self.source: Final = source
+    state: State
+    parent: int
+    source: Scores | None
 
 
 # A state that may be drafted: the one before it, the columns revealed there and the name of what they make (no columns: it is
@@ -2450,73 +2298,33 @@ class Node:
 Follower = tuple[State, Sequence[int], Key, Scores | None, int]
 
 
-class Search:
-    """A best-first search for the states that a row's path is likeliest to come to.
+def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: int) -> Iterator[tuple[Key, Follower, float]]:
+    """Iterate over the states to which a reveal may lead, by name and with its chance; not those at which the text is whole.
 
-    Attributes:
-        followers: States that may be drafted.
-        chances: Of each, how likely the path comes to it: orders that meet in one state add up; -inf once it is drafted.
-        met: Their places by `State.key`.
+    One that the last round scored stands for the state that its path leads to.
     """
-
-    __slots__ = ("chances", "followers", "met", "row", "rule")
-
-    def __init__(self, row: Row, rule: RevealRule) -> None:
-        self.row, self.rule = row, rule
-        self.followers: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
-        self.chances, self.met = [1.0], {row.state.key: 0}
-
-    def take(self) -> tuple[Node | None, float]:
-        """Draft the likeliest state, and give its chance; None if there is none."""
-        chance = max(self.chances)
-        if chance <= 0:
-            return None, 0.0
-        at = self.chances.index(chance)
-        self.chances[at] = -math.inf
-        before, where, key, source, parent = self.followers[at]
-        return Node(before.revealing(where, key) if where else before, parent, source), chance
-
-    def open_block(self, state: State, place: int, chance: float) -> None:
-        """Let the next block's first state follow a clean one, which is the round's node at `place`."""
-        behind = self.row.opened(state.start + self.row.block_size)
-        if behind.masks:  # one block at a time: a given one has to wait
-            self.followers.append((behind, (), behind.key, None, place))
-            self.chances.append(chance)
-
-    def follow(self, state: State, said: Scores, branches: int, chance: float) -> None:
-        """Let the states follow to which a reveal may lead; not those at which the text is whole.
-
-        One that the last round scored stands for the state that its path leads to.
-        """
-        row, rule, met, chances = self.row, self.rule, self.met, self.chances
-        token, odds = (said.token, said.odds) if said.likeliest is None else picked(row, state, said)
-        (start, ids), memory, eos = state.key, row.memory, row.eos
-        goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
-        for where, likely in rule.likely(state, odds, branches):
-            if not likely > 0:
+    token, odds = (said.token, said.odds) if said.likeliest is None else picked(row, state, said)
+    (start, ids), memory, eos = state.key, row.memory, row.eos
+    goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
+    for where, likely in rule.likely(state, odds, branches):
+        if not likely > 0:
+            continue
+        revealed = list(ids)
+        ends = not goes_on
+        for column in where:
+            revealed[column] = one = token[column]
+            ends |= one in eos
+        key = (start, tuple(revealed))
+        before, source = state, said
+        if ends or key in memory:
+            before = row.after(state, where, token)
+            while (known := memory.get(before.key)) is not None:
+                source = known[1]
+                before = row.after(before, rule.reveal(before, source, row.memo)[0], source.token)
+            if row.ends(before):
                 continue
-            revealed = list(ids)
-            ends = not goes_on
-            for column in where:
-                revealed[column] = one = token[column]
-                ends |= one in eos
-            key = (start, tuple(revealed))
-            before, source = state, said
-            if ends or key in memory:
-                before = row.after(state, where, token)
-                while (known := memory.get(before.key)) is not None:
-                    source = known[1]
-                    before = row.after(before, rule.reveal(before, source, row.memo)[0], source.token)
-                if row.ends(before):
-                    continue
-                key, where = before.key, ()
-            at = met.get(key)
-            if at is None:
-                met[key] = len(chances)
-                chances.append(likely * chance)
-                self.followers.append((before, where, key, source, -1))
-            else:
-                chances[at] += likely * chance
+            key, where = before.key, ()
+        yield key, (before, where, key, source, -1), likely
 
 
 def growth(width: int, passes: int) -> list[int]:
@@ -2545,19 +2353,31 @@ def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates:
         branches: Followers of a state that are considered.
         estimates: By state, what the head thinks that the backbone will say there.
     """
-    search, nodes = Search(row, rule), list[Node]()
-    while True:
-        node, chance = search.take()
-        if node is None:
-            return nodes
-        nodes.append(node)
-        if len(nodes) == size:
-            return nodes
-        if node.parent < 0:
-            if not node.state.masks:
-                search.open_block(node.state, len(nodes) - 1, chance)
-            elif (said := estimates.get(node.state.key, node.source)) is not None:
-                search.follow(node.state, said, branches, chance)
+    waiting: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
+    # How likely the path comes to each, orders that meet in one added up, -inf once it is drafted; and their places by name.
+    chances, met = [1.0], {row.state.key: 0}
+    nodes: list[Node] = []
+    while len(nodes) < size and (chance := max(chances)) > 0:
+        at = chances.index(chance)
+        chances[at] = -math.inf
+        before, where, key, source, parent = waiting[at]
+        state = before.revealing(where, key) if where else before
+        nodes.append(Node(state, parent, source))
+        if len(nodes) == size or parent >= 0:
+            continue
+        if not state.masks:
+            behind = row.opened(state.start + row.block_size)
+            if behind.masks:  # one block at a time: a given one has to wait
+                waiting.append((behind, (), behind.key, None, len(nodes) - 1))
+                chances.append(chance)
+        elif (said := estimates.get(key, source)) is not None:
+            for name, follower, likely in followers(row, rule, state, said, branches):
+                if (at := met.setdefault(name, len(chances))) < len(chances):
+                    chances[at] += likely * chance
+                else:
+                    chances.append(likely * chance)
+                    waiting.append(follower)
+    return nodes
 
 
 def picked(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequence[float]]:
@@ -2679,21 +2499,17 @@ def pick_rows(
         Token ids [n] long, and log-odds [n] in at least float32.
     """
     if shown is not logits:
-        return pick_rows_ref(unembedding, logits, shown, least, keys)
-    return dispatch.run(
-        "pick",
-        lambda: _pick_kernel(unembedding, logits, least, keys),
-        lambda: pick_rows_ref(unembedding, logits, shown, least, keys),
-        logits,
-    )
+        return pick_rows_ref(unembedding, logits, least, keys, shown)
+    token, odds = dispatch.run(PICK, unembedding, logits, least, keys)
+    return token, odds
 
 
 def pick_rows_ref(
-    unembedding: Unembedding, logits: Tensor, shown: Tensor, least: Tensor | None, keys: Tensor | None
+    unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None, shown: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`pick_rows` in PyTorch."""
+    """`pick_rows` in PyTorch; nothing `shown`: the logits."""
     scores = unembedding.tempered(logits)
-    seen = scores if shown is logits else unembedding.tempered(shown)
+    seen = scores if shown is None else unembedding.tempered(shown)
     if least is not None:
         seen = seen.masked_fill(logits < least[:, None], -torch.inf)
     if keys is not None:
@@ -2702,8 +2518,7 @@ def pick_rows_ref(
     return token, log_odds(scores, token, True)
 
 
-@sample_of("pick")
-def _pick_samples(like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _pick_samples(like: Tensor, *_: Tensor) -> Iterator[tuple[Any, ...]]:
     """Rows of a whole vocabulary, a few tokens of each far likelier than the others, in one row equally so: greedy, with a
     bound that only the likeliest reach, and sampled."""
     rows, vocab = 12, like.shape[1]
@@ -2713,11 +2528,7 @@ def _pick_samples(like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     keys = noise_keys(*torch.arange(3 * rows, device=like.device).view(3, rows))
     likeliest = logits.amax(1)
     for temperature, least, noise in ((1.0, None, None), (1.0, likeliest, None), (0.7, likeliest - 3, keys)):
-        unembedding = Unembedding(logits, 0, temperature)
-        token, odds = _pick_kernel(unembedding, logits, least, noise)
-        right, right_odds = pick_rows_ref(unembedding, logits, logits, least, noise)
-        yield (token == right).float(), torch.ones_like(odds)
-        yield odds, right_odds
+        yield Unembedding(logits, 0, temperature), logits, least, noise
 
 
 def _pick_kernel(unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -2739,6 +2550,9 @@ def _pick_kernel(unembedding: Unembedding, logits: Tensor, least: Tensor | None,
     return token, odds
 
 
+PICK = Kernel("pick", _pick_kernel, pick_rows_ref, _pick_samples)
+
+
 def some_logits(weight: Tensor, hidden: Tensor, ids: Tensor, dispatch: Dispatch) -> Tensor:
     """Compute the logits of some tokens at each position, without those of all others.
 
@@ -2751,23 +2565,13 @@ def some_logits(weight: Tensor, hidden: Tensor, ids: Tensor, dispatch: Dispatch)
     Returns:
         [n, m] in at least float32.
     """
-    hidden, ids = hidden.contiguous(), ids.contiguous()
-    return dispatch.run(
-        "shortlist", lambda: _some_kernel(weight, hidden, ids), lambda: some_logits_ref(weight, hidden, ids), weight, hidden
-    )
+    logits: Tensor = dispatch.run(SOME_LOGITS, weight, hidden.contiguous(), ids.contiguous())
+    return logits
 
 
 def some_logits_ref(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
     """`some_logits` in PyTorch."""
     return (widened(weight[ids]) @ widened(hidden)[:, :, None])[:, :, 0]
-
-
-@sample_of("shortlist")
-def _some_samples(weight: Tensor, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two positions, each with three tokens of the weights."""
-    few = scattered(2, hidden.shape[1], like=hidden)
-    ids = torch.tensor([[0, 1, len(weight) - 1], [1, 1, len(weight) // 2]], device=hidden.device)
-    yield _some_kernel(weight, few, ids), some_logits_ref(weight, few, ids)
 
 
 def _some_kernel(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -2776,6 +2580,15 @@ def _some_kernel(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
     if ids.numel():
         _dot_rows[ids.shape](weight, hidden, ids, logits, weight.stride(0), hidden.shape[1], TILE=_DOT_TILE, **LAUNCH)
     return logits
+
+
+def _some_samples(weight: Tensor, hidden: Tensor, *_: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Two positions, each with three tokens of the weights."""
+    ids = torch.tensor([[0, 1, len(weight) - 1], [1, 1, len(weight) // 2]], device=hidden.device)
+    yield weight, scattered(2, hidden.shape[1], like=hidden), ids
+
+
+SOME_LOGITS = Kernel("shortlist", _some_kernel, some_logits_ref, _some_samples)
 
 
 if triton is not None:
@@ -3084,7 +2897,7 @@ class Picker:
         for at in self.unembedding.chunks(len(hidden)):
             logits = shape(self.unembedding.logits(hidden[at]), at)
             parts.append(self._pick(logits, None if keys is None else keys[at]))
-        return parts[0] if len(parts) == 1 else _joined(parts)
+        return _joined(parts)
 
     def among(self, hidden: Tensor, shortlist: Tensor, spots: Spots) -> Picks:
         """Pick greedily at n spots among a few tokens of each; all others keep the scores that they had.
@@ -3108,7 +2921,7 @@ class Picker:
             token, odds = ids[at].gather(1, place[:, None])[:, 0], log_odds(scores, place)
             every = torch.arange(count, device=ids.device).expand_as(ids[at])
             parts.append(Picks(token, odds, likeliest=(ids[at], odds_of(scores, every)) if self.likeliest else None))
-        return parts[0] if len(parts) == 1 else _joined(parts)
+        return _joined(parts)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
         """Compute [n] log-odds of given tokens [n] under the same softmax: what `odds` is for a picked token."""
@@ -3229,16 +3042,13 @@ def odds_of(scores: Tensor, places: Tensor) -> Tensor:
 def _joined(parts: Sequence[Picks]) -> Picks:
     """Join picks of consecutive positions."""
 
-    def joined(tensors: list[Any]) -> Any:
-        return None if tensors[0] is None else torch.cat(tensors)
+    def joined(given: list[Any] | tuple[Any, ...]) -> Any:
+        if given[0] is None:
+            return None
+        return tuple(map(joined, zip(*given, strict=True))) if isinstance(given[0], tuple) else torch.cat(given)
 
-    likeliest = None
-    if parts[0].likeliest is not None:
-        ids, odds = zip(*(part.likeliest for part in parts if part.likeliest is not None), strict=True)
-        likeliest = torch.cat(ids), torch.cat(odds)
-    names = ("token", "odds", "entropy", "shortlist")
-    token, odds, entropy, shortlist = (joined([getattr(part, name) for part in parts]) for name in names)
-    return Picks(token, odds, entropy, likeliest, shortlist)
+    names = [one.name for one in fields(Picks)]
+    return parts[0] if len(parts) == 1 else Picks(*(joined([getattr(part, name) for part in parts]) for name in names))
 
 
 def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:
@@ -3255,53 +3065,6 @@ def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:
             "return -inf for all others"
         )
     return answer.to(given.dtype)
-
-
-# ---------------------------------------------------------------------------------------------------- networks.protocol
-
-"""The needs of decoding from a model, and no more: a test's model of twenty lines has it, and so has `MRPForCausalLM`."""
-
-
-
-
-
-class BlockDiffusionModel(Protocol):
-    """A block-diffusion language model with or without a head.
-
-    Attributes:
-        config: With `block_size`, `mask_token_id`, `hidden_size`, `num_hidden_layers` and `num_nextn_predict_layers`.
-        dtype: Of hidden states, keys and values.
-    """
-
-    @property
-    def config(self) -> Any: ...  # noqa: D102  above
-
-    @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102  above
-
-    def backbone(
-        self, input_ids: Tensor, position_ids: Tensor, mask: Any, past_key_values: Any = None, compiled: bool = True
-    ) -> Tensor:
-        """Compute h_A, [batch, length, hidden_size], as `MRPForCausalLM.backbone`; the cache is a `BlockCache`."""
-        ...
-
-    def residual(
-        self,
-        input_ids: Tensor,
-        hidden_states: Tensor,
-        position_ids: Tensor,
-        mask: Any,
-        past_key_values: Any = None,
-        compiled: bool = True,
-    ) -> Tensor:
-        """Compute the head's h_C, [batch, length, hidden_size], of ids x' and hidden states h_A; otherwise as `backbone`."""
-        ...
-
-    def block_cache(
-        self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool | None = None
-    ) -> BlockCache:
-        """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored."""
-        ...
 
 
 # ---------------------------------------------------------------------------------------------------- networks.networks
@@ -3327,7 +3090,7 @@ class Networks:
     """Backbone, head and pick of one decode.
 
     Args:
-        model: Whose forwards these are.
+        model: Whose forwards these are: an `MRPForCausalLM`, or what has its `config`, `backbone` and `residual`.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
         picker: Picks tokens from the backbone's hidden states.
@@ -3343,7 +3106,7 @@ class Networks:
 
     def __init__(
         self,
-        model: BlockDiffusionModel,
+        model: Any,
         cache: BlockCache,
         with_head: bool,
         picker: Picker,
@@ -3373,7 +3136,7 @@ class Networks:
         return torch.arange(self.block, device=self.device)  # made anew: a recording of it outlives the call
 
     def attending(self) -> AbstractContextManager[None]:
-        """Keep the layers' attention ready for rounds, for as long as a decode takes."""
+        """Have the layers take the masks of rounds, for as long as a decode takes."""
         return round_attention_of(self.model) if self.round_masks else nullcontext()
 
     # ------------------------------------------------------------------------------------------------------- prefill
@@ -3382,7 +3145,7 @@ class Networks:
         """Compute the whole blocks before each row's first mask and, in the same forward, the row's first state.
 
         It starts where the first row's reused keys and values end. So, behind a cache and beyond one chunk, a row's forwards
-        here may depend on its neighbours; its text does not. Nothing is compiled: each call would have another length.
+        here may depend on its neighbours; its text does not.
 
         Args:
             rows: All of the call.
@@ -3399,7 +3162,7 @@ class Networks:
         first: list[Hidden | None] = [None] * len(rows)
 
         def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:
-            hidden = self.model.backbone(ids, positions, mask, self.cache, compiled=False).to(self.device)
+            hidden = self.model.backbone(ids, positions, mask, self.cache).to(self.device)
             self.forwards["prefill"] += 1
             if self.shifted:
                 hidden = self._shifted_text(hidden, begin)
@@ -3425,7 +3188,7 @@ class Networks:
             held = torch.tensor([row.held for row in rows], device=hidden.device)
             known = torch.arange(begin, end, device=hidden.device) < held[:, None]
             hidden = torch.where(known[..., None], hidden, 0)
-            self.model.residual(ids, hidden, positions, mask, self.cache, compiled=False)
+            self.model.residual(ids, hidden, positions, mask, self.cache)
             self.forwards["head"] += 1
             for row in behind:
                 row.counts.head_forwards += row.held > begin and row.head_held < end
@@ -3675,33 +3438,28 @@ class Networks:
         numbers.extend(parents)
         numbers.extend(held)
         table = torch.frombuffer(numbers, dtype=torch.long)
-        has_parents = width > 1 if self.cache.fixed else max(parents) >= 0  # a recording for each width is enough
         plain = width == 1 and min(held) == self._begin and self.recorded is None
-        forward = partial(self._packed, rows, width, self._begin, has_parents, plain)
+        forward = partial(self._packed, rows, width, self._begin, plain)
         columns = self.block + (self.shifted and hidden is None)
         inputs = [table] if hidden is None else [table, hidden.reshape(rows, width * self.block, -1)]
         if self.recorded is not None:
-            key = (rows, width, self._begin, has_parents, self.dispatch, self.round_masks)
+            key = (rows, width, self._begin, self.dispatch, self.round_masks)
             return self.recorded(key, forward, *inputs).view(rows * width, columns, -1)
         inputs[0] = table.to(self.device, non_blocking=True)
         return forward(*inputs).view(rows * width, columns, -1)
 
-    def _packed(
-        self, rows: int, width: int, begin: int, has_parents: bool, plain: bool, table: Tensor, hidden: Tensor | None = None
-    ) -> Tensor:
+    def _packed(self, rows: int, width: int, begin: int, plain: bool, table: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Unpack `table` (ids, starts, parents, held) and run the network; a function of tensors that can be recorded."""
         states = rows * width
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
-        ids, parent = ids.view(rows, -1), parents.view(rows, width) if has_parents else None
+        ids, parent = ids.view(rows, -1), parents.view(rows, width)
         positions = (starts[:, None] + self._offsets).view(rows, -1)
-        mask = RoundMask(held, parent, width, self.block, self.dispatch, plain, self._plans)
-        network = self.model.backbone if hidden is None else partial(self._residual, hidden)
-        if self.round_masks:
-            with under_round_masks(self.model, self.cache):
-                made = network(ids, positions, mask, self.cache).to(self.device)
-        else:
-            made = network(ids, positions, mask.dense(begin), self.cache).to(self.device)
-        return self._shifted_states(made, held, parent, width) if self.shifted and hidden is None else made
+        mask: Any = RoundMask(held, parent, width, self.block, self.dispatch, plain, self._plans)
+        mask = mask if self.round_masks else mask.dense(begin)
+        if hidden is not None:
+            return self.model.residual(ids, hidden, positions, mask, self.cache).to(self.device)
+        made = self.model.backbone(ids, positions, mask, self.cache).to(self.device)
+        return self._shifted_states(made, held, parent) if self.shifted else made
 
     def _shifted_text(self, hidden: Tensor, begin: int) -> Tensor:
         """Shift hidden states [rows, length, hidden_size] of texts from `begin` on by one position, and keep the last one of
@@ -3712,20 +3470,16 @@ class Networks:
         ends[:, first : first + lasts.shape[1]] = lasts.to(ends.device)
         return torch.cat([before[:, None], hidden[:, :-1]], 1)
 
-    def _shifted_states(self, hidden: Tensor, held: Tensor, parent: Tensor | None, width: int) -> Tensor:
+    def _shifted_states(self, hidden: Tensor, held: Tensor, parent: Tensor) -> Tensor:
         """Put before the hidden states of each state, [rows, width * block, hidden_size], the one that predicts its first
         column: the last one of its parent or else of its row's text."""
-        states, ends = hidden.unflatten(1, (width, self.block)), self.cache.ends
+        states, ends = hidden.unflatten(1, (-1, self.block)), self.cache.ends
         rows = torch.arange(len(hidden), device=ends.device)
         before = ends[rows, (held.to(ends.device) // self.block - 1).clamp(min=0)].to(self.device)
-        before = torch.where(held[:, None] > 0, before, 0)[:, None].expand(-1, width, -1)
-        if parent is not None:
-            lasts = states[:, :, -1].gather(1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
-            before = torch.where(parent[..., None] >= 0, lasts, before)
+        before = torch.where(held[:, None] > 0, before, 0)[:, None]
+        lasts = states[:, :, -1].gather(1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
+        before = torch.where(parent[..., None] >= 0, lasts, before)
         return torch.cat([before[:, :, None], states], 2)
-
-    def _residual(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Any, cache: BlockCache) -> Tensor:
-        return self.model.residual(ids, hidden, positions, mask, cache)
 
     # ------------------------------------------------------------------------------------------- rows that have ended
 
@@ -3812,8 +3566,13 @@ def accept(
     Raises:
         UnscoredError: if no token had a finite score at a position that is revealed.
     """
-    known: dict[Key, int] = {node.state.key: at for at, node in enumerate(nodes) if node.parent < 0}
-    behind = {node.parent: at for at, node in enumerate(nodes) if node.parent >= 0}  # next blocks, by clean states
+    known: dict[Key, int] = {}
+    behind: dict[int, int] = {}  # next blocks, by clean states
+    for place, node in enumerate(nodes):
+        if node.parent < 0:
+            known[node.state.key] = place
+        else:
+            behind[node.parent] = place
     state, at = row.state, 0
     said, remembered = scores[0], False
     clean: list[int] = []
@@ -3874,12 +3633,16 @@ def write(row: Row, frontier: Frontier) -> None:
     Raises:
         UnscoredError: if no token had a finite score at one of its columns.
     """
-    odds = frontier.scores.odds
-    logprobs = [log_sigmoid(odds[column]) for column in frontier.where]
-    for column, logprob in zip(frontier.where, logprobs, strict=True):
+    start, scores = frontier.state.key[0], frontier.scores
+    behind = start - row.prompt
+    for column in frontier.where:
+        logprob = log_sigmoid(scores.odds[column])
         if math.isnan(logprob):
-            raise UnscoredError(row.place, frontier.state.start + column)
-    row.write(frontier, logprobs)
+            raise UnscoredError(row.place, start + column)
+        row.text[start + column] = scores.token[column]
+        row.logprob[behind + column], row.step[behind + column] = logprob, row.steps
+    row.steps += 1
+    row.state, row.source, row.memo = frontier.made, scores, frontier.memo
     if row.written is not None:
         row.written.append(frontier)
 
@@ -3901,7 +3664,10 @@ def follows(state: State, last: State, mask_id: int) -> bool:
     """Tell if a state keeps all that is revealed at another one of its block, and reveals more."""
     if state.start != last.start or state.masks >= last.masks:
         return False
-    return all(own == other or other == mask_id for own, other in zip(state.key[1], last.key[1], strict=True))
+    for own, other in zip(state.key[1], last.key[1], strict=True):  # noqa: SIM110  half the time of `all`
+        if own != other != mask_id:
+            return False
+    return True
 
 
 # ---------------------------------------------------------------------------------------------------- generate.budget
@@ -3982,38 +3748,35 @@ class Shape:
 class Times:
     """Seconds of rounds by the states that they score, without the head and with it; and what first uses of a shape cost.
 
-    Args:
-        records: Whether they do: where all was recorded before, a slow first round says nothing of another shape's.
+    Attributes:
+        first: By shape, the seconds of its first uses.
+        recording: Seconds that the first uses of a shape take beyond its rounds: the least of all shapes.
     """
 
     FIRST = 3  # uses make a time known: in those before a shape may be recorded or compiled
     RATE, OUTLIER = 0.1, 1.5
 
-    def __init__(self, records: bool = True) -> None:
-        self.records = records
+    def __init__(self) -> None:
         self.seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
-        self.first: dict[Shape, list[float]] = {}
-        self.recording, self.head = 0.0, 1.0  # what first uses took beyond a round, and a round with the head over one without
+        self.first: defaultdict[Shape, list[float]] = defaultdict(list)
+        self.recording, self.head = inf, 1.0  # `head`: a round with the head over one without
 
     def learn(self, shape: Shape, seconds: float) -> None:
         """Learn what a round took."""
-        known, scored, first = self.seconds[shape.head], shape.scored, self.first.setdefault(shape, [])
-        if len(first) < self.FIRST:
+        known, scored, first = self.seconds[shape.head], shape.scored, self.first[shape]
+        if len(first) == self.FIRST:
+            known[scored] += self.RATE * (min(seconds, self.OUTLIER * known[scored]) - known[scored])
+        else:
             first.append(seconds)
             if len(first) == self.FIRST:
                 known.setdefault(scored, min(first))
-                if self.records and not shape.head:
-                    self.recording = sum(first) - len(first) * min(first)
-        else:
-            known[scored] += self.RATE * (min(seconds, self.OUTLIER * known[scored]) - known[scored])
+                self.recording = min(self.recording, sum(first) - len(first) * min(first))
         if shape.head and scored in known:
             self.head = known[scored] / (self.estimate(scored, False) or known[scored])
 
     def known(self, shape: Shape) -> bool:
-        """Tell if a time is known, and the shape was used, or no other of so many rows: one has to be recorded."""
-        if shape.scored not in self.seconds[shape.head]:
-            return False
-        return shape in self.first or all(one.rows != shape.rows for one in self.first)
+        """Tell if a time is known, of the shape itself: others of as many states say nothing of its recording."""
+        return len(self.first[shape]) == self.FIRST
 
     def estimate(self, scored: int, head: bool) -> float:
         """Estimate the seconds of a round, rather too few than too many: flat, or on the line through the two below."""
@@ -4032,31 +3795,30 @@ class Times:
 
     def price(self, shape: Shape, worth: float) -> float:
         """Estimate what it may cost at worst to make a time known, given what a round is worth."""
-        uses = [len(self.first.get(Shape(shape.rows, shape.states, head), ())) for head in (False, True)]
-        unrecorded = (sum(uses) < self.FIRST - 1) + (shape.head and uses[True] < self.FIRST - 1)
-        seconds, flat = self.estimate(shape.scored, shape.head), self.seconds[False]
+        uses, seconds, flat = len(self.first[shape]), self.estimate(shape.scored, shape.head), self.seconds[False]
         if shape.scored not in self.seconds[shape.head]:
-            seconds = max([seconds, *(flat[one] * shape.scored / one for one in [max(flat, default=0)] if one)])
-        return unrecorded * self.recording + max(1, self.FIRST - uses[shape.head]) * max(0.0, seconds - worth)
+            seconds = max(seconds, flat[max(flat)] * shape.scored / max(flat))
+        recordings = (1 + shape.head) * (uses < self.FIRST - 1)
+        return recordings * self.recording + max(1, self.FIRST - uses) * max(0.0, seconds - worth)
 
 
 @dataclass
 class Gains:
-    """What rounds of one amount came to for the rows that could draft: sums that fade.
+    """What rounds of one amount came to, a mean over the rows that could draft: sums that fade.
 
     Attributes:
-        rows: Such rows.
-        steps: Denoising steps of them.
-        stuck: Of them, those that cannot draft next.
+        rounds: Such rounds.
+        steps: Denoising steps of a row.
+        stuck: The share of rows that cannot draft next.
     """
 
-    rows: float = 0.0
+    rounds: float = 0.0
     steps: float = 0.0
     stuck: float = 0.0
 
-    def scale(self, by: float) -> None:
-        """Fade."""
-        self.rows, self.steps, self.stuck = self.rows * by, self.steps * by, self.stuck * by
+    def fade(self, by: float) -> None:
+        """Let all count less."""
+        self.rounds, self.steps, self.stuck = self.rounds * by, self.steps * by, self.stuck * by
 
 
 PLAIN = Amount()
@@ -4071,26 +3833,25 @@ class Auto:
     An amount of which too little is known is tried where its best case beats what is best so far. More states come to more
     steps, but to ever fewer each, and cost no less time than they would on the line through the last two: so the best case of
     a width follows from the smaller ones. Trying is paid from a balance: a share of what the target alone would have taken,
-    and all that drafts have won over it. A first call is thus at most about that share slower than its target.
+    and all that drafts have won over it in batches of as many rows. A first call is thus at most about that share slower than
+    its target.
 
     Args:
         states, passes: The most of both.
-        records: As of `Times`.
     """
 
     SHARE = 0.045  # of the target's time may be lost by trying
     ENOUGH = 0.98  # of the best time is hope enough to try an amount
-    HOPE, SURE = 0.9, 4.0  # the chance of a draft of which nothing is known; steps are supposed 1 for so many more rows
-    WINDOW, FADE = 2000.0, 1 / 8000  # rows that count, the newest most; and what a round takes off what was not used
-    ROUND = 1.5  # rows that those of one round count as, at most: they are alike
+    HOPE, SURE = 0.9, 4.0  # the chance of a draft of which nothing is known; steps are supposed 1 for so many more rounds
+    FADE = 1 - 1 / 8000  # of what is known after each round
 
-    def __init__(self, states: int, passes: int, records: bool = True) -> None:
+    def __init__(self, states: int, passes: int) -> None:
         kinds = [0, passes] if passes else [0]
         self.ladders = [[Amount(one, min(kind, one - 1)) for one in WIDTHS if 1 < one <= states] for kind in kinds]
         self.gains = {amount: Gains() for amount in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
-        self.times, self.balance, self.plain = Times(records), 0.0, 0.0  # `plain`: seconds of a step of the target alone
+        self.times, self.plain = Times(), 0.0  # `plain`: seconds of a step of the target alone
+        self.balance: defaultdict[int, float] = defaultdict(float)  # seconds, by rows of the batch
         self.amount, self.shape = PLAIN, Shape(1, 1, False)
-        self.spent: dict[int, float] = {}  # seconds by rows of the batch
         self.tried: tuple[Amount, Shape] | None = None
         self.drafts: list[bool] = []
 
@@ -4103,44 +3864,49 @@ class Auto:
         narrow = 0 < clean < len(going) and one * len(going) < two * (len(going) - clean)
         self.amount, self.plain = PLAIN, 0.0
         if any(self.drafts) and one:
-            stuck = self.gains[PLAIN].stuck / max(1.0, self.gains[PLAIN].rows)
+            stuck = self.gains[PLAIN].stuck / max(1.0, self.gains[PLAIN].rounds)
             self.plain = (one + stuck * two) / (1 + stuck) / len(going)
-            self.amount = self.best(len(rows), len(going), two)
+            self.amount = self.best(len(rows), len(going), two, stuck)
         states = self.amount.states if self.amount.states > 1 else 1 + (clean > 0 and not narrow)
         self.shape = Shape(len(rows), states, self.amount.passes > 0)
         return Amount(narrow=narrow) if self.amount == PLAIN else self.amount
 
-    def best(self, size: int, going: int, two: float) -> Amount:
-        """Choose what takes least time for a step, or what may and is tried; `two`: seconds of a round of two states."""
-        if self.tried and self.tried[1].rows == size and len(self.times.first.get(self.tried[1], ())) < Times.FIRST:
+    def best(self, size: int, going: int, two: float, stuck: float) -> Amount:
+        """Choose what takes least time for a step, or what may and is tried.
+
+        Args:
+            size, going: Rows of the batch, and those that have not ended.
+            two: Seconds of a round of two states.
+            stuck: The share of rows that cannot draft after a round of the target alone.
+        """
+        if self.tried and self.tried[1].rows == size and not self.times.known(self.tried[1]):
             return self.tried[0]
-        sure, hopes = {PLAIN: self.plain}, {PLAIN: self.plain}
-        shapes = {amount: Shape(size, amount.states, amount.passes > 0) for amount in self.gains}
+        sure, hopes, shapes = {PLAIN: self.plain}, {PLAIN: self.plain}, {}
         most = 2 * max((*self.times.seconds[False], *self.times.seconds[True]))  # step by step: a wide round may take long
         for ladder in self.ladders:
-            below, steps, slope = 1, 1.0, self.HOPE
-            stuck = self.gains[PLAIN].stuck / max(1.0, self.gains[PLAIN].rows)
+            below, steps, slope, behind = 1, 1.0, self.HOPE, stuck
             for amount in ladder:
-                gains, shape = self.gains[amount], shapes[amount]
-                hope = steps + slope * (amount.states - below)
-                if gains.rows:
-                    stuck = (gains.stuck + stuck) / (gains.rows + 1)
-                    mean = (gains.steps + hope) / (gains.rows + 1)
-                    hope = min(hope, mean + sqrt(mean * (mean - 1) / (gains.rows + 1)))
+                gains, shape = self.gains[amount], Shape(size, amount.states, amount.passes > 0)
+                shapes[amount], hope = shape, steps + slope * (amount.states - below)
+                if gains.rounds:
+                    behind = (gains.stuck + behind) / (gains.rounds + 1)
+                    mean = (gains.steps + hope) / (gains.rounds + 1)
+                    hope = min(hope, mean + sqrt(mean * (mean - 1) / (gains.rounds + 1)))
                     slope = max(0.0, (hope - steps) / (amount.states - below))
                     below, steps = amount.states, hope
                 seconds = self.times.estimate(shape.scored, shape.head)
-                seconds = (seconds + stuck * (two if going == 1 else seconds)) / going
-                if self.times.known(shape) and gains.rows:
-                    sure[amount] = seconds / (stuck + (gains.steps + self.SURE) / (gains.rows + self.SURE))
+                seconds = (seconds + behind * (two if going == 1 else seconds)) / going
+                if self.times.known(shape) and gains.rounds:
+                    sure[amount] = seconds / (behind + (gains.steps + self.SURE) / (gains.rounds + self.SURE))
                 if self.times.known(shape) or shape.scored <= most:
-                    hopes[amount] = seconds / (stuck + hope)
+                    hopes[amount] = seconds / (behind + hope)
         best, dream = (min(of, key=of.__getitem__) for of in (sure, hopes))
         if hopes[dream] >= self.ENOUGH * sure[best]:
             return best
-        reserve = 0.0 if self.tried and self.tried[0] == dream else self.times.recording
-        price = self.times.price(shapes[dream], self.plain * going) + reserve
-        if price > min(self.balance, (1 - hopes[dream] / sure[best]) * self.spent.get(size, 0.0)):
+        price = self.times.price(shapes[dream], self.plain * going)
+        if not (self.tried and self.tried[0] == dream):
+            price += self.times.recording  # of another size, where the batch shrinks meanwhile
+        if price > self.balance[size]:
             return best
         self.tried = dream, shapes[dream]
         return dream
@@ -4150,18 +3916,16 @@ class Auto:
         if (amount.states, amount.passes) != (self.amount.states, self.amount.passes):
             return  # there was no room for what was chosen
         self.times.learn(self.shape, seconds)
-        self.spent[len(rows)] = self.spent.get(len(rows), 0.0) + seconds
         came = [(step, not can_draft(row)) for step, row, one in zip(steps, rows, self.drafts, strict=True) if one]
         if came:
             for each in self.gains.values():
-                each.scale(1 - self.FADE)
-            gains, weight = self.gains[self.amount], min(1.0, self.ROUND / len(came))
-            gains.scale(max(0.0, 1 - weight * len(came) / self.WINDOW))
-            gains.rows += weight * len(came)
-            gains.steps += weight * sum(step for step, _ in came)
-            gains.stuck += weight * sum(stuck for _, stuck in came)
+                each.fade(self.FADE)
+            gains = self.gains[self.amount]
+            gains.rounds += 1
+            gains.steps += sum(step for step, _ in came) / len(came)
+            gains.stuck += sum(stuck for _, stuck in came) / len(came)
         target = self.plain * sum(steps) if self.amount != PLAIN else seconds
-        self.balance += (1 + self.SHARE) * target - seconds
+        self.balance[len(rows)] += (1 + self.SHARE) * target - seconds
 
 
 def can_draft(row: Row) -> bool:
@@ -4225,13 +3989,12 @@ class Reveal:
         self.where = tuple(passed)
 
     def frontier(self) -> Frontier:
-        """Make the frontier of what is left, and note in the row what is not."""
+        """Make the frontier of what is left; it notes what is not."""
         before = self.before
         back = tuple([column for column in before.where if column not in self.where])
-        self.row.remasked = back, before.scores.token
         self.row.counts.revoked += len(back)
         said = Scores(self.token, self.log_odds, hidden=before.scores.hidden)
-        return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn)
+        return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn, back)
 
 
 # A change of reveals of some of the batch's rows, in place, before they count; a frozen dataclass of its numbers.
@@ -4243,8 +4006,6 @@ def refined(
 ) -> list[Frontier | None]:
     """Let the head change the reveals at the frontiers of a batch's rows."""
     reveals = [Reveal(row, at, one) for at, (row, one) in enumerate(zip(rows, frontiers, strict=True)) if one]
-    for row in rows:
-        row.remasked = ((), [])
     if reveals:
         refine(networks, rows, reveals)
     made: list[Frontier | None] = [None] * len(rows)
@@ -4505,9 +4266,10 @@ class Decoder:
         estimates: list[dict[Key, Scores]] = [{} for _ in rows]
 
         def grown(size: int) -> list[list[Node]]:
-            known = zip(rows, estimates, strict=True)
-            branches = drafting.branches
-            return [build_draft(row, self.rule_of(row), size, branches, one) if row.stop is None else [] for row, one in known]
+            return [
+                build_draft(row, self.rule_of(row), size, drafting.branches, known) if row.stop is None else []
+                for row, known in zip(rows, estimates, strict=True)
+            ]
 
         for turn, size in enumerate(growth(amount.states, amount.passes) if amount.passes else []):
             # Later passes leave out the row's own state: what it is read from stays the same.
@@ -4516,23 +4278,22 @@ class Decoder:
 
     def read(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
         """Let the head read drafted states in one pass: an estimate for each, from what its source has."""
-        read = [
-            [
-                (node.state, said.hidden, said.shortlist)
-                for node in nodes
-                if node.state.masks and (said := node.source) and said.hidden
-            ]
-            for nodes in drafts
+        asked = [
+            (at, node.state, hidden, said.shortlist)
+            for at, nodes in enumerate(drafts)
+            for node in nodes
+            if node.state.masks and (said := node.source) and (hidden := said.hidden)
         ]
-        if any(read):
-            made = self.networks.head(rows, [[(state, hidden) for state, hidden, _ in part] for part in read])
-            states = [(row, state) for row, part in zip(rows, read, strict=True) for state, _, _ in part]
-            few = [shortlist for part in read for _, _, shortlist in part]
-            hidden = [one for part in made for one in part]
-            scores = iter(self.networks.picked(self.networks.drafter, states, hidden, shortlists=few))
-            for part, known in zip(read, estimates, strict=True):
-                for state, _, _ in part:
-                    known[state.key] = next(scores)
+        if not asked:
+            return
+        given: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
+        for at, state, hidden, _ in asked:
+            given[at].append((state, hidden))
+        made = [one for part in self.networks.head(rows, given) for one in part]
+        states, few = [(rows[at], state) for at, state, _, _ in asked], [few for _, _, _, few in asked]
+        scores = self.networks.picked(self.networks.drafter, states, made, shortlists=few)
+        for (at, state, _, _), said in zip(asked, scores, strict=True):
+            estimates[at][state.key] = said
 
     def accept(
         self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], scores: Sequence[Sequence[Scores]], drafted: bool
@@ -4564,10 +4325,12 @@ class Decoder:
 
 # ---------------------------------------------------------------------------------------------------- rules.published
 
-"""Reveal rules from papers that read one scored state. Numbers are the papers' defaults; docs/rules.md has the table.
+"""Reveal rules from papers. Numbers are the papers' defaults; docs/rules.md has the table.
 
 Many papers decode a whole text at once. Here a block is the unit, and what they say of the length of the text is said of the
-block. Each rule reveals the surest column where it would reveal none.
+block. Each rule reveals the surest column where it would reveal none. The last five remember a block's earlier steps: their
+memo is a tuple that begins with `State.start`, and holds numbers of the picked tokens alone. Where a paper keeps whole
+distributions, the rule says what is cut.
 """
 
 
@@ -4579,19 +4342,13 @@ def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Colum
     return tuple([column for column in columns if odds[column] >= threshold or column == best])
 
 
-def raised(odds: Sequence[float], columns: Set[int], low: float, high: float) -> list[float]:
-    """Estimates of the odds, with those of some columns raised so that what reaches `low` reaches `high`."""
-    by = max(bounded(high, MOST_ODDS) - bounded(low, MOST_ODDS), 0.0)
-    return [one + by if column in columns else one for column, one in enumerate(odds)]
-
-
 def factor_thresholds(block_size: int, factor: float) -> tuple[float, ...]:
     """The log-odds of 1 - factor / (i + 1), for i from 1 to the size of the block."""
     return tuple([logit(1 - factor / (i + 1)) for i in range(1, block_size + 1)])
 
 
 @dataclass(frozen=True)
-class FastDLLM:
+class FastDLLM(RevealRule):
     """Reveal the most confident columns, as many as each still have c_i >= 1 - f / (i + 1), i from 1; at least one.
 
     The factor rule of Fast-dLLM (arXiv 2505.22618): (n + 1)(1 - c_n) is at most f; for f = 1 the n tokens that are picked apart
@@ -4602,8 +4359,6 @@ class FastDLLM:
     """
 
     thresholds: tuple[float, ...]
-    needs_entropy = False
-    left_to_right = False
 
     def _leading(self, ordered: Sequence[int], odds: Sequence[float]) -> int:
         """Count the columns, the surest first, that are confident enough together."""
@@ -4619,47 +4374,28 @@ class FastDLLM:
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: about as many as estimates say."""
-        odds = [bounded(one, MOST_ODDS) for one in odds]
-        ordered = by_odds(state.free, odds)
-        return likely_first(ordered, odds, self._leading(ordered, odds), count)
+        return likely_first(state.free, odds, self._leading, count)
 
 
 @dataclass(frozen=True)
-class EBSampler:
-    """Reveal in order of entropy, as many as have a sum of entropies less their maximum of at most gamma; so one always.
+class EBSampler(EntropyBound):
+    """Reveal in order of entropy, as many as have a sum of entropies less their maximum of at most a bound; so one always.
 
     The EB-sampler as published (arXiv 2505.24857): what n tokens that are picked apart can miss of their joint distribution is
     bounded by that difference. `EntropyBound` is the running sum, the largest entropy included.
 
     Attributes:
-        gamma: In nats.
+        bound: In nats.
     """
 
-    gamma: float
-    needs_entropy = True
-    left_to_right = False
-
-    def _leading(self, entropies: Sequence[float]) -> int:
-        """Count the columns that go, of entropies in rising order: the largest of each set is its last."""
+    def leading(self, entropies: Sequence[float]) -> int:
+        """See `EntropyBound`: the largest of each set is its last."""
         total = 0.0
         for place, before in enumerate(entropies[:-1], 1):
             total += before
-            if not total <= self.gamma:
+            if not total <= self.bound:
                 return place
         return len(entropies)
-
-    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`."""
-        entropy = scores.entropy
-        assert entropy is not None
-        ordered = sorted(state.free, key=entropy.__getitem__)
-        return tuple(sorted(ordered[: self._leading([entropy[column] for column in ordered])])), memo
-
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: about as many of the surest as estimated confidences leave room for."""
-        odds = [bounded(one, MOST_ODDS) for one in odds]
-        ordered = by_odds(state.free, odds)
-        return likely_first(ordered, odds, self._leading([likely_entropy(odds[column]) for column in ordered]), count)
 
 
 def runs(columns: Columns) -> Iterator[Columns]:
@@ -4672,7 +4408,7 @@ def runs(columns: Columns) -> Iterator[Columns]:
 
 
 @dataclass(frozen=True)
-class Hierarchy:
+class Hierarchy(Dynamic):
     """Reveal what is above the high threshold, and of each run of masks the most confident one if above the low one.
 
     Hierarchical decoding of dInfer (arXiv 2510.08666), with 0.9 and 0.4: a reveal in its midst splits a run, so that tokens
@@ -4682,26 +4418,28 @@ class Hierarchy:
         threshold, low: In log-odds.
     """
 
-    threshold: float
     low: float
-    needs_entropy = False
-    left_to_right = False
+
+    def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
+        """The columns for which the low threshold is enough: the best of each run."""
+        return {surest(run, odds) for run in runs(free)}
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        odds, threshold, low = scores.odds, self.threshold, self.low
-        bests = {surest(run, odds) for run in runs(state.free)}
-        where = [one for one in state.free if odds[one] > threshold or (one in bests and odds[one] > low)]
-        return tuple(where) or (surest(state.free, odds),), memo
+        free, odds, bests = state.free, scores.odds, self.eased(state.free, scores.odds)
+        where = [one for one in free if odds[one] > self.threshold or (one in bests and odds[one] > self.low)]
+        return tuple(where) or (surest(free, odds),), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, with the best of each run nearer to the threshold."""
-        bests = {surest(run, odds) for run in runs(state.free)}
-        return likely_over(state.free, raised(odds, bests, self.low, self.threshold), self.threshold, count)
+        """See `RevealRule`: as `Dynamic`, with columns that are eased nearer to the threshold."""
+        by = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
+        eased = self.eased(state.free, odds)
+        odds = [one + by if column in eased else one for column, one in enumerate(odds)]
+        return likely_over(state.free, odds, self.threshold, count)
 
 
 @dataclass(frozen=True)
-class LocalLeap:
+class LocalLeap(Hierarchy):
     """Reveal the columns of at least the threshold, *anchors*, and within `radius` of one those of at least the low one.
 
     LocalLeap (arXiv 2510.07081), with 0.9, 0.75 and 4: near a token that is sure the others are likelier to be right.
@@ -4711,32 +4449,22 @@ class LocalLeap:
         radius: In columns.
     """
 
-    threshold: float
-    low: float
     radius: int = 4
-    needs_entropy = False
-    left_to_right = False
 
-    def _near(self, free: Columns, odds: Sequence[float]) -> set[int]:
-        """The columns within the radius of an anchor."""
+    def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
+        """See `Hierarchy`: the columns within the radius of an anchor."""
         anchors = [column for column in free if odds[column] >= self.threshold]
         return {column for column in free if any(abs(column - anchor) <= self.radius for anchor in anchors)}
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        free, odds = state.free, scores.odds
-        near = self._near(free, odds)
+        free, odds, near = state.free, scores.odds, self.eased(state.free, scores.odds)
         where = [one for one in free if odds[one] >= self.threshold or (one in near and odds[one] >= self.low)]
         return tuple(where) or (surest(free, odds),), memo
 
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, with what is near an anchor nearer to the threshold."""
-        near = self._near(state.free, odds)
-        return likely_over(state.free, raised(odds, near, self.low, self.threshold), self.threshold, count)
-
 
 @dataclass(frozen=True)
-class ConfidenceAdaptive:
+class ConfidenceAdaptive(Dynamic):
     """Reveal, of the few most confident columns, those of at least the threshold; no eos in the first half.
 
     CAD of CD4LM (arXiv 2601.02236), with 4 columns and 0.8. The published half is that of the text's length; here it is the
@@ -4748,11 +4476,8 @@ class ConfidenceAdaptive:
         most: Columns of a step, at most.
     """
 
-    threshold: float
     eos: frozenset[int] = frozenset()
     most: int = 4
-    needs_entropy = False
-    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -4774,7 +4499,7 @@ def ascending(block_size: int) -> Columns:
 
 
 @dataclass(frozen=True)
-class EosRejection:
+class EosRejection(Static):
     """Reveal the most confident columns, twice as many each step, where the confidence of an eos counts little at first.
 
     EOS early rejection with ascending step sizes (arXiv 2509.23924), the steps of a block in place of the text's. An eos counts
@@ -4786,11 +4511,8 @@ class EosRejection:
         gamma: The factor at first, of the paper's code.
     """
 
-    schedule: Columns
     eos: frozenset[int] = frozenset()
     gamma: float = 0.01
-    needs_entropy = False
-    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -4801,15 +4523,11 @@ class EosRejection:
         for column in state.free:
             if scores.token[column] in self.eos:
                 odds[column] = logit(factor * sigmoid(odds[column]))
-        return tuple(sorted(by_odds(state.free, odds)[: quota_at(self.schedule, state)])), memo
-
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Static`."""
-        return Static(self.schedule).likely(state, odds, count)
+        return self.first(state, odds), memo
 
 
 @dataclass(frozen=True)
-class Prophet:
+class Prophet(Static):
     """Reveal the n most confident columns, and all that are left once the mean gap of their tokens is wide enough.
 
     The early commit of Prophet (arXiv 2508.19982), within a block. The published gap is that of the logits of the two likeliest
@@ -4820,10 +4538,6 @@ class Prophet:
         schedule: n, by denoising step of the block.
     """
 
-    schedule: Columns
-    needs_entropy = False
-    left_to_right = False
-
     def _margin(self, state: State, odds: Sequence[float]) -> float:
         """By how much the mean gap exceeds what is asked for at the state's step."""
         done, gaps = state.step / len(self.schedule), [odds[column] for column in state.free]
@@ -4833,29 +4547,18 @@ class Prophet:
         """See `RevealRule`."""
         if self._margin(state, scores.odds) >= 0:
             return state.free, memo
-        return tuple(sorted(by_odds(state.free, scores.odds)[: quota_at(self.schedule, state)])), memo
+        return self.first(state, scores.odds), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: all of it as likely as estimates say so, else as `Static`."""
         odds = [bounded(one, MOST_ODDS) for one in odds]
         chance = sigmoid(2 * self._margin(state, odds))
-        guesses = Static(self.schedule).likely(state, odds, count)
+        guesses = super().likely(state, odds, count)
         if guesses[0][0] == state.free:
             return guesses
         guesses = [(where, one * (1 - chance)) for where, one in guesses]
         guesses.insert(0 if chance >= 0.5 else max(count - 1, 1), (state.free, chance))
         return guesses[:count]
-
-
-# ---------------------------------------------------------------------------------------------------- rules.memory
-
-"""Reveal rules from papers that remember a block's earlier steps: their memo is a tuple that begins with `State.start`.
-
-In another block they begin anew. A memo holds numbers of the picked tokens alone: where a paper keeps whole distributions, the
-rule says what is cut.
-"""
-
-
 
 
 def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -4864,7 +4567,7 @@ def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ..
 
 
 @dataclass(frozen=True)
-class BoundedAdaptive:
+class BoundedAdaptive(RevealRule):
     """Reveal what is as confident as the mean of the block's reveals so far, within bounds.
 
     BACD of TDAR (arXiv 2602.09555): the threshold is that mean, clamped to 0.6 to 0.9; at first it is the clamped confidence of
@@ -4876,8 +4579,6 @@ class BoundedAdaptive:
 
     upper: float
     lower: float
-    needs_entropy = False
-    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo has how many columns were revealed, and the sum of their confidences."""
@@ -4892,7 +4593,7 @@ class BoundedAdaptive:
 
 
 @dataclass(frozen=True)
-class SlowFast:
+class SlowFast(Dynamic):
     """Explore from the left until the span of what is fairly sure is stable, then finish that span, and so on.
 
     SlowFast sampling (arXiv 2506.10848). While exploring, each step estimates where a span ends, at the last column of at least
@@ -4906,11 +4607,8 @@ class SlowFast:
         explores: Steps of exploration, at most.
     """
 
-    threshold: float
     low: float
     explores: int = 6
-    needs_entropy = False
-    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo has where the span begins and ends (0 while exploring), steps, and the last estimate."""
@@ -4929,13 +4627,9 @@ class SlowFast:
             last = estimate
         return at_least(scope, odds, self.threshold), (state.start, begin, end, steps, last)
 
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`."""
-        return likely_over(state.free, odds, self.threshold, count)
-
 
 @dataclass(frozen=True)
-class Coherent:
+class Coherent(RevealRule):
     """Reveal, of the few most confident columns, those that already were so a step before, with the same token.
 
     CCD with adaptive budgets (arXiv 2512.02044), by its code: a buffer holds the `few` (4) most confident columns behind those
@@ -4947,8 +4641,6 @@ class Coherent:
     """
 
     few: int = 4
-    needs_entropy = False
-    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo has the buffer's columns and tokens."""
@@ -4961,13 +4653,12 @@ class Coherent:
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: one in a block's first step, then about as many as the buffer has."""
-        odds = [bounded(one, MOST_ODDS) for one in odds]
-        ordered = by_odds(state.free, odds)
-        return likely_first(ordered, odds, min(self.few, len(ordered)) if state.step else 1, count)
+        room = min(self.few, len(state.free)) if state.step else 1
+        return likely_first(state.free, odds, lambda *_: room, count)
 
 
 @dataclass(frozen=True)
-class Credit:
+class Credit(Dynamic):
     """Reveal what is confident enough with the credit that its token has earned in earlier steps.
 
     CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code: each step the credit of the likeliest token decays by
@@ -4979,12 +4670,9 @@ class Credit:
         threshold: In log-odds.
     """
 
-    threshold: float
     alpha: float = 0.7
     gamma: float = 0.2
     beta: float = 0.8
-    needs_entropy = False
-    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo has columns, tokens and credits."""
@@ -5004,7 +4692,7 @@ class Credit:
 
 
 @dataclass(frozen=True)
-class Klass:
+class Klass(Dynamic):
     """Reveal what is confident and stable: its distribution hardly changed in the last steps; else the surest.
 
     KLASS (arXiv 2511.05664), with a divergence below 0.01 in each of the last two steps and a confidence above 0.9. Cut: the
@@ -5017,11 +4705,8 @@ class Klass:
         steps: Steps in which it has to be less.
     """
 
-    threshold: float
     divergence: float = 0.01
     steps: int = 2
-    needs_entropy = False
-    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo has columns, tokens, odds, and for how many steps these have been stable."""
@@ -5119,9 +4804,6 @@ class Option:
         if value is None and self.default is None:
             return
         remedy = self.remedy.replace("{block_size}", "block_size" if block_size is None else f"block_size ({block_size})")
-        if isinstance(value, int) and value.bit_length() > 63:  # so many digits need not be shown, nor can they
-            shown = f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}"
-            raise ValueError(f"{self.name} is {shown} or more: {remedy}, and of 64 bits")
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
         if not fits or not self.holds(value, 1 << 63 if block_size is None else block_size):
             kind = "" if fits else f", of type {type(value).__name__}"
@@ -5262,41 +4944,30 @@ OF_SAMPLING = _of_transformers(
         "epsilon_cutoff eta_cutoff": (_REAL, lambda v, _: 0 <= v < 1, "it must be a probability, 0 (off) or more and below 1"),
     }
 )
-_GUIDANCE = "guidance needs a second forward of each state, under another prompt"
-_BOUGHT = "drafts are states of a block, not tokens on the right: decoding='self_spec' or 'mrp_spec' makes them"
-_PACKED = "rounds hold drafted states side by side, of which no text needs them; the forward of the model returns them"
-_FORCED = "transformers forces words by beams, which compare prefixes that grow from the left; given tokens are infill_ids"
+_PREFIXES = "it needs prefixes that grow from the left; there are num_return_sequences with do_sample, and infill_ids"
+_COLUMNS = (
+    "it acts at a column of the padded batch; there are suppress_tokens and min_new_tokens, and the prompt may be given more"
+)
+_DRAFTS = "decoding='self_spec' drafts without another model, and 'mrp_spec' with the model's own head"
+_ROUNDS = "a forward scores many positions of drafted states side by side; the forward of the model returns what it computes"
+_CACHES = "keys and values lie in a BlockCache, and prompts are read in chunks of whole blocks as it is"
 _ENCODER = "there is no encoder; repetition_penalty and no_repeat_ngram_size see the prompt, too"
-# Options and arguments of transformers that have no meaning here: what switches them off beside None, and why that is.
-UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    one: (off, why)
-    for several, off, why in (
-        ("num_beams num_beam_groups", 1, "beams compare prefixes that grow from the left; use num_return_sequences, do_sample"),
-        ("penalty_alpha", 0, "contrastive search runs a forward for each candidate of one token, and a step here has many"),
-        ("guidance_scale", 1, _GUIDANCE),
-        ("negative_prompt_ids", None, _GUIDANCE),
-        ("dola_layers", None, "tokens are picked from the last layer, and no state keeps the earlier ones"),
-        ("token_healing", False, "a prompt's last token is kept: cut it off the prompt"),
-        ("constraints force_words_ids", None, _FORCED),
-        ("use_mtp", False, _BOUGHT),
-        ("prompt_lookup_num_tokens assistant_early_exit", None, _BOUGHT),
-        ("assistant_model", None, "the model's own MRP head drafts: use decoding='mrp_spec'"),
-        ("output_attentions output_hidden_states", False, _PACKED),
-        ("cache_implementation", None, "keys and values lie in a BlockCache, where a round's states do"),
-        ("prefill_chunk_size", None, "prompts are read in chunks of whole blocks as it is"),
-        ("watermarking_config", None, "a watermark is seeded by the token on the left, which may come later"),
-        ("exponential_decay_length_penalty", None, "it grows with columns of the padded batch, which a processor does not see"),
-        ("begin_suppress_tokens", None, "it acts at one column of the padded batch; suppress_tokens acts everywhere"),
-        ("forced_bos_token_id", None, "it acts where the text has one token, a decoder's start: put it into the prompt"),
-        ("forced_eos_token_id", None, "it acts at the last column of the padded batch; a text that ends there needs no eos"),
-        ("encoder_repetition_penalty", 1, _ENCODER),
-        ("encoder_no_repeat_ngram_size", 0, _ENCODER),
-        ("prefix_allowed_tokens_fn", None, "it is asked by rows of prefixes; here positions of all rows are scored together"),
-        ("inputs_embeds", None, "pass a [rows, length] tensor of ids as input_ids"),
-        ("position_ids", None, "positions are counted from the first token of each row"),
-    )
-    for one in several.split()
+_IDS = "pass a [rows, length] tensor of ids as input_ids; positions are counted from the first token of each row"
+_REASONS = {
+    "num_beams num_beam_groups penalty_alpha constraints force_words_ids watermarking_config token_healing": _PREFIXES,
+    "prefix_allowed_tokens_fn": _PREFIXES,
+    "exponential_decay_length_penalty begin_suppress_tokens forced_bos_token_id forced_eos_token_id": _COLUMNS,
+    "use_mtp prompt_lookup_num_tokens assistant_early_exit assistant_model": _DRAFTS,
+    "guidance_scale negative_prompt_ids dola_layers output_attentions output_hidden_states": _ROUNDS,
+    "cache_implementation prefill_chunk_size": _CACHES,
+    "encoder_repetition_penalty encoder_no_repeat_ngram_size": _ENCODER,
+    "inputs_embeds position_ids": _IDS,
 }
+# Options and arguments of transformers that have no meaning here, and why that is.
+UNSUPPORTED = {one: why for several, why in _REASONS.items() for one in several.split()}
+# What switches one off, beside None and False.
+OFF = {"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1}
+OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
 
 
 def check_values(values: Mapping[str, Any], block_size: int | None, sampling: bool) -> None:
@@ -5311,8 +4982,8 @@ def check_values(values: Mapping[str, Any], block_size: int | None, sampling: bo
 
 def check_supported(values: Mapping[str, Any]) -> None:
     """Raise `ValueError`, with value and reason, for the first of some options and arguments that is not supported."""
-    for name, (off, why) in UNSUPPORTED.items():
-        if (value := values.get(name)) not in (None, off):
+    for name, why in UNSUPPORTED.items():
+        if (value := values.get(name)) is not False and value not in (None, OFF.get(name)):
             raise ValueError(f"{name}={reprlib.repr(value)} is not supported: {why}. Leave {name} unset")
 
 
@@ -5461,9 +5132,9 @@ _FIELDS = (*vars(GenerationConfig()), *get_type_hints(DecodingOptions))
 OPTION_NAMES = frozenset(name for name in _FIELDS if not name.startswith("_"))
 
 
-def set_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
     """Select the fields that are set, without those that are transformers' own affair."""
-    return {name: value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
+    return {str(name): value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
 
 
 def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
@@ -5476,22 +5147,20 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
         given = vars(given)
     elif not isinstance(given, dict | None):
         raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
-    if unknown := _listed(_unknown(given or {})):
-        raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
-    own = vars(model.generation_config)
-    if unknown := _listed(_unknown(own)):
+    own = set_fields(vars(model.generation_config))
+    if unknown := _listed(own.keys() - OPTION_NAMES):
         logger.warning_once(f"fields of the model's generation_config that generate does not know have no effect: {unknown}")
     asked = set_fields(given or {}) | set_fields(kwargs)
     if kwargs.get("eos_token_id", 0) is None:  # as an argument it means no eos; left as None, the model's own would come back
         asked["eos_token_id"] = []
-    config, fields = MRPGenerationConfig(), set_fields(own) | asked
+    config, fields = MRPGenerationConfig(), own | asked
     for name in fields.keys() & OPTION_NAMES:
         setattr(config, name, fields[name])
     config.check(model.config.block_size, model.config.has_head)
     others = {name: value for name, value in asked.items() if name not in OPTION_NAMES}
     check_supported(others)
-    if unused := _listed(others.keys() - _ARGUMENTS):
-        raise ValueError(f"{unused}: not used or not supported by generate here. Check the spelling, or leave it unset")
+    if unknown := _listed(others.keys() - _ARGUMENTS):
+        raise ValueError(f"{unknown}: not used or not supported by generate here. Check the spelling, or leave it unset")
     for name in ("logits_processor", "stopping_criteria"):
         if not isinstance(functions := others.get(name, []), list) or not all(map(callable, functions)):
             raise ValueError(f"{name} is {functions!r}: pass a list of functions, or of transformers' own")
@@ -5502,10 +5171,6 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
         others["stopping_criteria"], config.stop_strings = StoppingCriteriaList(criteria), None
     check_special_ids(config.eos_ids(), config.pad_id(), model.config.mask_token_id, model.config.vocab_size)
     return config, others
-
-
-def _unknown(fields: Iterable[Any]) -> set[str]:
-    return {name for name in map(str, fields) if not name.startswith("_")} - OPTION_NAMES
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -5531,39 +5196,43 @@ def check_special_ids(eos: list[int], pad: int, mask_token_id: int, vocab_size: 
         raise ValueError(f"eos_token_id holds the mask id {mask_token_id}, which is never picked: leave it out")
 
 
-def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> None:
-    """Raise `ValueError` unless `prompt` is [rows, length] ids without a mask, and `attention_mask` None or as large."""
-    real = check_ids(prompt, attention_mask, vocab_size, "the prompt holds")
+def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> Tensor:
+    """Check ids as `check_ids` does, and that none is the mask's."""
+    real = check_ids(prompt, attention_mask, vocab_size)
     if bool(((prompt == mask_token_id) & real).any()):
         raise ValueError(
             f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
             "masks and given tokens, as infill_ids"
         )
+    return real
 
 
-def check_ids(input_ids: Any, attention_mask: Any, vocab_size: int, what: str = "input_ids hold") -> Tensor:
-    """Tell which of `input_ids` [rows, length] are real, a bool tensor; raise `ValueError` unless these are ids, and
-    `attention_mask` None or as large."""
-    _check_shape("input_ids", input_ids)
-    real = torch.ones_like(input_ids, dtype=torch.bool)
+def check_ids(ids: Any, attention_mask: Any, vocab_size: int, name: str = "input_ids", rows: int | None = None) -> Tensor:
+    """Tell which of some ids [rows, length] are real, a bool tensor; raise `ValueError` unless they are ids, of so many `rows`
+    if given, and `attention_mask` None or as large."""
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
+        hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
+        kind = str(ids.dtype) if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        raise ValueError(f"{name} are {kind}: pass a [rows, n] tensor of ids, torch.long{hint}")
+    if ids.dim() != 2 or not ids.numel() or len(ids) != (rows or len(ids)):
+        hint = f". For one row pass {name}[None]" if ids.dim() == 1 else ""
+        raise ValueError(f"{name} have shape {list(ids.shape)}: pass [{rows or 'rows'}, n], with a token or more in each{hint}")
+    real = torch.ones_like(ids, dtype=torch.bool)
     if attention_mask is not None:
-        if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
             given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
             raise ValueError(
-                f"attention_mask is {given} for input_ids of {list(input_ids.shape)}: pass a 2-D tensor of 0 and 1 of the same "
+                f"attention_mask is {given} for input_ids of {list(ids.shape)}: pass a 2-D tensor of 0 and 1 of the same "
                 "shape (a 4-D mask works with forward only)"
             )
         if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
             raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
         real = attention_mask.bool()
-    _check_range(what, input_ids[real], vocab_size)
+    for outside in ids[real & ((ids < 0) | (ids >= vocab_size))]:
+        raise ValueError(
+            f"{name} hold the id {int(outside)}, outside the vocabulary of {vocab_size}: use this model's tokenizer"
+        )
     return real
-
-
-def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:
-    """Raise `ValueError` unless `infill_ids` are [rows, n] ids."""
-    _check_shape("infill_ids", infill_ids, rows)
-    _check_range("infill_ids hold", infill_ids, vocab_size)
 
 
 def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
@@ -5580,23 +5249,6 @@ def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
             f"a prompt of {longest} tokens and {new_tokens} new ones make {longest + new_tokens}, which exceeds "
             f"max_position_embeddings={max_positions}: shorten the prompt or lower max_new_tokens (or max_length)"
         )
-
-
-def _check_shape(name: str, ids: Any, rows: int | None = None) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
-        hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
-        kind = str(ids.dtype) if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
-        raise ValueError(f"{name} are {kind}: pass a [rows, n] tensor of ids, torch.long{hint}")
-    if ids.dim() != 2 or not ids.numel() or len(ids) != (rows or len(ids)):
-        prompts, hint = f" for {rows} prompts" if rows else "", f". For one row pass {name}[None]" if ids.dim() == 1 else ""
-        raise ValueError(
-            f"{name} have shape {list(ids.shape)}{prompts}: pass [{rows or 'rows'}, n], with a token or more in each{hint}"
-        )
-
-
-def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
-    for outside in ids[(ids < 0) | (ids >= vocab_size)]:
-        raise ValueError(f"{what} the id {int(outside)}, outside the vocabulary of {vocab_size}: use this model's tokenizer")
 
 
 # ---------------------------------------------------------------------------------------------------- generate.output
@@ -5685,17 +5337,17 @@ class Progress:
         self.rounds: list[list[tuple[int, ...]]] = []
         self.revocations: list[tuple[int, int, int]] = []
         self.drawn: dict[tuple[int, int], tuple[State, Tensor]] = {}  # by row and position
-        for row in rows if logits or scores else ():
+        for row in rows:
             row.written = []
 
     def __call__(self, rows: Sequence[Row]) -> None:
         """Record the counts of `rows` after a round in which they took part."""
         for row in rows:
-            columns, tokens = row.remasked
-            self.revocations += [(row.place, row.state.start + column - row.prompt, tokens[column]) for column in columns]
             for frontier in row.written or ():
                 said = frontier.state, frontier.scores.hidden
-                for column in frontier.where:
+                begin, tokens = frontier.state.start - row.prompt, frontier.scores.token
+                self.revocations += [(row.place, begin + column, tokens[column]) for column in frontier.remasked]
+                for column in frontier.where if any(self.wanted.values()) else ():
                     state, (hidden, place) = (frontier.drawn or {}).get(column, said)
                     alone = State(state.key, (column,), state.end, state.masks, state.step)
                     self.drawn[row.place, state.start + column] = alone, hidden[place, column].clone()
@@ -5777,7 +5429,7 @@ class Stopping:
     """
 
     def __init__(self, criteria: Sequence[StoppingCriteria], rows: Sequence[Row], input_ids: Tensor, pad_id: int) -> None:
-        self.criteria, self.rows, self.prompt, self.pad_id = criteria, rows, input_ids, pad_id
+        self.criteria, self.rows, self.prompt, self.pad_id = StoppingCriteriaList(criteria), rows, input_ids, pad_id
         self.asked = [0] * len(rows)  # how many tokens of each row have been shown
 
     def __call__(self, rows: Sequence[Row]) -> None:
@@ -5799,28 +5451,17 @@ class Stopping:
 
     def _answers(self, ids: Tensor) -> list[bool]:
         """Ask the stopping criteria which rows end; a criterion's single answer counts for all rows."""
-        stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        for criterion in self.criteria:
-            try:
-                answer = criterion(ids, None)
-            except (AttributeError, TypeError) as error:
-                if "None" not in str(error):
-                    raise
-                raise ValueError(
-                    f"the stopping criterion {type(criterion).__name__} failed ({error}), and the scores that it is given are "
-                    "None here: let it decide by input_ids"
-                ) from error
-            try:
-                given = torch.as_tensor(answer, device=ids.device)
-            except (RuntimeError, TypeError, ValueError):
-                given = ids
-            if given.dtype != torch.bool or given.numel() not in (1, len(ids)):
-                raise ValueError(
-                    f"the stopping criterion {type(criterion).__name__} returned {answer!r}: it must return a bool, or a "
-                    f"tensor of one bool for each of the {len(ids)} rows"
-                )
-            stops |= given.flatten()
-        return stops.tolist()
+        try:
+            answers: list[bool] = self.criteria(ids, None).tolist()
+        except (AttributeError, TypeError) as error:
+            if "None" not in str(error):
+                raise
+            names = ", ".join(type(criterion).__name__ for criterion in self.criteria)
+            raise ValueError(
+                f"a stopping criterion ({names}) failed ({error}): the scores that it is given are None here. Let it decide by "
+                "input_ids, and return a bool for each row"
+            ) from error
+        return answers
 
 
 def final_tokens(row: Row) -> list[int]:
@@ -5945,10 +5586,9 @@ class MRPGenerationMixin(GenerationMixin):
             return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
         config, others = resolved(self, generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else others.get("input_ids")
-        check_prompt(prompt, others.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
-        if config.pad_token_id is None and not config.eos_ids():  # transformers would take the first eos, and find none
-            config.pad_token_id = config.pad_id()
-            others.setdefault("attention_mask", torch.ones_like(prompt))
+        real = _real(prompt, others.get("attention_mask"), config, self.config)
+        others["attention_mask"] = torch.ones_like(prompt)  # padding, on either side, is no affair of transformers
+        config.pad_token_id = config.pad_id()
         if self.training and self.is_gradient_checkpointing:
             raise ValueError(
                 "gradient checkpointing is on, under which layers in training mode keep no keys and values: call model.eval() "
@@ -5960,13 +5600,13 @@ class MRPGenerationMixin(GenerationMixin):
         if past_key_values is not None:
             check_past(past_key_values, self, len(prompt))
         if infill_ids is not None:
-            check_infill(infill_ids, len(prompt), self.config.vocab_size)
+            check_ids(infill_ids, None, self.config.vocab_size, "infill_ids", len(prompt))
             infill_ids = infill_ids.repeat_interleave(copies, 0)
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
 
-        decode = partial(_decode, streams, infill_ids, past_key_values)
-        with _either_padding_side(), fetched(self.lm_head):
+        decode = partial(_decode, streams, real.repeat_interleave(copies, 0), infill_ids, past_key_values)
+        with fetched(self.lm_head):
             return super().generate(inputs, generation_config=config, custom_generate=decode, **others)
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
@@ -5991,13 +5631,10 @@ class MRPGenerationMixin(GenerationMixin):
             "generate as one padded batch, in which no row waits for another"
         )
 
-    def block_cache(
-        self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool | None = None
-    ) -> BlockCache:
+    def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool = False) -> BlockCache:
         """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
 
-        With `fixed`, attention reads powers of two of slots, as recorded and compiled forwards need; None: where the model is
-        compiled.
+        With `fixed`, attention reads powers of two of slots, as recorded forwards need.
 
         Raises:
             ValueError: for a `capacity` that is no multiple of the block size, or a head's layers where the model has no head.
@@ -6012,7 +5649,6 @@ class MRPGenerationMixin(GenerationMixin):
             heads = len(key.to_local()) // width
         head_layers = len(devices) - self.config.num_hidden_layers
         hidden_size = self.config.hidden_size if with_head else 0
-        fixed = compiled(self) if fixed is None else fixed
         ends = (self.config.block_size, self.config.hidden_size) if self.model.shifted else (0, 0)
         sizes = (batch_size, heads, width, devices, capacity, scratch)
         cache = BlockCache(*sizes, self.dtype, head_layers, hidden_size, fixed, ends)
@@ -6024,23 +5660,19 @@ class MRPGenerationMixin(GenerationMixin):
         release_graphs(self)
 
 
-@contextmanager
-def _either_padding_side() -> Iterator[None]:
-    """Hold back transformers' advice to pad on the left: positions are absolute here, so either side gives the same text."""
-    log = logging.getLogger("transformers.generation.utils")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "right-padding was detected" not in record.getMessage()
-
-    log.addFilter(keep)
-    try:
-        yield
-    finally:
-        log.removeFilter(keep)
+def _real(prompt: Any, attention_mask: Any, config: MRPGenerationConfig, ours: Any) -> Tensor:
+    """Check a prompt, and tell which of its ids are real; without a mask `pad_token_id` is padding, if it is no eos."""
+    real, pad = check_prompt(prompt, attention_mask, ours.mask_token_id, ours.vocab_size), config.pad_id()
+    if attention_mask is None and config.pad_token_id is not None and pad not in config.eos_ids():
+        return prompt != pad
+    if attention_mask is None and len(prompt) > 1 and bool((prompt[:, [0, -1]] == pad).any()):
+        logger.warning_once(f"pad_token_id {pad} is an eos, so that padding is taken for text: pass the attention_mask")
+    return real
 
 
 def _decode(
     streams: Streams | None,
+    real: Tensor,
     infill_ids: Tensor | None,
     past: BlockCache | None,
     model: Any,
@@ -6058,11 +5690,9 @@ def _decode(
         model.config.mask_token_id,
     )
     input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - input_ids.shape[1]
-    picker, real = _picker(model, logits_processor, config, mode), torch.ones_like(input_ids, dtype=torch.bool)
+    picker, real = _picker(model, logits_processor, config, mode), real.to(device)
     if config.do_sample and config.seed is None and (getattr(model, "_tp_size", None) or 1) > 1:
         raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")
-    if (attention_mask := others.get("attention_mask")) is not None:
-        real = attention_mask.to(device).bool()
     check_rows(real, new, model.config.max_position_embeddings)
     if infill_ids is not None and infill_ids.shape[1] > new:
         raise ValueError(
@@ -6095,7 +5725,7 @@ def _decode(
             *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
         )
         watches: list[Any] = [
-            *([Stopping(criteria, rows, input_ids, config.pad_id())] if criteria else []),
+            *([Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []),
             *([] if progress is None else [progress]),
             *([] if streams is None else [streams]),
         ]
@@ -6103,18 +5733,18 @@ def _decode(
             streams.begin(prompts)
         drafting = mode.drafting
         budget = budget_of(model, mode, drafting.states, drafting.passes, drafting.paced) if drafting else Fixed(Amount())
-        # What is compiled is so for one size, what is recorded not for every one; adapters of rows are handed out by place.
-        fewest = len(rows) if compiled(model) or adapters_of_rows(model) else 1 if graphs is None else _LEAST_RECORDED
+        # What is recorded is not so for every size; adapters of rows are handed out by place.
+        fewest = len(rows) if adapters_of_rows(model) else 1 if graphs is None else _LEAST_RECORDED
         decoder = Decoder(mode, networks, budget, watches, fewest)
         try:
             decoder.decode(rows, reused)
         except UnscoredError as error:
             cache.empty()  # what is not finite there is not gone on from
-            raise ValueError(_unscored(error, rows[error.place], picker, model)) from None
+            raise ValueError(_unscored(error, rows[error.place], picker)) from None
         held = [row.held for row in rows]
         with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
         cache.hold([row.text for row in rows], held, *with_head)
-    return output_of(input_ids, rows, decoder, progress, cache, config.pad_id())
+    return output_of(input_ids, rows, decoder, progress, cache, config.pad_token_id)
 
 
 def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> list[int]:
@@ -6158,42 +5788,28 @@ def laid_out(
     return rows
 
 
-def compiled(model: Any) -> bool:
-    """Tell if backbone or head run as `nn.Module.compile` made them."""
-    return any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head))
-
-
-def _unscored(error: UnscoredError, row: Row, picker: Picker, model: Any) -> str:
-    """Say where a text has a token without a log-probability, and why no token has a finite score there."""
-    weights = model.named_parameters() if isinstance(model, nn.Module) else ()
-    if broken := next((name for name, weight in weights if not _is_finite(weight)), None):
-        why = f"the weights {broken} are NaN or infinite. Load or train them again"
-    elif picker.processors:
+def _unscored(error: UnscoredError, row: Row, picker: Picker) -> str:
+    """Say where a text has no token with a finite score, and all that may be the reason."""
+    dtype, reasons = picker.lm_head_weight.dtype, []
+    if picker.processors:
         names = ", ".join(dict.fromkeys(type(processor).__name__ for processor in picker.processors))
-        why = f"so say the logits processors ({names}), for which -inf and NaN bar a token. Leave one a finite score"
-    elif error.position < row.no_eos_before and row.eos:
-        why = "every eos_token_id is barred before min_new_tokens, min_length and given tokens. Leave some id out"
-    else:
-        why = (
-            f"{picker.lm_head_weight.dtype} overflows, here or divided by temperature={picker.temperature}. Load a wider dtype"
+        reasons.append(
+            f"the logits processors ({names}), for which -inf and NaN bar a token, bar all: leave one a finite score"
         )
-    behind = error.position - row.prompt
-    return f"row {row.place} has no token with a finite score at position {error.position}, {behind} behind its prompt: {why}"
-
-
-def _is_finite(weight: Tensor) -> bool:
-    if type(weight).dequantize is not Tensor.dequantize:  # of a class of its own, which need not know aminmax
-        weight = weight.dequantize()
-    if weight.is_meta or not weight.is_floating_point() or not weight.numel():
-        return True
-    return bool(torch.stack(weight.aminmax()).isfinite().all())  # NaN if any is
+    if error.position < row.no_eos_before and row.eos:
+        reasons.append("every eos_token_id is barred before min_new_tokens, min_length and given tokens: leave some id out")
+    reasons.append("weights are NaN or infinite: load or train them again")
+    reasons.append(f"{dtype} overflows, here or divided by temperature={picker.temperature}: load a wider dtype")
+    return (
+        f"row {row.place} has no token with a finite score at position {error.position}, {error.position - row.prompt} behind "
+        f"its prompt. Either {'; or '.join(reasons)}"
+    )
 
 
 def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig, mode: Mode) -> Picker:
     """Sort transformers' list into processors, temperature and truncation.
 
-    Some of transformers' own processors count columns of the padded batch. The ids shown here have no padding, so
-    the minimum length is kept by the decoder itself and the repetition penalty starts at the first token.
+    The minimum length, for which transformers' own processors count columns of the padded batch, is kept by the decoder itself.
     """
     temperature, ngram = 1.0, 0
     words: list[tuple[int, ...]] = []
@@ -6213,8 +5829,6 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             temperature = float(processor.temperature)
         elif isinstance(processor, tuple(TRUNCATIONS)):
             after.append(processor)
-        elif isinstance(processor, kinds.RepetitionPenaltyLogitsProcessor) and torch.is_tensor(processor.prompt_ignore_length):
-            before.append(kinds.RepetitionPenaltyLogitsProcessor(processor.penalty))
         elif not isinstance(processor, kinds.MinLengthLogitsProcessor | kinds.MinNewTokensLengthLogitsProcessor):
             if not mode.rule.left_to_right and (several := [list(ids) for ids in biased if len(ids) > 1]):
                 raise ValueError(
@@ -6224,8 +5838,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             before.append(processor)
     check_unembedding(model.lm_head)
     dispatch = Dispatch(config.kernels)
-    dispatch.check(model.lm_head.weight)
-    usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
+    usable = dispatch.allows("they", model.lm_head.weight)
     sample, weight = bool(config.do_sample), model.lm_head.weight
     shaped = words or ngram or before  # what is barred or processed differs from state to state, of all tokens
     few = mode.drafting.listed(len(weight), sample) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
@@ -6251,27 +5864,23 @@ def check_adapters(model: Any, rows: int) -> None:
         raise ValueError(
             f"adapter_names holds {len(of_rows)} names for {rows} rows: give one for each row (after num_return_sequences)"
         )
-    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)  # a peft model puts its own there
-    config: Any = getattr(wrapper, "active_peft_config", None)
-    found = None
-    if getattr(config, "is_prompt_learning", False):
-        found = config.peft_type.value, "an adapter of the prompt, and generate decodes from ids alone"
     on = {
         name
         for layer in adapted_layers(model)
         if not layer.disable_adapters
         for name in (*layer.active_adapters, *(of_rows or ()))
     }
-    for name, config in (getattr(model, "peft_config", None) or {}).items():
-        if name in on and getattr(config, "alora_invocation_tokens", None):
-            why = "it starts behind the last invocation of a text that grows from the left"
-            found = "aLoRA (alora_invocation_tokens)", why
-        elif name in on and config.peft_type == "SHADOW":
-            found = "SHADOW", "its network beside the layers begins where the model is called, and sees a causal text"
-    if found is not None:
+    configs = [config for name, config in (getattr(model, "peft_config", None) or {}).items() if name in on]
+    refused = [one for one in configs if getattr(one, "alora_invocation_tokens", None) or one.peft_type == "SHADOW"]
+    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)  # a peft model puts its own there
+    if getattr(config := getattr(wrapper, "active_peft_config", None), "is_prompt_learning", False):
+        refused.append(config)
+    for config in refused:
+        kind = config.peft_type.value
         raise ValueError(
-            f"an adapter of type {found[0]} has no effect on generate: {found[1]}. Train an adapter of the weights instead, "
-            "such as LoRA, or decode without it under model.disable_adapter()"
+            f"an adapter of type {'aLoRA (alora_invocation_tokens)' if kind == 'LORA' else kind} has no effect on generate, "
+            "which decodes from ids alone, and not from the left: it acts on the prompt, behind an invocation or beside the "
+            "layers. Train an adapter of the weights instead, such as LoRA, or decode without it under model.disable_adapter()"
         )
 
 
@@ -6337,18 +5946,18 @@ def _placed(dtype: torch.dtype, devices: tuple[torch.device, ...]) -> str:
 
 # ---------------------------------------------------------------------------------------------------- generate.score
 
-"""Log-probabilities of given texts, exact under `sequential`: all states of a text that is known are known before any forward.
+"""Log-probabilities of given texts under `sequential`: all states of a text that is known are known before any forward.
 
-The state at which a token is revealed shows what was revealed before it, and masks elsewhere in its block; it sees the text of
-earlier blocks. So one pass over the text gives the keys and values that all states look at, and the states of all tokens lie
-side by side in as few forwards as memory allows.
+The state at which a token is revealed shows all that is to its left, and masks from its own place to the end of its block.
+So one pass over the text gives the keys and values that all states look at, and the states of all tokens lie side by side in as
+few forwards as memory allows.
 """
 
 
 
 
-SAMPLED_ORDERS = 8  # of order="sampled", unless told
-MOST_POSITIONS = 1 << 31  # of a text: a position and the 32 bits that order it fit an int64
+_TEMPERATURE = Option("temperature", 1.0, int | float, lambda v, _: 0 < v < inf, "it must be a number above 0")
+_AT_ONCE = Option("tokens_per_forward", 512, *COUNT)
 
 
 @dataclass
@@ -6357,23 +5966,20 @@ class MRPScoreOutput(ModelOutput):
 
     Attributes:
         logprobs: [batch, length] float32 (float64 of a model in that), log-probability of each token that was scored, in nats;
-            0 elsewhere. Of sampled orders the mean.
+            0 elsewhere.
         scored: [batch, length] bool, which tokens were.
-        greedy: [batch, length] bool, which of these were the likeliest at their state, in all sampled orders.
-        sample_sums: [samples, batch], of each sampled order the log-probability of all that was scored of a row; their mean is
-            `sums`, and their spread says how far that may be off. None under `sequential`.
+        greedy: [batch, length] bool, which of these were the likeliest at their state.
         forwards: Forwards of the whole batch by role, `prefill` and `score`.
     """
 
     logprobs: Tensor | None = None
     scored: Tensor | None = None
     greedy: Tensor | None = None
-    sample_sums: Tensor | None = None
     forwards: dict[str, int] | None = None
 
     @property
     def sums(self) -> Tensor:
-        """[batch], the log-probability of all that was scored of a row; of sampled orders the bound."""
+        """[batch], the log-probability of all that was scored of a row."""
         assert self.logprobs is not None
         return self.logprobs.sum(-1)
 
@@ -6382,139 +5988,6 @@ class MRPScoreOutput(ModelOutput):
         """[batch], exp of minus the mean log-probability of a row's scored tokens, NaN where none was."""
         assert self.scored is not None
         return (-self.sums / self.scored.sum(-1)).exp()
-
-
-class Texts:
-    """Texts by absolute position, and which of their tokens are scored.
-
-    Args:
-        input_ids: [batch, length] long.
-        real: [batch, length] bool; False for padding, on one side of a row or both.
-        scored: [batch, length] bool, among the real ones.
-        block_size: Tokens of a block.
-        mask_id: The mask's id, which stands behind each text.
-
-    Attributes:
-        ids: [batch, capacity] long, in whole blocks.
-        scored: [batch, capacity] bool.
-        places: [batch, n] long, positions of scored tokens from left to right, n those of the row with most; then others.
-    """
-
-    def __init__(self, input_ids: Tensor, real: Tensor, scored: Tensor, block_size: int, mask_id: int) -> None:
-        self.real, self.block_size, self.mask_id = real, block_size, mask_id
-        self.capacity = -(-int(real.sum(-1).max()) // block_size) * block_size
-        self.rows, self.at = real.nonzero().T[0], (real.cumsum(-1) - 1)[real]
-        self.ids = self._absolute(input_ids, mask_id)
-        self.scored = self._absolute(scored, False)
-        order = (~self.scored).byte().argsort(dim=-1, stable=True)
-        self.places = order[:, : int(self.scored.sum(-1).max())]
-
-    def _absolute(self, values: Tensor, fill: Any) -> Tensor:
-        made = values.new_full((len(values), self.capacity), fill)
-        made[self.rows, self.at] = values[self.real]
-        return made
-
-    def given_back(self, values: Tensor) -> Tensor:
-        """Values [batch, capacity] where the tokens were given, [batch, length]; 0 in padding."""
-        out = values.new_zeros(self.real.shape)
-        out[self.real] = values[self.rows, self.at]
-        return out
-
-    def states(self, ranks: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Make the states at which the tokens of places `at` [batch, n] are revealed.
-
-        A state shows the scored tokens of its block that have a lower rank ([batch, capacity] long), others where they lie to
-        the left.
-
-        Returns:
-            Ids and positions, [batch, n, block_size] long both.
-        """
-        where = at[..., None] // self.block_size * self.block_size + torch.arange(self.block_size, device=at.device)
-        ids, scored, rank = (part.gather(1, where.flatten(1)).view_as(where) for part in (self.ids, self.scored, ranks))
-        shown = torch.where(scored, rank < ranks.gather(1, at)[..., None], where < at[..., None])
-        return ids.masked_fill(~shown, self.mask_id), where
-
-
-class Scorer:
-    """The forwards of one call of `score`.
-
-    Args:
-        model: Whose forwards these are.
-        texts: What is scored.
-        unembedding: The distributions of the model's tokens.
-        at_once: Tokens of a forward, at most; a state of each row where these are more.
-    """
-
-    def __init__(self, model: BlockDiffusionModel, texts: Texts, unembedding: Unembedding, at_once: int) -> None:
-        self.model, self.texts, self.unembedding = model, texts, unembedding
-        (rows, most), self.block = texts.places.shape, texts.block_size
-        self.states = max(1, at_once // (rows * self.block))
-        last = int(texts.scored.nonzero()[:, 1].amax()) if most else 0
-        self.length = last // self.block * self.block  # what states may look at
-        self.cache = model.block_cache(rows, texts.capacity, min(self.states, most) * self.block, False, fixed=False)
-        self.shifted = self.cache.every > 0  # hidden states are those of the next position
-        self.forwards = {"prefill": 0, "score": 0}
-        self._prefill()
-
-    def _prefill(self) -> None:
-        """Compute the keys and values of all blocks that a scored one has before it."""
-        positions = torch.arange(self.length, device=self.texts.ids.device).expand(len(self.texts.ids), -1)
-        for begin in range(0, self.length, step := self.states * self.block):
-            end = min(self.length, begin + step)
-            here, seen = positions[:, begin:end], positions[:, :end]
-            mask = block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), self.block)
-            self.cache.target(begin, end - begin, prefill=True)
-            hidden = self.model.backbone(self.texts.ids[:, begin:end], here, mask, self.cache, compiled=False)
-            self.forwards["prefill"] += 1
-            if self.shifted:
-                self.cache.ends[:, begin // self.block : end // self.block] = hidden[:, self.block - 1 :: self.block]
-
-    def logprobs(self, ranks: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the log-probability of each scored token at the state where those of a lower rank are revealed.
-
-        Args:
-            ranks: [capacity] long, of positions.
-
-        Returns:
-            [batch, length] as the texts were given, 0 where nothing is scored; and bool, which were the likeliest.
-        """
-        texts = self.texts
-        dtype = torch.promote_types(self.unembedding.weight.dtype, torch.float32)
-        logprobs, greedy = torch.zeros_like(texts.ids, dtype=dtype), torch.zeros_like(texts.scored)
-        for first in range(0, texts.places.shape[1], self.states):
-            at = texts.places[:, first : first + self.states]
-            hidden = self._forward(*texts.states(ranks.expand_as(texts.ids), at))
-            if self.shifted:  # a block's first token is predicted by the last one before it
-                block = (at // self.block)[..., None].to(self.cache.ends.device)
-                before = self.cache.ends.gather(1, (block - 1).clamp(min=0).expand(-1, -1, hidden.shape[-1]))
-                before = before.masked_fill(block == 0, 0).to(hidden.device)
-                hidden = torch.cat([before[:, :, None], hidden[:, :, :-1]], 2)
-            column = (at % self.block)[..., None, None].expand(-1, -1, 1, hidden.shape[-1])
-            said, likeliest = self._said(hidden.gather(2, column)[:, :, 0], texts.ids.gather(1, at))
-            logprobs.scatter_(1, at, said)
-            greedy.scatter_(1, at, likeliest)
-        return texts.given_back(logprobs.masked_fill(~texts.scored, 0)), texts.given_back(greedy & texts.scored)
-
-    def _forward(self, ids: Tensor, where: Tensor) -> Tensor:
-        """Hidden states [batch, states, block, hidden_size] at states, which see the text before their block."""
-        rows, states, block = where.shape
-        slot = torch.arange(states, device=ids.device).repeat_interleave(block)
-        before = torch.arange(self.length, device=ids.device) < where[..., :1].expand(-1, -1, block).reshape(rows, -1, 1)
-        mask = torch.cat([before, (slot[:, None] == slot).expand(rows, -1, -1)], -1)[:, None]
-        self.cache.target(self.length, states * block, prefill=True)
-        hidden = self.model.backbone(ids.flatten(1), where.flatten(1), mask, self.cache, compiled=False)
-        self.forwards["score"] += 1
-        return hidden.view(rows, states, block, -1).to(ids.device)
-
-    def _said(self, hidden: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of tokens [batch, n] under hidden states [batch, n, hidden_size], and which are the likeliest."""
-        wide, flat = hidden.flatten(0, 1), token.flatten()
-        parts, likeliest = [], []
-        for at in self.unembedding.chunks(len(wide)):
-            scores = self.unembedding.tempered(self.unembedding.logits(wide[at]))
-            parts.append(scores.log_softmax(-1).gather(1, flat[at, None])[:, 0])
-            likeliest.append(scores.argmax(-1) == flat[at])
-        return torch.cat(parts).view_as(token), torch.cat(likeliest).view_as(token)
 
 
 class MRPScoringMixin:
@@ -6526,30 +5999,20 @@ class MRPScoringMixin:
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        order: str = "sequential",
-        samples: int | None = None,
-        seed: int | None = None,
         temperature: float = 1.0,
         tokens_per_forward: int = 512,
     ) -> MRPScoreOutput:
-        """Compute the log-probabilities of given texts, without gradients.
+        """Compute the log-probabilities of given texts under `sequential`, without gradients.
 
-        Under `sequential` they are exact: the chance that `generate(decoding="sequential", do_sample=True)` makes this text,
-        token by token, one a step, without processors or truncation. A token is predicted from all that is to its left, with
-        masks from its own place to the end of its block.
-
-        Under `sampled` orders the scored tokens of each block are revealed one at a time in an order that is drawn evenly. The
-        mean over orders estimates a lower bound, as an ELBO is, on the log-probability that decoding in such orders has: not on
-        that of `sequential`, nor of `static` or `dynamic`, whose orders follow the text.
+        They are exact: the chance that `generate(decoding="sequential", do_sample=True)` makes this text, token by token, one a
+        step, without processors or truncation. A token is predicted from all that is to its left, with masks from its own place
+        to the end of its block.
 
         Args:
             input_ids: [batch, length] long, whole texts: prompts with what follows them.
             attention_mask: [batch, length], 1 for real tokens, with padding on either side.
             labels: [batch, length] long, `input_ids` where a token is to be scored and -100 elsewhere, for instance in the
                 prompt; None: all real tokens. What is not scored is seen from the right of it alone.
-            order: `sequential` or `sampled`.
-            samples: Of `sampled`, how many orders (default 8).
-            seed: Of `sampled`; a seed gives the same orders at the same positions of every row. None: torch's generator.
             temperature: Divides the logits.
             tokens_per_forward: Tokens of a forward of the whole batch, at most, which bounds its memory; one block of each row
                 where these are more.
@@ -6558,42 +6021,49 @@ class MRPScoringMixin:
             `MRPScoreOutput`.
 
         Raises:
-            ValueError: for ids, a mask or labels that do not fit, an option that is out of range or has no effect, a model in
-                training mode, or a token without a log-probability.
+            ValueError: for ids, a mask or labels that do not fit, an option that is out of range, a model in training mode, or
+                a token without a log-probability.
         """
         block, mask_id = self.config.block_size, self.config.mask_token_id
         real = check_ids(input_ids, attention_mask, self.config.vocab_size)
         check_rows(real, 0, self.config.max_position_embeddings)
         scored = _scored(input_ids, real, labels, mask_id)
-        _check_options(order, samples, seed, temperature, tokens_per_forward)
+        _TEMPERATURE.check(temperature, block)
+        _AT_ONCE.check(tokens_per_forward, block)
         if self.training:
             raise ValueError("score was called in training mode, with dropout and without a cache: call model.eval() first")
         check_adapters(self, len(input_ids))
         check_unembedding(self.lm_head)
-        orders = 1 if order == "sequential" else samples or SAMPLED_ORDERS
         with fetched(self.lm_head):
             weight = self.lm_head.weight
             ids, real, scored = (part.to(weight.device) for part in (input_ids, real, scored))
-            texts = Texts(ids, real, scored, block, mask_id)
-            scorer = Scorer(self, texts, Unembedding(weight, mask_id, float(temperature)), tokens_per_forward)
-            position = torch.arange(texts.capacity, device=weight.device)
-            if order == "sequential":
-                ranks = [position]
-            else:
-                if seed is None and (getattr(self, "_tp_size", None) or 1) > 1:
-                    raise ValueError(
-                        "seed is None, and each process of tensor parallelism would draw other orders: pass a seed"
-                    )
-                seed = int(torch.randint(1 << 62, ())) if seed is None else seed
-                ranks = [_drawn(position, seed, turn) for turn in range(orders)]
-            logprobs, greedy = (torch.stack(part) for part in zip(*map(scorer.logprobs, ranks), strict=True))
-        if len(where := logprobs.isnan().any(0).nonzero()):
+            order = _those_first(real)  # by position, the column of a row's token
+            texts = F.pad(ids.masked_fill(~real, mask_id).gather(1, order), (0, -order.shape[1] % block), value=mask_id)
+            asked = scored.gather(1, order)
+            at = _those_first(asked)
+            last = int(asked.nonzero()[:, 1].max()) if at.numel() else 0
+            length = last // block * block  # what states may look at
+            states = max(1, tokens_per_forward // (len(ids) * block))
+            cache = self.block_cache(len(ids), texts.shape[1], min(states, at.shape[1]) * block, False, fixed=False)
+            forwards = {"prefill": _prefill(self, texts, length, states * block, cache), "score": 0}
+            unembedding = Unembedding(weight, mask_id, float(temperature))
+            logprobs = torch.zeros_like(texts, dtype=torch.promote_types(weight.dtype, torch.float32))
+            greedy = torch.zeros_like(texts, dtype=torch.bool)
+            for places in at.split(states, 1) if at.numel() else ():
+                hidden = _hidden_at(self, texts, places, length, cache)
+                forwards["score"] += 1
+                said, likeliest = _said(unembedding, hidden.flatten(0, 1), texts.gather(1, places).flatten())
+                logprobs.scatter_(1, places, said.view_as(places))
+                greedy.scatter_(1, places, likeliest.view_as(places))
+        kept = order.shape[1]
+        logprobs = torch.zeros_like(ids, dtype=logprobs.dtype).scatter(1, order, logprobs[:, :kept]).masked_fill(~scored, 0)
+        greedy = torch.zeros_like(scored).scatter(1, order, greedy[:, :kept]) & scored
+        if len(where := logprobs.isnan().nonzero()):
             raise ValueError(
                 f"the token {where[0, 1]} of row {where[0, 0]} has no log-probability: the weights are NaN or infinite, or "
                 f"{weight.dtype} overflows. Load or train them again, or load a wider dtype"
             )
-        sums = None if order == "sequential" else logprobs.sum(-1)
-        return MRPScoreOutput(logprobs.mean(0), scored, greedy.all(0), sums, scorer.forwards)
+        return MRPScoreOutput(logprobs, scored, greedy, forwards)
 
 
 def _scored(input_ids: Tensor, real: Tensor, labels: Tensor | None, mask_id: int) -> Tensor:
@@ -6618,26 +6088,55 @@ def _scored(input_ids: Tensor, real: Tensor, labels: Tensor | None, mask_id: int
     return scored
 
 
-def _check_options(order: Any, samples: Any, seed: Any, temperature: Any, tokens_per_forward: Any) -> None:
-    if order not in ("sequential", "sampled"):
-        raise ValueError(f"order is {order!r}: it must be 'sequential', which is exact, or 'sampled', a bound")
-    if order == "sequential" and (samples is not None or seed is not None):
-        raise ValueError(
-            f"samples={samples} and seed={seed} have no effect under 'sequential': leave them unset, or pass order='sampled'"
-        )
-    for name, value in (("samples", samples), ("tokens_per_forward", tokens_per_forward)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} is {value!r}: it must be an integer of at least 1")
-    if seed is not None and not isinstance(seed, int):
-        raise ValueError(f"seed is {seed!r}: it must be an integer or None")
-    if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature!r}: it must be a number above 0")
+def _those_first(chosen: Tensor) -> Tensor:
+    """List the columns that are `chosen` [batch, length] bool from left to right, then others: [batch, n] long, n the most of a
+    row."""
+    return chosen.byte().argsort(dim=-1, descending=True, stable=True)[:, : int(chosen.sum(-1).max())]
 
 
-def _drawn(position: Tensor, seed: int, turn: int) -> Tensor:
-    """Draw an order of positions [n] long: ranks, a pure function of position, seed and which of the orders it is."""
-    drawn = noise_keys(torch.full_like(position, seed), position, torch.full_like(position, turn))
-    return drawn * MOST_POSITIONS + position
+def _prefill(model: Any, texts: Tensor, length: int, at_once: int, cache: BlockCache) -> int:
+    """Compute keys and values of the first `length` tokens of texts [batch, n] long; return how many forwards that took."""
+    block = model.config.block_size
+    positions = torch.arange(length, device=texts.device).expand(len(texts), -1)
+    chunks = range(0, length, at_once)
+    for begin in chunks:
+        end = min(length, begin + at_once)
+        here, seen = positions[:, begin:end], positions[:, :end]
+        mask = block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), block)
+        cache.target(begin, end - begin, prefill=True)
+        hidden = model.backbone(texts[:, begin:end], here, mask, cache)
+        if cache.every:  # hidden states are those of the next position
+            cache.ends[:, begin // block : end // block] = hidden[:, block - 1 :: block]
+    return len(chunks)
+
+
+def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: BlockCache) -> Tensor:
+    """Compute hidden states [batch, n, hidden_size] of tokens at `places` [batch, n] long, each at a state of its own: the text
+    before the place, and masks to the end of its block."""
+    block, (rows, states) = model.config.block_size, places.shape
+    where = (places // block * block)[..., None] + torch.arange(block, device=texts.device)
+    ids = texts.gather(1, where.flatten(1)).view_as(where).masked_fill(where >= places[..., None], model.config.mask_token_id)
+    slot = torch.arange(states, device=texts.device).repeat_interleave(block)
+    before = torch.arange(length, device=texts.device) < where[..., :1].expand(-1, -1, block).reshape(rows, -1, 1)
+    mask = torch.cat([before, (slot[:, None] == slot).expand(rows, -1, -1)], -1)[:, None]
+    cache.target(length, states * block, prefill=True)
+    hidden = model.backbone(ids.flatten(1), where.flatten(1), mask, cache).to(texts.device)
+    column = slot[::block] * block + places % block
+    if not cache.every:
+        return taken_from(hidden, column)
+    first = places % block == 0  # predicted by the last token of the block before
+    ends = taken_from(cache.ends.to(texts.device), torch.where(first, places // block - 1, -1))
+    return ends + taken_from(hidden, torch.where(first, -1, column - 1))
+
+
+def _said(unembedding: Unembedding, hidden: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of tokens [n] under hidden states [n, hidden_size], and which are the likeliest."""
+    logprobs, likeliest = [], []
+    for at in unembedding.chunks(len(hidden)):
+        scores = unembedding.tempered(unembedding.logits(hidden[at]))
+        logprobs.append(scores.log_softmax(-1).gather(1, token[at, None])[:, 0])
+        likeliest.append(scores.argmax(-1) == token[at])
+    return torch.cat(logprobs), torch.cat(likeliest)
 
 
 # ---------------------------------------------------------------------------------------------------- model.families.sdar
@@ -7655,7 +7154,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         position_ids: Tensor,
         mask: Tensor | BlockMask | RoundMask,
         past_key_values: Cache | None = None,
-        compiled: bool = True,
     ) -> Tensor:
         """The backbone's final-norm hidden states h_A under a boolean mask, each at the position that it was computed at.
 
@@ -7663,9 +7161,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             input_ids: [batch, length] long.
             position_ids: [batch, length] long, absolute.
             mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex
-                attention; or a `RoundMask` inside `under_round_masks`.
+                attention; or a `RoundMask` inside `round_attention_of`.
             past_key_values: A cache that the layers update, or None.
-            compiled: Whether a backbone under `nn.Module.compile` runs as compiled.
 
         Returns:
             [batch, length, hidden_size].
@@ -7677,7 +7174,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         if (walk := fused(self.model, layers, mask, past_key_values, MRPBackbone)) is not None:
             embeds = self.model.embed_tokens(input_ids)
             return walk(embeds, self.model.rotary_emb(embeds, position_ids))
-        model = self.model if compiled else self.model._call_impl
+        # With a cache each call has other lengths, for which what `nn.Module.compile` made would be made anew.
+        model = self.model if past_key_values is None else self.model._call_impl
         return model(
             input_ids=input_ids,
             attention_mask={"full_attention": self._attention_bias(mask)},
@@ -7693,7 +7191,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         position_ids: Tensor,
         mask: Tensor | BlockMask | RoundMask,
         past_key_values: Cache | None = None,
-        compiled: bool = True,
     ) -> Tensor:
         """The head's residual h_C = Head(embed(x'), h_A); `lm_head(h_A + h_C)` estimates the logits at x'.
 
@@ -7703,7 +7200,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             position_ids: [batch, length] long, absolute.
             mask: As for `backbone`.
             past_key_values: A cache with room for the head's layers, or None.
-            compiled: As for `backbone`.
 
         Returns:
             [batch, length, hidden_size].
@@ -7718,7 +7214,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             )
         embeds = self.model.embed_tokens(input_ids)
         rotary = self.model.head_rotary(embeds, position_ids)
-        head = self.mrp_head if compiled else self.mrp_head._call_impl
+        head = self.mrp_head if past_key_values is None else self.mrp_head._call_impl
         output = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
         return output if self.config.head_predicts == "residual" else output - hidden_states
 

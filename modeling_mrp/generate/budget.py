@@ -4,9 +4,10 @@ Drafts never change the text, so that how much is drafted is free to follow the 
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from typing import Protocol
 
 import torch
@@ -83,38 +84,35 @@ class Shape:
 class Times:
     """Seconds of rounds by the states that they score, without the head and with it; and what first uses of a shape cost.
 
-    Args:
-        records: Whether they do: where all was recorded before, a slow first round says nothing of another shape's.
+    Attributes:
+        first: By shape, the seconds of its first uses.
+        recording: Seconds that the first uses of a shape take beyond its rounds: the least of all shapes.
     """
 
     FIRST = 3  # uses make a time known: in those before a shape may be recorded or compiled
     RATE, OUTLIER = 0.1, 1.5
 
-    def __init__(self, records: bool = True) -> None:
-        self.records = records
+    def __init__(self) -> None:
         self.seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
-        self.first: dict[Shape, list[float]] = {}
-        self.recording, self.head = 0.0, 1.0  # what first uses took beyond a round, and a round with the head over one without
+        self.first: defaultdict[Shape, list[float]] = defaultdict(list)
+        self.recording, self.head = inf, 1.0  # `head`: a round with the head over one without
 
     def learn(self, shape: Shape, seconds: float) -> None:
         """Learn what a round took."""
-        known, scored, first = self.seconds[shape.head], shape.scored, self.first.setdefault(shape, [])
-        if len(first) < self.FIRST:
+        known, scored, first = self.seconds[shape.head], shape.scored, self.first[shape]
+        if len(first) == self.FIRST:
+            known[scored] += self.RATE * (min(seconds, self.OUTLIER * known[scored]) - known[scored])
+        else:
             first.append(seconds)
             if len(first) == self.FIRST:
                 known.setdefault(scored, min(first))
-                if self.records and not shape.head:
-                    self.recording = sum(first) - len(first) * min(first)
-        else:
-            known[scored] += self.RATE * (min(seconds, self.OUTLIER * known[scored]) - known[scored])
+                self.recording = min(self.recording, sum(first) - len(first) * min(first))
         if shape.head and scored in known:
             self.head = known[scored] / (self.estimate(scored, False) or known[scored])
 
     def known(self, shape: Shape) -> bool:
-        """Tell if a time is known, and the shape was used, or no other of so many rows: one has to be recorded."""
-        if shape.scored not in self.seconds[shape.head]:
-            return False
-        return shape in self.first or all(one.rows != shape.rows for one in self.first)
+        """Tell if a time is known, of the shape itself: others of as many states say nothing of its recording."""
+        return len(self.first[shape]) == self.FIRST
 
     def estimate(self, scored: int, head: bool) -> float:
         """Estimate the seconds of a round, rather too few than too many: flat, or on the line through the two below."""
@@ -133,31 +131,30 @@ class Times:
 
     def price(self, shape: Shape, worth: float) -> float:
         """Estimate what it may cost at worst to make a time known, given what a round is worth."""
-        uses = [len(self.first.get(Shape(shape.rows, shape.states, head), ())) for head in (False, True)]
-        unrecorded = (sum(uses) < self.FIRST - 1) + (shape.head and uses[True] < self.FIRST - 1)
-        seconds, flat = self.estimate(shape.scored, shape.head), self.seconds[False]
+        uses, seconds, flat = len(self.first[shape]), self.estimate(shape.scored, shape.head), self.seconds[False]
         if shape.scored not in self.seconds[shape.head]:
-            seconds = max([seconds, *(flat[one] * shape.scored / one for one in [max(flat, default=0)] if one)])
-        return unrecorded * self.recording + max(1, self.FIRST - uses[shape.head]) * max(0.0, seconds - worth)
+            seconds = max(seconds, flat[max(flat)] * shape.scored / max(flat))
+        recordings = (1 + shape.head) * (uses < self.FIRST - 1)
+        return recordings * self.recording + max(1, self.FIRST - uses) * max(0.0, seconds - worth)
 
 
 @dataclass
 class Gains:
-    """What rounds of one amount came to for the rows that could draft: sums that fade.
+    """What rounds of one amount came to, a mean over the rows that could draft: sums that fade.
 
     Attributes:
-        rows: Such rows.
-        steps: Denoising steps of them.
-        stuck: Of them, those that cannot draft next.
+        rounds: Such rounds.
+        steps: Denoising steps of a row.
+        stuck: The share of rows that cannot draft next.
     """
 
-    rows: float = 0.0
+    rounds: float = 0.0
     steps: float = 0.0
     stuck: float = 0.0
 
-    def scale(self, by: float) -> None:
-        """Fade."""
-        self.rows, self.steps, self.stuck = self.rows * by, self.steps * by, self.stuck * by
+    def fade(self, by: float) -> None:
+        """Let all count less."""
+        self.rounds, self.steps, self.stuck = self.rounds * by, self.steps * by, self.stuck * by
 
 
 PLAIN = Amount()
@@ -172,26 +169,25 @@ class Auto:
     An amount of which too little is known is tried where its best case beats what is best so far. More states come to more
     steps, but to ever fewer each, and cost no less time than they would on the line through the last two: so the best case of
     a width follows from the smaller ones. Trying is paid from a balance: a share of what the target alone would have taken,
-    and all that drafts have won over it. A first call is thus at most about that share slower than its target.
+    and all that drafts have won over it in batches of as many rows. A first call is thus at most about that share slower than
+    its target.
 
     Args:
         states, passes: The most of both.
-        records: As of `Times`.
     """
 
     SHARE = 0.045  # of the target's time may be lost by trying
     ENOUGH = 0.98  # of the best time is hope enough to try an amount
-    HOPE, SURE = 0.9, 4.0  # the chance of a draft of which nothing is known; steps are supposed 1 for so many more rows
-    WINDOW, FADE = 2000.0, 1 / 8000  # rows that count, the newest most; and what a round takes off what was not used
-    ROUND = 1.5  # rows that those of one round count as, at most: they are alike
+    HOPE, SURE = 0.9, 4.0  # the chance of a draft of which nothing is known; steps are supposed 1 for so many more rounds
+    FADE = 1 - 1 / 8000  # of what is known after each round
 
-    def __init__(self, states: int, passes: int, records: bool = True) -> None:
+    def __init__(self, states: int, passes: int) -> None:
         kinds = [0, passes] if passes else [0]
         self.ladders = [[Amount(one, min(kind, one - 1)) for one in WIDTHS if 1 < one <= states] for kind in kinds]
         self.gains = {amount: Gains() for amount in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
-        self.times, self.balance, self.plain = Times(records), 0.0, 0.0  # `plain`: seconds of a step of the target alone
+        self.times, self.plain = Times(), 0.0  # `plain`: seconds of a step of the target alone
+        self.balance: defaultdict[int, float] = defaultdict(float)  # seconds, by rows of the batch
         self.amount, self.shape = PLAIN, Shape(1, 1, False)
-        self.spent: dict[int, float] = {}  # seconds by rows of the batch
         self.tried: tuple[Amount, Shape] | None = None
         self.drafts: list[bool] = []
 
@@ -204,44 +200,49 @@ class Auto:
         narrow = 0 < clean < len(going) and one * len(going) < two * (len(going) - clean)
         self.amount, self.plain = PLAIN, 0.0
         if any(self.drafts) and one:
-            stuck = self.gains[PLAIN].stuck / max(1.0, self.gains[PLAIN].rows)
+            stuck = self.gains[PLAIN].stuck / max(1.0, self.gains[PLAIN].rounds)
             self.plain = (one + stuck * two) / (1 + stuck) / len(going)
-            self.amount = self.best(len(rows), len(going), two)
+            self.amount = self.best(len(rows), len(going), two, stuck)
         states = self.amount.states if self.amount.states > 1 else 1 + (clean > 0 and not narrow)
         self.shape = Shape(len(rows), states, self.amount.passes > 0)
         return Amount(narrow=narrow) if self.amount == PLAIN else self.amount
 
-    def best(self, size: int, going: int, two: float) -> Amount:
-        """Choose what takes least time for a step, or what may and is tried; `two`: seconds of a round of two states."""
-        if self.tried and self.tried[1].rows == size and len(self.times.first.get(self.tried[1], ())) < Times.FIRST:
+    def best(self, size: int, going: int, two: float, stuck: float) -> Amount:
+        """Choose what takes least time for a step, or what may and is tried.
+
+        Args:
+            size, going: Rows of the batch, and those that have not ended.
+            two: Seconds of a round of two states.
+            stuck: The share of rows that cannot draft after a round of the target alone.
+        """
+        if self.tried and self.tried[1].rows == size and not self.times.known(self.tried[1]):
             return self.tried[0]
-        sure, hopes = {PLAIN: self.plain}, {PLAIN: self.plain}
-        shapes = {amount: Shape(size, amount.states, amount.passes > 0) for amount in self.gains}
+        sure, hopes, shapes = {PLAIN: self.plain}, {PLAIN: self.plain}, {}
         most = 2 * max((*self.times.seconds[False], *self.times.seconds[True]))  # step by step: a wide round may take long
         for ladder in self.ladders:
-            below, steps, slope = 1, 1.0, self.HOPE
-            stuck = self.gains[PLAIN].stuck / max(1.0, self.gains[PLAIN].rows)
+            below, steps, slope, behind = 1, 1.0, self.HOPE, stuck
             for amount in ladder:
-                gains, shape = self.gains[amount], shapes[amount]
-                hope = steps + slope * (amount.states - below)
-                if gains.rows:
-                    stuck = (gains.stuck + stuck) / (gains.rows + 1)
-                    mean = (gains.steps + hope) / (gains.rows + 1)
-                    hope = min(hope, mean + sqrt(mean * (mean - 1) / (gains.rows + 1)))
+                gains, shape = self.gains[amount], Shape(size, amount.states, amount.passes > 0)
+                shapes[amount], hope = shape, steps + slope * (amount.states - below)
+                if gains.rounds:
+                    behind = (gains.stuck + behind) / (gains.rounds + 1)
+                    mean = (gains.steps + hope) / (gains.rounds + 1)
+                    hope = min(hope, mean + sqrt(mean * (mean - 1) / (gains.rounds + 1)))
                     slope = max(0.0, (hope - steps) / (amount.states - below))
                     below, steps = amount.states, hope
                 seconds = self.times.estimate(shape.scored, shape.head)
-                seconds = (seconds + stuck * (two if going == 1 else seconds)) / going
-                if self.times.known(shape) and gains.rows:
-                    sure[amount] = seconds / (stuck + (gains.steps + self.SURE) / (gains.rows + self.SURE))
+                seconds = (seconds + behind * (two if going == 1 else seconds)) / going
+                if self.times.known(shape) and gains.rounds:
+                    sure[amount] = seconds / (behind + (gains.steps + self.SURE) / (gains.rounds + self.SURE))
                 if self.times.known(shape) or shape.scored <= most:
-                    hopes[amount] = seconds / (stuck + hope)
+                    hopes[amount] = seconds / (behind + hope)
         best, dream = (min(of, key=of.__getitem__) for of in (sure, hopes))
         if hopes[dream] >= self.ENOUGH * sure[best]:
             return best
-        reserve = 0.0 if self.tried and self.tried[0] == dream else self.times.recording
-        price = self.times.price(shapes[dream], self.plain * going) + reserve
-        if price > min(self.balance, (1 - hopes[dream] / sure[best]) * self.spent.get(size, 0.0)):
+        price = self.times.price(shapes[dream], self.plain * going)
+        if not (self.tried and self.tried[0] == dream):
+            price += self.times.recording  # of another size, where the batch shrinks meanwhile
+        if price > self.balance[size]:
             return best
         self.tried = dream, shapes[dream]
         return dream
@@ -251,18 +252,16 @@ class Auto:
         if (amount.states, amount.passes) != (self.amount.states, self.amount.passes):
             return  # there was no room for what was chosen
         self.times.learn(self.shape, seconds)
-        self.spent[len(rows)] = self.spent.get(len(rows), 0.0) + seconds
         came = [(step, not can_draft(row)) for step, row, one in zip(steps, rows, self.drafts, strict=True) if one]
         if came:
             for each in self.gains.values():
-                each.scale(1 - self.FADE)
-            gains, weight = self.gains[self.amount], min(1.0, self.ROUND / len(came))
-            gains.scale(max(0.0, 1 - weight * len(came) / self.WINDOW))
-            gains.rows += weight * len(came)
-            gains.steps += weight * sum(step for step, _ in came)
-            gains.stuck += weight * sum(stuck for _, stuck in came)
+                each.fade(self.FADE)
+            gains = self.gains[self.amount]
+            gains.rounds += 1
+            gains.steps += sum(step for step, _ in came) / len(came)
+            gains.stuck += sum(stuck for _, stuck in came) / len(came)
         target = self.plain * sum(steps) if self.amount != PLAIN else seconds
-        self.balance += (1 + self.SHARE) * target - seconds
+        self.balance[len(rows)] += (1 + self.SHARE) * target - seconds
 
 
 def can_draft(row: Row) -> bool:

@@ -1,8 +1,6 @@
 """`generate` for MRP models: arguments in, text and counts out."""
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,11 +20,10 @@ from transformers.generation import logits_process as kinds
 from transformers.generation.streamers import BaseStreamer
 
 from ..kernels.dispatch import PYTORCH, Dispatch, kernels_usable
-from ..kernels.fused_layers import pack
 from ..model.offloading import fetched
-from ..networks.attention import takes_round_masks
 from ..networks.cache import BlockCache, PassingReference, WeightsSeen, adapted_layers, adapters_of_rows, devices_of_layers
 from ..networks.graphs import cache_for, release_graphs
+from ..networks.layers import pack, takes_round_masks
 from ..networks.networks import Networks
 from ..networks.picker import TRUNCATIONS, Picker
 from ..rules.accept import UnscoredError
@@ -36,7 +33,7 @@ from .budget import Amount, Fixed, budget_of
 from .loop import Decoder, Mode
 from .options import (
     MRPGenerationConfig,
-    check_infill,
+    check_ids,
     check_prompt,
     check_rows,
     logger,
@@ -109,10 +106,9 @@ class MRPGenerationMixin(GenerationMixin):
             return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
         config, others = resolved(self, generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else others.get("input_ids")
-        check_prompt(prompt, others.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
-        if config.pad_token_id is None and not config.eos_ids():  # transformers would take the first eos, and find none
-            config.pad_token_id = config.pad_id()
-            others.setdefault("attention_mask", torch.ones_like(prompt))
+        real = _real(prompt, others.get("attention_mask"), config, self.config)
+        others["attention_mask"] = torch.ones_like(prompt)  # padding, on either side, is no affair of transformers
+        config.pad_token_id = config.pad_id()
         if self.training and self.is_gradient_checkpointing:
             raise ValueError(
                 "gradient checkpointing is on, under which layers in training mode keep no keys and values: call model.eval() "
@@ -124,13 +120,13 @@ class MRPGenerationMixin(GenerationMixin):
         if past_key_values is not None:
             check_past(past_key_values, self, len(prompt))
         if infill_ids is not None:
-            check_infill(infill_ids, len(prompt), self.config.vocab_size)
+            check_ids(infill_ids, None, self.config.vocab_size, "infill_ids", len(prompt))
             infill_ids = infill_ids.repeat_interleave(copies, 0)
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
 
-        decode = partial(_decode, streams, infill_ids, past_key_values)
-        with _either_padding_side(), fetched(self.lm_head):
+        decode = partial(_decode, streams, real.repeat_interleave(copies, 0), infill_ids, past_key_values)
+        with fetched(self.lm_head):
             return super().generate(inputs, generation_config=config, custom_generate=decode, **others)
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
@@ -155,13 +151,10 @@ class MRPGenerationMixin(GenerationMixin):
             "generate as one padded batch, in which no row waits for another"
         )
 
-    def block_cache(
-        self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool | None = None
-    ) -> BlockCache:
+    def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool = False) -> BlockCache:
         """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
 
-        With `fixed`, attention reads powers of two of slots, as recorded and compiled forwards need; None: where the model is
-        compiled.
+        With `fixed`, attention reads powers of two of slots, as recorded forwards need.
 
         Raises:
             ValueError: for a `capacity` that is no multiple of the block size, or a head's layers where the model has no head.
@@ -176,7 +169,6 @@ class MRPGenerationMixin(GenerationMixin):
             heads = len(key.to_local()) // width
         head_layers = len(devices) - self.config.num_hidden_layers
         hidden_size = self.config.hidden_size if with_head else 0
-        fixed = compiled(self) if fixed is None else fixed
         ends = (self.config.block_size, self.config.hidden_size) if self.model.shifted else (0, 0)
         sizes = (batch_size, heads, width, devices, capacity, scratch)
         cache = BlockCache(*sizes, self.dtype, head_layers, hidden_size, fixed, ends)
@@ -188,23 +180,19 @@ class MRPGenerationMixin(GenerationMixin):
         release_graphs(self)
 
 
-@contextmanager
-def _either_padding_side() -> Iterator[None]:
-    """Hold back transformers' advice to pad on the left: positions are absolute here, so either side gives the same text."""
-    log = logging.getLogger("transformers.generation.utils")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "right-padding was detected" not in record.getMessage()
-
-    log.addFilter(keep)
-    try:
-        yield
-    finally:
-        log.removeFilter(keep)
+def _real(prompt: Any, attention_mask: Any, config: MRPGenerationConfig, ours: Any) -> Tensor:
+    """Check a prompt, and tell which of its ids are real; without a mask `pad_token_id` is padding, if it is no eos."""
+    real, pad = check_prompt(prompt, attention_mask, ours.mask_token_id, ours.vocab_size), config.pad_id()
+    if attention_mask is None and config.pad_token_id is not None and pad not in config.eos_ids():
+        return prompt != pad
+    if attention_mask is None and len(prompt) > 1 and bool((prompt[:, [0, -1]] == pad).any()):
+        logger.warning_once(f"pad_token_id {pad} is an eos, so that padding is taken for text: pass the attention_mask")
+    return real
 
 
 def _decode(
     streams: Streams | None,
+    real: Tensor,
     infill_ids: Tensor | None,
     past: BlockCache | None,
     model: Any,
@@ -222,11 +210,9 @@ def _decode(
         model.config.mask_token_id,
     )
     input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - input_ids.shape[1]
-    picker, real = _picker(model, logits_processor, config, mode), torch.ones_like(input_ids, dtype=torch.bool)
+    picker, real = _picker(model, logits_processor, config, mode), real.to(device)
     if config.do_sample and config.seed is None and (getattr(model, "_tp_size", None) or 1) > 1:
         raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")
-    if (attention_mask := others.get("attention_mask")) is not None:
-        real = attention_mask.to(device).bool()
     check_rows(real, new, model.config.max_position_embeddings)
     if infill_ids is not None and infill_ids.shape[1] > new:
         raise ValueError(
@@ -259,7 +245,7 @@ def _decode(
             *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
         )
         watches: list[Any] = [
-            *([Stopping(criteria, rows, input_ids, config.pad_id())] if criteria else []),
+            *([Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []),
             *([] if progress is None else [progress]),
             *([] if streams is None else [streams]),
         ]
@@ -267,18 +253,18 @@ def _decode(
             streams.begin(prompts)
         drafting = mode.drafting
         budget = budget_of(model, mode, drafting.states, drafting.passes, drafting.paced) if drafting else Fixed(Amount())
-        # What is compiled is so for one size, what is recorded not for every one; adapters of rows are handed out by place.
-        fewest = len(rows) if compiled(model) or adapters_of_rows(model) else 1 if graphs is None else _LEAST_RECORDED
+        # What is recorded is not so for every size; adapters of rows are handed out by place.
+        fewest = len(rows) if adapters_of_rows(model) else 1 if graphs is None else _LEAST_RECORDED
         decoder = Decoder(mode, networks, budget, watches, fewest)
         try:
             decoder.decode(rows, reused)
         except UnscoredError as error:
             cache.empty()  # what is not finite there is not gone on from
-            raise ValueError(_unscored(error, rows[error.place], picker, model)) from None
+            raise ValueError(_unscored(error, rows[error.place], picker)) from None
         held = [row.held for row in rows]
         with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
         cache.hold([row.text for row in rows], held, *with_head)
-    return output_of(input_ids, rows, decoder, progress, cache, config.pad_id())
+    return output_of(input_ids, rows, decoder, progress, cache, config.pad_token_id)
 
 
 def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> list[int]:
@@ -322,42 +308,28 @@ def laid_out(
     return rows
 
 
-def compiled(model: Any) -> bool:
-    """Tell if backbone or head run as `nn.Module.compile` made them."""
-    return any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head))
-
-
-def _unscored(error: UnscoredError, row: Row, picker: Picker, model: Any) -> str:
-    """Say where a text has a token without a log-probability, and why no token has a finite score there."""
-    weights = model.named_parameters() if isinstance(model, nn.Module) else ()
-    if broken := next((name for name, weight in weights if not _is_finite(weight)), None):
-        why = f"the weights {broken} are NaN or infinite. Load or train them again"
-    elif picker.processors:
+def _unscored(error: UnscoredError, row: Row, picker: Picker) -> str:
+    """Say where a text has no token with a finite score, and all that may be the reason."""
+    dtype, reasons = picker.lm_head_weight.dtype, []
+    if picker.processors:
         names = ", ".join(dict.fromkeys(type(processor).__name__ for processor in picker.processors))
-        why = f"so say the logits processors ({names}), for which -inf and NaN bar a token. Leave one a finite score"
-    elif error.position < row.no_eos_before and row.eos:
-        why = "every eos_token_id is barred before min_new_tokens, min_length and given tokens. Leave some id out"
-    else:
-        why = (
-            f"{picker.lm_head_weight.dtype} overflows, here or divided by temperature={picker.temperature}. Load a wider dtype"
+        reasons.append(
+            f"the logits processors ({names}), for which -inf and NaN bar a token, bar all: leave one a finite score"
         )
-    behind = error.position - row.prompt
-    return f"row {row.place} has no token with a finite score at position {error.position}, {behind} behind its prompt: {why}"
-
-
-def _is_finite(weight: Tensor) -> bool:
-    if type(weight).dequantize is not Tensor.dequantize:  # of a class of its own, which need not know aminmax
-        weight = weight.dequantize()
-    if weight.is_meta or not weight.is_floating_point() or not weight.numel():
-        return True
-    return bool(torch.stack(weight.aminmax()).isfinite().all())  # NaN if any is
+    if error.position < row.no_eos_before and row.eos:
+        reasons.append("every eos_token_id is barred before min_new_tokens, min_length and given tokens: leave some id out")
+    reasons.append("weights are NaN or infinite: load or train them again")
+    reasons.append(f"{dtype} overflows, here or divided by temperature={picker.temperature}: load a wider dtype")
+    return (
+        f"row {row.place} has no token with a finite score at position {error.position}, {error.position - row.prompt} behind "
+        f"its prompt. Either {'; or '.join(reasons)}"
+    )
 
 
 def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig, mode: Mode) -> Picker:
     """Sort transformers' list into processors, temperature and truncation.
 
-    Some of transformers' own processors count columns of the padded batch. The ids shown here have no padding, so
-    the minimum length is kept by the decoder itself and the repetition penalty starts at the first token.
+    The minimum length, for which transformers' own processors count columns of the padded batch, is kept by the decoder itself.
     """
     temperature, ngram = 1.0, 0
     words: list[tuple[int, ...]] = []
@@ -377,8 +349,6 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             temperature = float(processor.temperature)
         elif isinstance(processor, tuple(TRUNCATIONS)):
             after.append(processor)
-        elif isinstance(processor, kinds.RepetitionPenaltyLogitsProcessor) and torch.is_tensor(processor.prompt_ignore_length):
-            before.append(kinds.RepetitionPenaltyLogitsProcessor(processor.penalty))
         elif not isinstance(processor, kinds.MinLengthLogitsProcessor | kinds.MinNewTokensLengthLogitsProcessor):
             if not mode.rule.left_to_right and (several := [list(ids) for ids in biased if len(ids) > 1]):
                 raise ValueError(
@@ -388,8 +358,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             before.append(processor)
     check_unembedding(model.lm_head)
     dispatch = Dispatch(config.kernels)
-    dispatch.check(model.lm_head.weight)
-    usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
+    usable = dispatch.allows("they", model.lm_head.weight)
     sample, weight = bool(config.do_sample), model.lm_head.weight
     shaped = words or ngram or before  # what is barred or processed differs from state to state, of all tokens
     few = mode.drafting.listed(len(weight), sample) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
@@ -415,27 +384,23 @@ def check_adapters(model: Any, rows: int) -> None:
         raise ValueError(
             f"adapter_names holds {len(of_rows)} names for {rows} rows: give one for each row (after num_return_sequences)"
         )
-    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)  # a peft model puts its own there
-    config: Any = getattr(wrapper, "active_peft_config", None)
-    found = None
-    if getattr(config, "is_prompt_learning", False):
-        found = config.peft_type.value, "an adapter of the prompt, and generate decodes from ids alone"
     on = {
         name
         for layer in adapted_layers(model)
         if not layer.disable_adapters
         for name in (*layer.active_adapters, *(of_rows or ()))
     }
-    for name, config in (getattr(model, "peft_config", None) or {}).items():
-        if name in on and getattr(config, "alora_invocation_tokens", None):
-            why = "it starts behind the last invocation of a text that grows from the left"
-            found = "aLoRA (alora_invocation_tokens)", why
-        elif name in on and config.peft_type == "SHADOW":
-            found = "SHADOW", "its network beside the layers begins where the model is called, and sees a causal text"
-    if found is not None:
+    configs = [config for name, config in (getattr(model, "peft_config", None) or {}).items() if name in on]
+    refused = [one for one in configs if getattr(one, "alora_invocation_tokens", None) or one.peft_type == "SHADOW"]
+    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)  # a peft model puts its own there
+    if getattr(config := getattr(wrapper, "active_peft_config", None), "is_prompt_learning", False):
+        refused.append(config)
+    for config in refused:
+        kind = config.peft_type.value
         raise ValueError(
-            f"an adapter of type {found[0]} has no effect on generate: {found[1]}. Train an adapter of the weights instead, "
-            "such as LoRA, or decode without it under model.disable_adapter()"
+            f"an adapter of type {'aLoRA (alora_invocation_tokens)' if kind == 'LORA' else kind} has no effect on generate, "
+            "which decodes from ids alone, and not from the left: it acts on the prompt, behind an invocation or beside the "
+            "layers. Train an adapter of the weights instead, such as LoRA, or decode without it under model.disable_adapter()"
         )
 
 

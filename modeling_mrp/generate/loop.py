@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from ..networks.networks import Networks
+from ..networks.networks import Hidden, Networks
 from ..networks.picker import LIKELIEST, SHORTLIST
 from ..rules.accept import accept, first_frontier, write
 from ..rules.draft import Node, build_draft, growth, undrafted
 from ..rules.reveal import RevealRule
-from ..rules.state import Frontier, Key, Row, Scores
+from ..rules.state import Frontier, Key, Row, Scores, State
 from .budget import Amount, Budget
 from .refine import Refinement, refined
 
@@ -155,9 +155,10 @@ class Decoder:
         estimates: list[dict[Key, Scores]] = [{} for _ in rows]
 
         def grown(size: int) -> list[list[Node]]:
-            known = zip(rows, estimates, strict=True)
-            branches = drafting.branches
-            return [build_draft(row, self.rule_of(row), size, branches, one) if row.stop is None else [] for row, one in known]
+            return [
+                build_draft(row, self.rule_of(row), size, drafting.branches, known) if row.stop is None else []
+                for row, known in zip(rows, estimates, strict=True)
+            ]
 
         for turn, size in enumerate(growth(amount.states, amount.passes) if amount.passes else []):
             # Later passes leave out the row's own state: what it is read from stays the same.
@@ -166,23 +167,22 @@ class Decoder:
 
     def read(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
         """Let the head read drafted states in one pass: an estimate for each, from what its source has."""
-        read = [
-            [
-                (node.state, said.hidden, said.shortlist)
-                for node in nodes
-                if node.state.masks and (said := node.source) and said.hidden
-            ]
-            for nodes in drafts
+        asked = [
+            (at, node.state, hidden, said.shortlist)
+            for at, nodes in enumerate(drafts)
+            for node in nodes
+            if node.state.masks and (said := node.source) and (hidden := said.hidden)
         ]
-        if any(read):
-            made = self.networks.head(rows, [[(state, hidden) for state, hidden, _ in part] for part in read])
-            states = [(row, state) for row, part in zip(rows, read, strict=True) for state, _, _ in part]
-            few = [shortlist for part in read for _, _, shortlist in part]
-            hidden = [one for part in made for one in part]
-            scores = iter(self.networks.picked(self.networks.drafter, states, hidden, shortlists=few))
-            for part, known in zip(read, estimates, strict=True):
-                for state, _, _ in part:
-                    known[state.key] = next(scores)
+        if not asked:
+            return
+        given: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
+        for at, state, hidden, _ in asked:
+            given[at].append((state, hidden))
+        made = [one for part in self.networks.head(rows, given) for one in part]
+        states, few = [(rows[at], state) for at, state, _, _ in asked], [few for _, _, _, few in asked]
+        scores = self.networks.picked(self.networks.drafter, states, made, shortlists=few)
+        for (at, state, _, _), said in zip(asked, scores, strict=True):
+            estimates[at][state.key] = said
 
     def accept(
         self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], scores: Sequence[Sequence[Scores]], drafted: bool

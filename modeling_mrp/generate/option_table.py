@@ -73,9 +73,6 @@ class Option:
         if value is None and self.default is None:
             return
         remedy = self.remedy.replace("{block_size}", "block_size" if block_size is None else f"block_size ({block_size})")
-        if isinstance(value, int) and value.bit_length() > 63:  # so many digits need not be shown, nor can they
-            shown = f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}"
-            raise ValueError(f"{self.name} is {shown} or more: {remedy}, and of 64 bits")
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
         if not fits or not self.holds(value, 1 << 63 if block_size is None else block_size):
             kind = "" if fits else f", of type {type(value).__name__}"
@@ -216,41 +213,30 @@ OF_SAMPLING = _of_transformers(
         "epsilon_cutoff eta_cutoff": (_REAL, lambda v, _: 0 <= v < 1, "it must be a probability, 0 (off) or more and below 1"),
     }
 )
-_GUIDANCE = "guidance needs a second forward of each state, under another prompt"
-_BOUGHT = "drafts are states of a block, not tokens on the right: decoding='self_spec' or 'mrp_spec' makes them"
-_PACKED = "rounds hold drafted states side by side, of which no text needs them; the forward of the model returns them"
-_FORCED = "transformers forces words by beams, which compare prefixes that grow from the left; given tokens are infill_ids"
+_PREFIXES = "it needs prefixes that grow from the left; there are num_return_sequences with do_sample, and infill_ids"
+_COLUMNS = (
+    "it acts at a column of the padded batch; there are suppress_tokens and min_new_tokens, and the prompt may be given more"
+)
+_DRAFTS = "decoding='self_spec' drafts without another model, and 'mrp_spec' with the model's own head"
+_ROUNDS = "a forward scores many positions of drafted states side by side; the forward of the model returns what it computes"
+_CACHES = "keys and values lie in a BlockCache, and prompts are read in chunks of whole blocks as it is"
 _ENCODER = "there is no encoder; repetition_penalty and no_repeat_ngram_size see the prompt, too"
-# Options and arguments of transformers that have no meaning here: what switches them off beside None, and why that is.
-UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    one: (off, why)
-    for several, off, why in (
-        ("num_beams num_beam_groups", 1, "beams compare prefixes that grow from the left; use num_return_sequences, do_sample"),
-        ("penalty_alpha", 0, "contrastive search runs a forward for each candidate of one token, and a step here has many"),
-        ("guidance_scale", 1, _GUIDANCE),
-        ("negative_prompt_ids", None, _GUIDANCE),
-        ("dola_layers", None, "tokens are picked from the last layer, and no state keeps the earlier ones"),
-        ("token_healing", False, "a prompt's last token is kept: cut it off the prompt"),
-        ("constraints force_words_ids", None, _FORCED),
-        ("use_mtp", False, _BOUGHT),
-        ("prompt_lookup_num_tokens assistant_early_exit", None, _BOUGHT),
-        ("assistant_model", None, "the model's own MRP head drafts: use decoding='mrp_spec'"),
-        ("output_attentions output_hidden_states", False, _PACKED),
-        ("cache_implementation", None, "keys and values lie in a BlockCache, where a round's states do"),
-        ("prefill_chunk_size", None, "prompts are read in chunks of whole blocks as it is"),
-        ("watermarking_config", None, "a watermark is seeded by the token on the left, which may come later"),
-        ("exponential_decay_length_penalty", None, "it grows with columns of the padded batch, which a processor does not see"),
-        ("begin_suppress_tokens", None, "it acts at one column of the padded batch; suppress_tokens acts everywhere"),
-        ("forced_bos_token_id", None, "it acts where the text has one token, a decoder's start: put it into the prompt"),
-        ("forced_eos_token_id", None, "it acts at the last column of the padded batch; a text that ends there needs no eos"),
-        ("encoder_repetition_penalty", 1, _ENCODER),
-        ("encoder_no_repeat_ngram_size", 0, _ENCODER),
-        ("prefix_allowed_tokens_fn", None, "it is asked by rows of prefixes; here positions of all rows are scored together"),
-        ("inputs_embeds", None, "pass a [rows, length] tensor of ids as input_ids"),
-        ("position_ids", None, "positions are counted from the first token of each row"),
-    )
-    for one in several.split()
+_IDS = "pass a [rows, length] tensor of ids as input_ids; positions are counted from the first token of each row"
+_REASONS = {
+    "num_beams num_beam_groups penalty_alpha constraints force_words_ids watermarking_config token_healing": _PREFIXES,
+    "prefix_allowed_tokens_fn": _PREFIXES,
+    "exponential_decay_length_penalty begin_suppress_tokens forced_bos_token_id forced_eos_token_id": _COLUMNS,
+    "use_mtp prompt_lookup_num_tokens assistant_early_exit assistant_model": _DRAFTS,
+    "guidance_scale negative_prompt_ids dola_layers output_attentions output_hidden_states": _ROUNDS,
+    "cache_implementation prefill_chunk_size": _CACHES,
+    "encoder_repetition_penalty encoder_no_repeat_ngram_size": _ENCODER,
+    "inputs_embeds position_ids": _IDS,
 }
+# Options and arguments of transformers that have no meaning here, and why that is.
+UNSUPPORTED = {one: why for several, why in _REASONS.items() for one in several.split()}
+# What switches one off, beside None and False.
+OFF = {"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1}
+OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
 
 
 def check_values(values: Mapping[str, Any], block_size: int | None, sampling: bool) -> None:
@@ -265,8 +251,8 @@ def check_values(values: Mapping[str, Any], block_size: int | None, sampling: bo
 
 def check_supported(values: Mapping[str, Any]) -> None:
     """Raise `ValueError`, with value and reason, for the first of some options and arguments that is not supported."""
-    for name, (off, why) in UNSUPPORTED.items():
-        if (value := values.get(name)) not in (None, off):
+    for name, why in UNSUPPORTED.items():
+        if (value := values.get(name)) is not False and value not in (None, OFF.get(name)):
             raise ValueError(f"{name}={reprlib.repr(value)} is not supported: {why}. Leave {name} unset")
 
 

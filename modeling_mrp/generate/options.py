@@ -11,15 +11,19 @@ from transformers.generation import GenerationConfig, StoppingCriteriaList, Stop
 from transformers.utils import logging as transformers_logging
 
 from ..rules.draft import BRANCHES, CROWD
-from ..rules.memory import BoundedAdaptive, Coherent, Credit, Klass, SlowFast
 from ..rules.published import (
+    BoundedAdaptive,
+    Coherent,
     ConfidenceAdaptive,
+    Credit,
     EBSampler,
     EosRejection,
     FastDLLM,
     Hierarchy,
+    Klass,
     LocalLeap,
     Prophet,
+    SlowFast,
     ascending,
     factor_thresholds,
 )
@@ -161,9 +165,9 @@ _FIELDS = (*vars(GenerationConfig()), *get_type_hints(DecodingOptions))
 OPTION_NAMES = frozenset(name for name in _FIELDS if not name.startswith("_"))
 
 
-def set_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
     """Select the fields that are set, without those that are transformers' own affair."""
-    return {name: value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
+    return {str(name): value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
 
 
 def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
@@ -176,22 +180,20 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
         given = vars(given)
     elif not isinstance(given, dict | None):
         raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
-    if unknown := _listed(_unknown(given or {})):
-        raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
-    own = vars(model.generation_config)
-    if unknown := _listed(_unknown(own)):
+    own = set_fields(vars(model.generation_config))
+    if unknown := _listed(own.keys() - OPTION_NAMES):
         logger.warning_once(f"fields of the model's generation_config that generate does not know have no effect: {unknown}")
     asked = set_fields(given or {}) | set_fields(kwargs)
     if kwargs.get("eos_token_id", 0) is None:  # as an argument it means no eos; left as None, the model's own would come back
         asked["eos_token_id"] = []
-    config, fields = MRPGenerationConfig(), set_fields(own) | asked
+    config, fields = MRPGenerationConfig(), own | asked
     for name in fields.keys() & OPTION_NAMES:
         setattr(config, name, fields[name])
     config.check(model.config.block_size, model.config.has_head)
     others = {name: value for name, value in asked.items() if name not in OPTION_NAMES}
     check_supported(others)
-    if unused := _listed(others.keys() - _ARGUMENTS):
-        raise ValueError(f"{unused}: not used or not supported by generate here. Check the spelling, or leave it unset")
+    if unknown := _listed(others.keys() - _ARGUMENTS):
+        raise ValueError(f"{unknown}: not used or not supported by generate here. Check the spelling, or leave it unset")
     for name in ("logits_processor", "stopping_criteria"):
         if not isinstance(functions := others.get(name, []), list) or not all(map(callable, functions)):
             raise ValueError(f"{name} is {functions!r}: pass a list of functions, or of transformers' own")
@@ -202,10 +204,6 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
         others["stopping_criteria"], config.stop_strings = StoppingCriteriaList(criteria), None
     check_special_ids(config.eos_ids(), config.pad_id(), model.config.mask_token_id, model.config.vocab_size)
     return config, others
-
-
-def _unknown(fields: Iterable[Any]) -> set[str]:
-    return {name for name in map(str, fields) if not name.startswith("_")} - OPTION_NAMES
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -231,39 +229,43 @@ def check_special_ids(eos: list[int], pad: int, mask_token_id: int, vocab_size: 
         raise ValueError(f"eos_token_id holds the mask id {mask_token_id}, which is never picked: leave it out")
 
 
-def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> None:
-    """Raise `ValueError` unless `prompt` is [rows, length] ids without a mask, and `attention_mask` None or as large."""
-    real = check_ids(prompt, attention_mask, vocab_size, "the prompt holds")
+def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> Tensor:
+    """Check ids as `check_ids` does, and that none is the mask's."""
+    real = check_ids(prompt, attention_mask, vocab_size)
     if bool(((prompt == mask_token_id) & real).any()):
         raise ValueError(
             f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
             "masks and given tokens, as infill_ids"
         )
+    return real
 
 
-def check_ids(input_ids: Any, attention_mask: Any, vocab_size: int, what: str = "input_ids hold") -> Tensor:
-    """Tell which of `input_ids` [rows, length] are real, a bool tensor; raise `ValueError` unless these are ids, and
-    `attention_mask` None or as large."""
-    _check_shape("input_ids", input_ids)
-    real = torch.ones_like(input_ids, dtype=torch.bool)
+def check_ids(ids: Any, attention_mask: Any, vocab_size: int, name: str = "input_ids", rows: int | None = None) -> Tensor:
+    """Tell which of some ids [rows, length] are real, a bool tensor; raise `ValueError` unless they are ids, of so many `rows`
+    if given, and `attention_mask` None or as large."""
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
+        hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
+        kind = str(ids.dtype) if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        raise ValueError(f"{name} are {kind}: pass a [rows, n] tensor of ids, torch.long{hint}")
+    if ids.dim() != 2 or not ids.numel() or len(ids) != (rows or len(ids)):
+        hint = f". For one row pass {name}[None]" if ids.dim() == 1 else ""
+        raise ValueError(f"{name} have shape {list(ids.shape)}: pass [{rows or 'rows'}, n], with a token or more in each{hint}")
+    real = torch.ones_like(ids, dtype=torch.bool)
     if attention_mask is not None:
-        if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
             given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
             raise ValueError(
-                f"attention_mask is {given} for input_ids of {list(input_ids.shape)}: pass a 2-D tensor of 0 and 1 of the same "
+                f"attention_mask is {given} for input_ids of {list(ids.shape)}: pass a 2-D tensor of 0 and 1 of the same "
                 "shape (a 4-D mask works with forward only)"
             )
         if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
             raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
         real = attention_mask.bool()
-    _check_range(what, input_ids[real], vocab_size)
+    for outside in ids[real & ((ids < 0) | (ids >= vocab_size))]:
+        raise ValueError(
+            f"{name} hold the id {int(outside)}, outside the vocabulary of {vocab_size}: use this model's tokenizer"
+        )
     return real
-
-
-def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:
-    """Raise `ValueError` unless `infill_ids` are [rows, n] ids."""
-    _check_shape("infill_ids", infill_ids, rows)
-    _check_range("infill_ids hold", infill_ids, vocab_size)
 
 
 def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
@@ -280,20 +282,3 @@ def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
             f"a prompt of {longest} tokens and {new_tokens} new ones make {longest + new_tokens}, which exceeds "
             f"max_position_embeddings={max_positions}: shorten the prompt or lower max_new_tokens (or max_length)"
         )
-
-
-def _check_shape(name: str, ids: Any, rows: int | None = None) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
-        hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
-        kind = str(ids.dtype) if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
-        raise ValueError(f"{name} are {kind}: pass a [rows, n] tensor of ids, torch.long{hint}")
-    if ids.dim() != 2 or not ids.numel() or len(ids) != (rows or len(ids)):
-        prompts, hint = f" for {rows} prompts" if rows else "", f". For one row pass {name}[None]" if ids.dim() == 1 else ""
-        raise ValueError(
-            f"{name} have shape {list(ids.shape)}{prompts}: pass [{rows or 'rows'}, n], with a token or more in each{hint}"
-        )
-
-
-def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
-    for outside in ids[(ids < 0) | (ids >= vocab_size)]:
-        raise ValueError(f"{what} the id {int(outside)}, outside the vocabulary of {vocab_size}: use this model's tokenizer")

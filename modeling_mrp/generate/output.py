@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import StoppingCriteria
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import ModelOutput
 
 from ..networks.cache import BlockCache
@@ -94,17 +94,17 @@ class Progress:
         self.rounds: list[list[tuple[int, ...]]] = []
         self.revocations: list[tuple[int, int, int]] = []
         self.drawn: dict[tuple[int, int], tuple[State, Tensor]] = {}  # by row and position
-        for row in rows if logits or scores else ():
+        for row in rows:
             row.written = []
 
     def __call__(self, rows: Sequence[Row]) -> None:
         """Record the counts of `rows` after a round in which they took part."""
         for row in rows:
-            columns, tokens = row.remasked
-            self.revocations += [(row.place, row.state.start + column - row.prompt, tokens[column]) for column in columns]
             for frontier in row.written or ():
                 said = frontier.state, frontier.scores.hidden
-                for column in frontier.where:
+                begin, tokens = frontier.state.start - row.prompt, frontier.scores.token
+                self.revocations += [(row.place, begin + column, tokens[column]) for column in frontier.remasked]
+                for column in frontier.where if any(self.wanted.values()) else ():
                     state, (hidden, place) = (frontier.drawn or {}).get(column, said)
                     alone = State(state.key, (column,), state.end, state.masks, state.step)
                     self.drawn[row.place, state.start + column] = alone, hidden[place, column].clone()
@@ -186,7 +186,7 @@ class Stopping:
     """
 
     def __init__(self, criteria: Sequence[StoppingCriteria], rows: Sequence[Row], input_ids: Tensor, pad_id: int) -> None:
-        self.criteria, self.rows, self.prompt, self.pad_id = criteria, rows, input_ids, pad_id
+        self.criteria, self.rows, self.prompt, self.pad_id = StoppingCriteriaList(criteria), rows, input_ids, pad_id
         self.asked = [0] * len(rows)  # how many tokens of each row have been shown
 
     def __call__(self, rows: Sequence[Row]) -> None:
@@ -208,28 +208,17 @@ class Stopping:
 
     def _answers(self, ids: Tensor) -> list[bool]:
         """Ask the stopping criteria which rows end; a criterion's single answer counts for all rows."""
-        stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        for criterion in self.criteria:
-            try:
-                answer = criterion(ids, None)
-            except (AttributeError, TypeError) as error:
-                if "None" not in str(error):
-                    raise
-                raise ValueError(
-                    f"the stopping criterion {type(criterion).__name__} failed ({error}), and the scores that it is given are "
-                    "None here: let it decide by input_ids"
-                ) from error
-            try:
-                given = torch.as_tensor(answer, device=ids.device)
-            except (RuntimeError, TypeError, ValueError):
-                given = ids
-            if given.dtype != torch.bool or given.numel() not in (1, len(ids)):
-                raise ValueError(
-                    f"the stopping criterion {type(criterion).__name__} returned {answer!r}: it must return a bool, or a "
-                    f"tensor of one bool for each of the {len(ids)} rows"
-                )
-            stops |= given.flatten()
-        return stops.tolist()
+        try:
+            answers: list[bool] = self.criteria(ids, None).tolist()
+        except (AttributeError, TypeError) as error:
+            if "None" not in str(error):
+                raise
+            names = ", ".join(type(criterion).__name__ for criterion in self.criteria)
+            raise ValueError(
+                f"a stopping criterion ({names}) failed ({error}): the scores that it is given are None here. Let it decide by "
+                "input_ids, and return a bool for each row"
+            ) from error
+        return answers
 
 
 def final_tokens(row: Row) -> list[int]:

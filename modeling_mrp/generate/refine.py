@@ -40,13 +40,12 @@ class Reveal:
         self.where = tuple(passed)
 
     def frontier(self) -> Frontier:
-        """Make the frontier of what is left, and note in the row what is not."""
+        """Make the frontier of what is left; it notes what is not."""
         before = self.before
         back = tuple([column for column in before.where if column not in self.where])
-        self.row.remasked = back, before.scores.token
         self.row.counts.revoked += len(back)
         said = Scores(self.token, self.log_odds, hidden=before.scores.hidden)
-        return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn)
+        return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn, back)
 
 
 # A change of reveals of some of the batch's rows, in place, before they count; a frozen dataclass of its numbers.
@@ -58,8 +57,6 @@ def refined(
 ) -> list[Frontier | None]:
     """Let the head change the reveals at the frontiers of a batch's rows."""
     reveals = [Reveal(row, at, one) for at, (row, one) in enumerate(zip(rows, frontiers, strict=True)) if one]
-    for row in rows:
-        row.remasked = ((), [])
     if reveals:
         refine(networks, rows, reveals)
     made: list[Frontier | None] = [None] * len(rows)

@@ -5,10 +5,10 @@ This is the one place that imports triton, which need not be there: kernels are 
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +19,46 @@ try:
 except ImportError:
     triton = tl = None
 
-T = TypeVar("T")
+__all__ = ["tl", "triton"]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Of every launch; products and sums in one instruction, which Triton 3.10 will not do by itself, as 3.9 warns.
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 _OLDEST = (8, 0)  # compute capability with bfloat16 in the matrix units and asynchronous copies
-# (kernel, device) that failed to compile or to launch in this process, or gave wrong results on its samples.
-_failed: set[tuple[str, torch.device]] = set()
 # Kinds of devices on which kernels and recordings are compared with what they stand for before they are relied on.
 CHECKED_ON = {"cuda"}
-# By kernel: computes, for tensors like those of its call, small results of the kernel and of its twin, pair by pair.
-SAMPLES: dict[str, Callable[..., Iterable[tuple[Tensor, Tensor]]]] = {}
+# (kernel, device) that failed to compile or to launch in this process, or gave wrong results on its samples.
+_failed: set[tuple[str, torch.device]] = set()
 _checked: set[tuple[str, torch.device, torch.dtype]] = set()
-# Whose hooks only note what a model was asked to hand out: hidden states of its own forward.
-_NOTES_ONLY = "transformers.utils.output_capturing"
-# Where the classes are defined that kernels stand for.
-_OWN = ("torch.nn.", "transformers.", __name__.partition(".kernels.")[0])
+
+
+@dataclass(eq=False)
+class Kernel:
+    """What launches Triton kernels, beside what computes the same with PyTorch.
+
+    Attributes:
+        name: For messages.
+        launch: Returns tensors, or one.
+        twin: Of the same arguments.
+        samples: Makes, of the tensors of a call, arguments on which both are to be compared.
+    """
+
+    name: str
+    launch: Callable[..., Any]
+    twin: Callable[..., Any]
+    samples: Callable[..., Iterable[tuple[Any, ...]]]
+
+    @torch.no_grad()
+    def compared(self, *tensors: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over small results of the kernel and of its twin, pair by pair, for tensors like those of a call."""
+        for given in self.samples(*tensors):
+            ours = [one.clone() for one in _tensors([self.launch(*given)])]  # both may write to the same places
+            yield from zip(ours, _tensors([self.twin(*given)]), strict=True)
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A decision between a kernel and its PyTorch twin.
+    """A decision between kernels and their PyTorch twins.
 
     Attributes:
         forced: None: kernels where they can be used, by device and dtype, and the twin where one fails; True: kernels or an
@@ -49,44 +67,46 @@ class Dispatch:
 
     forced: bool | None = None
 
-    def check(self, weight: Tensor) -> None:
-        """Raise `ValueError` if kernels are forced and cannot be used with weights like these."""
-        if self.forced and (obstacle := _obstacle((weight,), interpreted=True)) is not None:
-            raise ValueError(f"kernels is True, but they cannot be used: {obstacle}, or use kernels=None or kernels=False")
+    def allows(self, what: str, *tensors: Tensor, obstacle: str | None = None) -> bool:
+        """Tell if kernels are to run on tensors, whose devices and floating dtypes decide.
 
-    def run(
-        self, name: str, kernel: Callable[[], T], twin: Callable[[], T], *tensors: Tensor, obstacle: str | None = None
-    ) -> T:
-        """Run one of both.
-
-        A kernel that does not compile or launch, or that gives other results than its twin on a small sample (compared once in
-        a process, on a GPU), is reported in one warning per device and not tried again. Where gradients are wanted (kernels
-        have none), under autocast and inside `torch.compile`, the twin runs.
+        They do not where gradients are wanted (kernels have none) and under autocast.
 
         Args:
-            name: Of the kernel, for messages.
-            kernel: Launches it; `twin` computes the same with PyTorch.
-            *tensors: What goes in; their devices and floating dtypes decide.
-            obstacle: What else keeps the kernel from them, and the remedy; None: nothing.
+            what: For the message.
+            *tensors: What goes in.
+            obstacle: What else keeps kernels from them, and the remedy; None: nothing.
+
+        Raises:
+            ValueError: if kernels are forced and cannot be used here.
+        """
+        if self.forced is False:
+            return False
+        obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
+        if self.forced and obstacle is not None:
+            raise ValueError(f"kernels is True, but {what} cannot be used: {obstacle}, or use kernels=None or kernels=False")
+        return obstacle is None
+
+    def run(self, kernel: Kernel, *given: Any) -> Any:
+        """Run a kernel or its twin; tensors in lists and modules are looked at, too.
+
+        A kernel that does not compile or launch, or that gives other results than its twin on a small sample (compared once in
+        a process, on a GPU), is reported in one warning per device and not tried again.
 
         Raises:
             ValueError: if kernels are forced and cannot be used here.
             RuntimeError: if kernels are forced and this one fails.
         """
         if self.forced is False:
-            return twin()
-        device = tensors[0].device
-        obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
-        if self.forced and obstacle is not None:
-            raise ValueError(
-                f"kernels is True, but the kernel {name!r} cannot be used: {obstacle}, or use kernels=None or kernels=False"
-            )
-        if obstacle is not None or (not self.forced and (name, device) in _failed):
-            return twin()
+            return kernel.twin(*given)
+        tensors = list(_tensors(given))
+        name, device = kernel.name, tensors[0].device
+        if not self.allows(f"the kernel {name!r}", *tensors) or (not self.forced and (name, device) in _failed):
+            return kernel.twin(*given)
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                _check_samples(name, tensors)
-                return kernel()
+                _check(kernel, tensors)
+                return kernel.launch(*given)
         except torch.OutOfMemoryError:
             raise  # says nothing about the kernel, and its twin needs more
         except Exception as error:
@@ -104,21 +124,29 @@ class Dispatch:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return twin()
+        return kernel.twin(*given)
 
 
-def sample_of(name: str) -> Callable[[T], T]:
-    """Register a function as the one that computes a kernel's samples."""
+AUTOMATIC = Dispatch()
+PYTORCH = Dispatch(False)
 
-    def register(function: Any) -> Any:
-        SAMPLES[name] = function
-        return function
 
-    return register
+def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
+    """Find the tensors among arguments or results."""
+    for one in given:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from _tensors(one)
+        elif isinstance(one, nn.Module):
+            yield from one.parameters()
 
 
 def relative_error(ours: Tensor, right: Tensor) -> float:
-    """Divide the norm of the difference by that of what is right; infinite where only one of both is a number."""
+    """Divide the norm of the difference by that of what is right; infinite where only one of both is a number. Of integers the
+    share that differs."""
+    if not right.is_floating_point():
+        return float((ours != right).double().mean())
     ours, right = ours.double(), right.double()
     same = (ours == right) | (ours.isnan() & right.isnan())
     difference, size = (ours - right).masked_fill(same, 0).norm(), right.nan_to_num(0, 0, 0).norm()
@@ -132,20 +160,14 @@ def check_close(what: str, ours: Tensor, right: Tensor) -> None:
         raise ArithmeticError(f"{what} by {error:.3g} of their size, where rounding makes {allowed:g} at most")
 
 
-@torch.no_grad()
-def _check_samples(name: str, tensors: tuple[Tensor, ...]) -> None:
+def _check(kernel: Kernel, tensors: list[Tensor]) -> None:
     """Compare a kernel with its twin before its first use on a device and in a dtype; `ArithmeticError` if they differ."""
     device, dtype = tensors[0].device, next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
-    known = name not in SAMPLES or (name, device, dtype) in _checked
-    if known or device.type not in CHECKED_ON or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return  # a capture runs nothing that could be compared
-    for ours, right in SAMPLES[name](*tensors):
+    if (kernel.name, device, dtype) in _checked or device.type not in CHECKED_ON:
+        return
+    for ours, right in kernel.compared(*tensors):
         check_close("its results on a small sample differ from PyTorch's", ours, right)
-    _checked.add((name, device, dtype))
-
-
-AUTOMATIC = Dispatch()
-PYTORCH = Dispatch(False)
+    _checked.add((kernel.name, device, dtype))
 
 
 def failed_kernels() -> list[str]:
@@ -158,46 +180,25 @@ def kernels_usable(device: torch.device, dtype: torch.dtype) -> bool:
     return _unusable(device, dtype, interpreted=False) is None
 
 
-def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Find what a module does beside its class, `kind`, of torch, transformers or this package: no kernel stands for that.
-
-    Hooks of all modules (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
-
-    Returns:
-        What is in the way, and the remedy; None: calling the module is what the class does.
-    """
-    found = type(module)
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        if hooks and any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):
-            return f"a {found.__name__} carries hooks: remove them"
-    if "forward" in module.__dict__ or found.forward is not kind.forward or not issubclass(found, kind):
-        return f"a {found.__name__} is wrapped or no {kind.__name__}: use plain modules"
-    # Others may have put classes or methods of their own in these places (Liger does).
-    if not found.forward.__module__.startswith(_OWN):
-        return f"the forward of a {found.__name__} was replaced by one of {found.forward.__module__}: leave it as it was"
-    return None
-
-
 def processors(device: torch.device) -> int:
     """Count the multiprocessors of a GPU; those of an H200 for a device that only stands in for one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _obstacle(tensors: tuple[Tensor, ...], interpreted: bool) -> str | None:
+def _obstacle(tensors: Iterable[Tensor], interpreted: bool) -> str | None:
     """Say why kernels cannot run on these tensors, with the remedy; None if they can."""
-    device = tensors[0].device
-    if others := {str(t.device) for t in tensors} - {str(device)}:
-        return f"its tensors lie on {device} and {', '.join(sorted(others))}: keep them on one device"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors))
+    if len(devices) > 1:
+        return f"its tensors lie on {' and '.join(map(str, devices))}: keep them on one device"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "it has no gradients: call it under torch.no_grad()"
-    if torch.is_autocast_enabled(device.type):
-        return "autocast is on, whose casts it does not follow: leave autocast"
-    if torch.compiler.is_compiling():
-        return "torch.compile traces this call and makes its own kernels: call it uncompiled"
-    dtypes = sorted({str(t.dtype)[6:] for t in tensors if t.is_floating_point()})
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors if tensor.is_floating_point()))
     if len(dtypes) > 1:
-        return f"dtypes {', '.join(dtypes)} meet: load the model in one"
-    return _unusable(device, getattr(torch, dtypes[0]), interpreted)
+        return f"dtypes {', '.join(str(dtype)[6:] for dtype in dtypes)} meet: load the model in one"
+    if (unusable := _unusable(devices[0], dtypes[0], interpreted)) is not None:
+        return unusable
+    autocast = torch.is_autocast_enabled(devices[0].type)
+    return "autocast is on, whose casts it does not follow: leave autocast" if autocast else None
 
 
 def _unusable(device: torch.device, dtype: torch.dtype, interpreted: bool) -> str | None:
@@ -220,19 +221,3 @@ def _unusable(device: torch.device, dtype: torch.dtype, interpreted: bool) -> st
 def _summary(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
-
-
-__all__ = [
-    "LAUNCH",
-    "SAMPLES",
-    "Dispatch",
-    "check_close",
-    "failed_kernels",
-    "kernels_usable",
-    "more_than",
-    "processors",
-    "relative_error",
-    "sample_of",
-    "tl",
-    "triton",
-]

@@ -1,209 +1,35 @@
-"""Qwen3 layers in a round of decoding, with what lies between their matrix products fused.
+"""What lies between the matrix products of a Qwen3 layer in a round, fused: a Triton kernel each, and its PyTorch twin.
 
 A layer called module by module launches about seventy operations, nearly all of them on a few thousand numbers: on a GPU each
-takes longer to start than to run, also inside a CUDA graph. Here it is four matrix products, the round's attention, and five
-launches more: a sum and its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache;
-and the MLP's gate. Casts are those of transformers' modules: what these round to the model's dtype is rounded here.
-
-Products with the same input are one where `pack` has put their weights together; else each `nn.Linear`, or what stands there
-(LoRA, quantised weights), is called.
+takes longer to start than to run, also inside a CUDA graph. Here are three of the few that are left (`networks/layers.py`): a
+sum and its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache. Casts are those of
+transformers' modules: what these round to the model's dtype is rounded here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3Attention,
-    Qwen3DecoderLayer,
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    apply_rotary_pos_emb,
-)
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from ..networks.cache import BlockCache
-from .dispatch import LAUNCH, Dispatch, more_than, sample_of, tl, triton
+from .dispatch import LAUNCH, Kernel, tl, triton
 from .noise import scattered
-from .round_attention import RoundMask, attend
 
 _HEADS = 8  # heads, of one token or more, that a program of `_rotate` takes
 
 
-def fused(
-    owner: Any, layers: Sequence[Any], mask: object, cache: object, kind: type[nn.Module] | None = None
-) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
-    """Find what stands in a round for calling layers and the norm behind them; None: they are to be called.
-
-    They are called outside of rounds, where something of them was compiled (then torch fuses), and where a module does more
-    than its class does, hooks for instance. What was found counts for as long as the mask's `plans` do: for a decode.
-
-    Args:
-        owner, layers: The module of the norm, `norm`, and its decoder layers.
-        mask: In a round a `RoundMask`, whose dispatch decides between kernels and their twins.
-        cache: In a round the `BlockCache` that gets keys and values, at its target.
-        kind: What the owner has to be if it is not called either; None: this is asked for by its own forward.
-
-    Returns:
-        A function of what the first layer reads, [rows, tokens, hidden_size], and of cos and sin, [rows, tokens, head_dim]
-        each; it gives [rows, tokens, hidden_size], and raises a RuntimeError if a forced kernel fails.
-
-    Raises:
-        ValueError: if kernels are forced and cannot be used here.
-    """
-    if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or owner._compiled_call_impl is not None:
-        return None
-    if owner not in mask.plans:
-        mask.plans[owner] = _plan(owner, layers, mask.dispatch, kind)
-    plan = mask.plans[owner]
-    return None if plan is None else partial(_walk, plan, owner.norm, mask, cache)
-
-
-def _plan(owner: Any, layers: Sequence[Any], dispatch: Dispatch, kind: type[nn.Module] | None) -> list[Any] | None:
-    """Pair each layer with its packed weights (see `packed`); None if the layers have to run as modules."""
-    obstacle = None
-    for module, expected in _parts(owner, layers, kind):
-        if module._compiled_call_impl is not None:
-            return None
-        if (obstacle := more_than(module, expected)) is not None:
-            break
-    usable = obstacle is None
-    if dispatch.forced is not False:
-        usable = dispatch.run("fused_layers", lambda: True, lambda: False, next(owner.parameters()), obstacle=obstacle)
-    return [(layer, packed(_of_attention(layer)), packed(_of_mlp(layer))) for layer in layers] if usable else None
-
-
-def _parts(owner: Any, layers: Sequence[Any], kind: type[nn.Module] | None) -> Iterator[tuple[Any, type[nn.Module]]]:
-    """The modules that are not called, each with what it has to be: what is not need not have the parts that come next."""
-    if kind is not None:
-        yield owner, kind
-    yield owner.norm, Qwen3RMSNorm
-    for layer in layers:
-        yield layer, Qwen3DecoderLayer
-        yield layer.self_attn, Qwen3Attention
-        yield layer.mlp, Qwen3MLP
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm, layer.self_attn.k_norm):
-            yield norm, Qwen3RMSNorm
-
-
-def _walk(
-    plan: Sequence[Any], norm: Any, mask: RoundMask, cache: BlockCache, hidden: Tensor, rotary: tuple[Tensor, Tensor]
-) -> Tensor:
-    """The function that `fused` gives."""
-    dispatch, added = mask.dispatch, None
-    for layer, attention_weight, mlp_weight in plan:
-        hidden, normed = sum_and_norm(hidden, added, layer.input_layernorm, dispatch)
-        added = _attended(layer, normed, attention_weight, rotary, mask, cache)
-        hidden, normed = sum_and_norm(hidden, added, layer.post_attention_layernorm, dispatch)
-        added = _gated(layer, normed, mlp_weight)
-    return sum_and_norm(hidden, added, norm, dispatch)[1]
-
-
-def _attended(
-    layer: Any, normed: Tensor, weight: Tensor | None, rotary: tuple[Tensor, Tensor], mask: RoundMask, cache: BlockCache
-) -> Tensor:
-    attention = layer.self_attn
-    query = rotated(attention, products(normed, _of_attention(layer), weight), rotary, cache, mask.dispatch)
-    return attention.o_proj(attend(query, *cache.read(attention.layer_idx), mask, attention.scaling).flatten(2))
-
-
-def _gated(layer: Any, normed: Tensor, weight: Tensor | None) -> Tensor:
-    both = products(normed, _of_mlp(layer), weight)
-    gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
-    return layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
-
-
-def _of_attention(layer: Any) -> list[Any]:
-    return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-
-
-def _of_mlp(layer: Any) -> list[Any]:
-    return [layer.mlp.gate_proj, layer.mlp.up_proj]
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def pack(model: nn.Module) -> None:
-    """Lay weights that are multiplied with the same input behind one another in memory, for `products`.
-
-    They stay the parameters that they are, now parts of a larger storage: nothing is held twice, and what is loaded, saved,
-    trained or cast goes on as before. Left as they are: layers that are more than a plain `nn.Linear` (adapters, quantised
-    weights, hooks), that lie elsewhere than their neighbours, or were compiled.
-    """
-    moved = None
-    for layer in model.modules():
-        if not isinstance(layer, Qwen3DecoderLayer) or layer._compiled_call_impl is not None:
-            continue
-        for linears in (_of_attention(layer), _of_mlp(layer)):
-            weights = [linear.weight.data for linear in linears if _plain(linear)]
-            if len(weights) == len(linears) and packed(linears) is None and len({w.device for w in weights}) == 1:
-                moved = torch.cat(weights)
-                for linear, part in zip(linears, moved.split([len(w) for w in weights]), strict=True):
-                    linear.weight.data = part
-    if moved is not None and moved.is_cuda:
-        torch.cuda.empty_cache()  # where the weights lay, in pieces that little else fits
-
-
-def packed(linears: Sequence[Any]) -> Tensor | None:
-    """View weights of linear layers as one matrix [sum of out_features, in_features]; None if they do not lie side by side."""
-    if not all(map(_plain, linears)):
-        return None
-    first = linears[0].weight
-    storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
-    for linear in linears:
-        if linear.weight.data_ptr() != place or linear.weight.untyped_storage().data_ptr() != storage:
-            return None
-        place += linear.weight.nbytes
-    return first.as_strided((sum(len(linear.weight) for linear in linears), first.shape[1]), first.stride())
-
-
-def _plain(linear: Any) -> bool:
-    """Tell if a module is a plain linear layer: no bias, no hooks or subclass, and a contiguous weight."""
-    return (
-        type(linear) is nn.Linear
-        and linear.bias is None
-        and type(linear.weight) is nn.Parameter
-        and linear.weight.is_contiguous()
-        and not linear.weight.is_meta
-        and more_than(linear, nn.Linear) is None
-    )
-
-
-def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor | list[Tensor]:
-    """Compute the results of linear layers, [..., out_features] each; by their `packed` weight, if any, side by side in one."""
-    return [linear(hidden) for linear in linears] if weight is None else F.linear(hidden, weight)
-
-
-def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
-    """`hidden + added`, and that under a `Qwen3RMSNorm`.
+def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """`hidden + added`, and that under a `Qwen3RMSNorm`, in one launch.
 
     Args:
         hidden: [..., hidden_size].
         added: The same shape; None: nothing is added.
         norm: The norm.
-        dispatch: Kernel or PyTorch.
 
     Returns:
         Both, each [..., hidden_size].
     """
-    return dispatch.run(
-        "sum_and_norm",
-        lambda: _sum_and_norm_kernel(hidden, added, norm),
-        lambda: sum_and_norm_ref(hidden, added, norm),
-        *(hidden, norm.weight, hidden if added is None else added),
-    )
-
-
-def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """`sum_and_norm` in PyTorch."""
-    total = hidden if added is None else hidden + added
-    return total, norm(total)
-
-
-def _sum_and_norm_kernel(hidden: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
     hidden, size = hidden.contiguous(), hidden.shape[-1]
     normed = torch.empty_like(hidden)
     total = hidden if added is None else torch.empty_like(hidden)
@@ -216,60 +42,55 @@ def _sum_and_norm_kernel(hidden: Tensor, added: Tensor | None, norm: Any) -> tup
     return total, normed
 
 
+def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """`sum_and_norm` in PyTorch."""
+    total = hidden if added is None else hidden + added
+    return total, norm(total)
+
+
 def rotated(
-    attention: Any,
-    projected: Tensor | list[Tensor],
-    rotary: tuple[Tensor, Tensor],
-    cache: BlockCache,
-    dispatch: Dispatch,
-) -> Tensor:
-    """Queries and keys under their norms and rotated; keys and values go to the cache's target.
+    projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """Put queries and keys under their norms, rotate them, and write keys and values to the cache, in one launch.
 
     Args:
-        attention: A `Qwen3Attention`, for its norms, its layer and the size of its heads.
         projected: [rows, tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys and values of each token; or these three.
+        norms: `Qwen3RMSNorm`s of queries and keys, of one epsilon.
         rotary: cos and sin, [rows, tokens, head_dim] each.
-        cache, dispatch: Where keys and values go; kernel or PyTorch.
+        target: Where keys and values go, [rows, kv_heads, tokens, head_dim] each.
 
     Returns:
-        [rows, heads, tokens, head_dim], the queries.
+        The queries, [rows, heads, tokens, head_dim], and the target.
     """
-    keys, values = cache.written(attention.layer_idx)
-    parts = [projected] if isinstance(projected, Tensor) else projected
-    return dispatch.run(
-        "rotated",
-        lambda: _rotated_kernel(attention, torch.cat(parts, -1) if len(parts) > 1 else parts[0], rotary, keys, values),
-        lambda: rotated_ref(attention, projected, rotary, cache),
-        *(*parts, *rotary, attention.q_norm.weight, attention.k_norm.weight, keys, values),
-    )
-
-
-def rotated_ref(attention: Any, projected: Tensor | list[Tensor], rotary: tuple[Tensor, Tensor], cache: BlockCache) -> Tensor:
-    """`rotated` in PyTorch."""
-    if isinstance(projected, Tensor):
-        size = cache.num_key_value_heads * attention.head_dim
-        projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
-    query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in projected)
-    query, key = attention.q_norm(query).transpose(1, 2), attention.k_norm(key).transpose(1, 2)
-    query, key = apply_rotary_pos_emb(query, key, *rotary)
-    cache.store(key, value.transpose(1, 2), attention.layer_idx)
-    return query
-
-
-def _rotated_kernel(attention: Any, projected: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> Tensor:
-    projected, cos, sin = (each.contiguous() for each in (projected, *rotary))
-    (rows, tokens, size), head_dim, kv_heads = projected.shape, attention.head_dim, keys.shape[1]
+    projected = projected.contiguous() if isinstance(projected, Tensor) else torch.cat(projected, -1)
+    (cos, sin), (keys, values) = (each.contiguous() for each in rotary), target
+    (rows, tokens, size), (kv_heads, head_dim) = projected.shape, keys.shape[1::2]
     heads = size // head_dim - 2 * kv_heads
     queries = projected.new_empty(rows, tokens, heads, head_dim)
     _rotate[(triton.cdiv(rows * tokens * size // head_dim, _HEADS),)](
-        *(projected, attention.q_norm.weight, attention.k_norm.weight, cos, sin, queries, keys, values),
-        *(*keys.stride()[:3], rows, tokens, heads, kv_heads, attention.q_norm.variance_epsilon),
+        *(projected, norms[0].weight, norms[1].weight, cos, sin, queries, keys, values),
+        *(*keys.stride()[:3], rows, tokens, heads, kv_heads, norms[0].variance_epsilon),
         HEAD_DIM=head_dim,
         PADDED=triton.next_power_of_2(head_dim),
         HEADS=_HEADS,
         **LAUNCH,
     )
-    return queries.transpose(1, 2)
+    return queries.transpose(1, 2), keys, values
+
+
+def rotated_ref(
+    projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """`rotated` in PyTorch."""
+    keys, values = target
+    size, head_dim = keys.shape[1] * keys.shape[3], keys.shape[3]
+    if isinstance(projected, Tensor):
+        projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
+    query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in projected)
+    query, key = apply_rotary_pos_emb(norms[0](query).transpose(1, 2), norms[1](key).transpose(1, 2), *rotary)
+    keys.copy_(key)
+    values.copy_(value.transpose(1, 2))
+    return query, keys, values
 
 
 def _sample_norm(width: int, like: Tensor, seed: int = 0) -> Qwen3RMSNorm:
@@ -283,29 +104,24 @@ def _sample_tokens(width: int, like: Tensor, seed: int = 0) -> Tensor:
     return scattered(2, 3, width, like=like, seed=seed) * torch.tensor([9.0, 1.0, 1e-3], device=like.device)[:, None].to(like)
 
 
-@sample_of("sum_and_norm")
-def _sum_samples(hidden: Tensor, *_: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _sum_samples(hidden: Tensor, *_: Tensor) -> Iterator[tuple[Any, ...]]:
     """Tokens as wide as the model's."""
-    given, added = (_sample_tokens(hidden.shape[-1], hidden, seed) for seed in range(2))
-    norm = _sample_norm(hidden.shape[-1], hidden)
-    yield from zip(_sum_and_norm_kernel(given, added, norm), sum_and_norm_ref(given, added, norm), strict=True)
+    width = hidden.shape[-1]
+    yield _sample_tokens(width, hidden), _sample_tokens(width, hidden, 1), _sample_norm(width, hidden)
 
 
-@sample_of("rotated")
-def _rotated_samples(*given: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens with all heads: queries, and keys and values where the cache has them."""
-    *parts, cos, _, _, _, keys, _ = given
+def _rotated_samples(*given: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Tokens with all heads, and a target where nothing is written yet."""
+    *parts, _, _, cos, _, keys, _ = given
     width, dim, kv_heads = sum(part.shape[-1] for part in parts), cos.shape[-1], keys.shape[1]
-    norms = {"q_norm": _sample_norm(dim, cos), "k_norm": _sample_norm(dim, cos, 1)}
-    attention = SimpleNamespace(head_dim=dim, layer_idx=0, **norms)
     angles = 3 * scattered(2, 3, dim // 2, like=cos).repeat(1, 1, 2)
-    projected, rotary = _sample_tokens(width, cos, 1), (angles.cos(), angles.sin())
-    cache = BlockCache(2, kv_heads, dim, [keys.device], 0, 3, keys.dtype)
-    cache.target(0, 3)
-    into = [torch.full_like(each, torch.nan) for each in cache.written(0)]
-    query = _rotated_kernel(attention, projected, rotary, *into)
-    yield query, rotated_ref(attention, projected, rotary, cache)
-    yield from zip(into, cache.written(0), strict=True)
+    target = cos.new_full((2, 2, kv_heads, 3, dim), torch.nan)
+    norms = _sample_norm(dim, cos), _sample_norm(dim, cos, 1)
+    yield _sample_tokens(width, cos, 1), norms, (angles.cos(), angles.sin()), target.unbind(0)
+
+
+SUM_AND_NORM = Kernel("sum_and_norm", sum_and_norm, sum_and_norm_ref, _sum_samples)
+ROTATED = Kernel("rotated", rotated, rotated_ref, _rotated_samples)
 
 
 if triton is not None:

@@ -5,37 +5,31 @@ import math
 import torch
 from torch import Tensor
 
+from ..rules.noise import mix_bits
 from .dispatch import tl, triton
 
 _UINT32 = 0xFFFFFFFF
 
 
-def mix32(x: Tensor) -> Tensor:
-    """Hash every number of an int64 tensor, each from 0 to 2**32 - 1, to 32 bits by two multiply-xorshift rounds."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _UINT32
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _UINT32
-    return x ^ (x >> 16)
-
-
 def scattered(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
     """Make numbers of mean 0 and variance 1 of a shape, with the device and dtype of a tensor; no generator moves on."""
-    numbers = mix32(torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=like.device))
+    numbers = mix_bits(torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=like.device))
     return ((numbers.float() * 2.0**-31 - 1) * 3**0.5).view(shape).to(like.dtype)
 
 
 def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
     """Make the keys [n] of the noise at a state's position; all arguments are [n] long."""
-    key = mix32(seed & _UINT32)
-    key = mix32(key ^ ((seed >> 32) & _UINT32))
-    key = mix32(key ^ (position & _UINT32))
-    return mix32(key ^ (masks_left & _UINT32) ^ 0x9E3779B9)
+    key: Tensor = mix_bits(seed & _UINT32)
+    key = mix_bits(key ^ ((seed >> 32) & _UINT32))
+    key = mix_bits(key ^ (position & _UINT32))
+    key = mix_bits(key ^ (masks_left & _UINT32) ^ 0x9E3779B9)
+    return key
 
 
 def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
     """Draw 32 random bits for each of keys [n] and token ids [m]: [n, m] int64."""
-    return mix32(mix32(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
+    bits: Tensor = mix_bits(mix_bits(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
+    return bits
 
 
 def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:

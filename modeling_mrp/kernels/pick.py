@@ -7,12 +7,13 @@ matrix product: on a GPU in float32, so that no two tie by rounding.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import LAUNCH, Dispatch, processors, sample_of, tl, triton
+from .dispatch import LAUNCH, Dispatch, Kernel, processors, tl, triton
 from .noise import gumbel_noise, noise_keys, scattered
 
 if triton is not None:
@@ -111,21 +112,17 @@ def pick_rows(
         Token ids [n] long, and log-odds [n] in at least float32.
     """
     if shown is not logits:
-        return pick_rows_ref(unembedding, logits, shown, least, keys)
-    return dispatch.run(
-        "pick",
-        lambda: _pick_kernel(unembedding, logits, least, keys),
-        lambda: pick_rows_ref(unembedding, logits, shown, least, keys),
-        logits,
-    )
+        return pick_rows_ref(unembedding, logits, least, keys, shown)
+    token, odds = dispatch.run(PICK, unembedding, logits, least, keys)
+    return token, odds
 
 
 def pick_rows_ref(
-    unembedding: Unembedding, logits: Tensor, shown: Tensor, least: Tensor | None, keys: Tensor | None
+    unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None, shown: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`pick_rows` in PyTorch."""
+    """`pick_rows` in PyTorch; nothing `shown`: the logits."""
     scores = unembedding.tempered(logits)
-    seen = scores if shown is logits else unembedding.tempered(shown)
+    seen = scores if shown is None else unembedding.tempered(shown)
     if least is not None:
         seen = seen.masked_fill(logits < least[:, None], -torch.inf)
     if keys is not None:
@@ -134,8 +131,7 @@ def pick_rows_ref(
     return token, log_odds(scores, token, True)
 
 
-@sample_of("pick")
-def _pick_samples(like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _pick_samples(like: Tensor, *_: Tensor) -> Iterator[tuple[Any, ...]]:
     """Rows of a whole vocabulary, a few tokens of each far likelier than the others, in one row equally so: greedy, with a
     bound that only the likeliest reach, and sampled."""
     rows, vocab = 12, like.shape[1]
@@ -145,11 +141,7 @@ def _pick_samples(like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     keys = noise_keys(*torch.arange(3 * rows, device=like.device).view(3, rows))
     likeliest = logits.amax(1)
     for temperature, least, noise in ((1.0, None, None), (1.0, likeliest, None), (0.7, likeliest - 3, keys)):
-        unembedding = Unembedding(logits, 0, temperature)
-        token, odds = _pick_kernel(unembedding, logits, least, noise)
-        right, right_odds = pick_rows_ref(unembedding, logits, logits, least, noise)
-        yield (token == right).float(), torch.ones_like(odds)
-        yield odds, right_odds
+        yield Unembedding(logits, 0, temperature), logits, least, noise
 
 
 def _pick_kernel(unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -171,6 +163,9 @@ def _pick_kernel(unembedding: Unembedding, logits: Tensor, least: Tensor | None,
     return token, odds
 
 
+PICK = Kernel("pick", _pick_kernel, pick_rows_ref, _pick_samples)
+
+
 def some_logits(weight: Tensor, hidden: Tensor, ids: Tensor, dispatch: Dispatch) -> Tensor:
     """Compute the logits of some tokens at each position, without those of all others.
 
@@ -183,23 +178,13 @@ def some_logits(weight: Tensor, hidden: Tensor, ids: Tensor, dispatch: Dispatch)
     Returns:
         [n, m] in at least float32.
     """
-    hidden, ids = hidden.contiguous(), ids.contiguous()
-    return dispatch.run(
-        "shortlist", lambda: _some_kernel(weight, hidden, ids), lambda: some_logits_ref(weight, hidden, ids), weight, hidden
-    )
+    logits: Tensor = dispatch.run(SOME_LOGITS, weight, hidden.contiguous(), ids.contiguous())
+    return logits
 
 
 def some_logits_ref(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
     """`some_logits` in PyTorch."""
     return (widened(weight[ids]) @ widened(hidden)[:, :, None])[:, :, 0]
-
-
-@sample_of("shortlist")
-def _some_samples(weight: Tensor, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two positions, each with three tokens of the weights."""
-    few = scattered(2, hidden.shape[1], like=hidden)
-    ids = torch.tensor([[0, 1, len(weight) - 1], [1, 1, len(weight) // 2]], device=hidden.device)
-    yield _some_kernel(weight, few, ids), some_logits_ref(weight, few, ids)
 
 
 def _some_kernel(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -208,6 +193,15 @@ def _some_kernel(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
     if ids.numel():
         _dot_rows[ids.shape](weight, hidden, ids, logits, weight.stride(0), hidden.shape[1], TILE=_DOT_TILE, **LAUNCH)
     return logits
+
+
+def _some_samples(weight: Tensor, hidden: Tensor, *_: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Two positions, each with three tokens of the weights."""
+    ids = torch.tensor([[0, 1, len(weight) - 1], [1, 1, len(weight) // 2]], device=hidden.device)
+    yield weight, scattered(2, hidden.shape[1], like=hidden), ids
+
+
+SOME_LOGITS = Kernel("shortlist", _some_kernel, some_logits_ref, _some_samples)
 
 
 if triton is not None:

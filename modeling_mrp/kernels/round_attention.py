@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import AUTOMATIC, LAUNCH, Dispatch, processors, sample_of, tl, triton
+from .dispatch import AUTOMATIC, LAUNCH, Dispatch, Kernel, processors, tl, triton
 from .noise import scattered
 
 _PROGRAMS = 2  # wanted on a multiprocessor
@@ -29,7 +29,7 @@ class RoundMask:
 
     Attributes:
         committed: [rows] long, how many committed slots each row sees.
-        parent: [rows, width] long, the slot of the state that a state looks at beyond the prefix, -1 if none; None: none has.
+        parent: [rows, width] long, the slot of the state that a state looks at beyond the prefix, -1 if none.
         width: States per row.
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
@@ -38,7 +38,7 @@ class RoundMask:
     """
 
     committed: Tensor
-    parent: Tensor | None
+    parent: Tensor
     width: int
     block_size: int
     dispatch: Dispatch = AUTOMATIC
@@ -48,22 +48,16 @@ class RoundMask:
 
     def to(self, *args: Any, **kwargs: Any) -> "RoundMask":
         """On another device: accelerate moves what a layer is given to where the layer is."""
-        parent = None if self.parent is None else self.parent.to(*args, **kwargs)
-        return replace(self, committed=self.committed.to(*args, **kwargs), parent=parent)
-
-    def sees(self) -> Tensor:
-        """Tell which states see which, [rows, width, width] bool: themselves and their parents."""
-        slots = torch.arange(self.width, device=self.committed.device)
-        own = slots[:, None] == slots
-        return own.expand(len(self.committed), -1, -1) if self.parent is None else own | (self.parent[..., None] == slots)
+        return replace(self, committed=self.committed.to(*args, **kwargs), parent=self.parent.to(*args, **kwargs))
 
     def dense(self, used: int) -> Tensor:
         """[rows, 1, width * block_size, used + width * block_size] bool over the first `used` slots and what is scored."""
         rows, queries = len(self.committed), self.width * self.block_size
         out = torch.empty(rows, 1, queries, used + queries, dtype=torch.bool, device=self.committed.device)
         out[..., :used] = (torch.arange(used, device=out.device) < self.committed[:, None])[:, None, None]
-        sees = self.sees()[:, :, None, :, None]
-        out[:, 0, :, used:].unflatten(1, (self.width, -1)).unflatten(3, (self.width, -1)).copy_(sees)
+        slots = torch.arange(self.width, device=out.device)
+        sees = (slots[:, None] == slots) | (self.parent[..., None] == slots)  # themselves and their parents
+        out[:, 0, :, used:].unflatten(1, (self.width, -1)).unflatten(3, (self.width, -1)).copy_(sees[:, :, None, :, None])
         return out
 
     def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
@@ -86,16 +80,14 @@ class RoundMask:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
     """`round_attention` or its twin, as the mask's dispatch decides."""
-    return mask.dispatch.run(
-        "round_attention",
-        lambda: round_attention(query, key, value, mask, scale),
-        lambda: round_attention_twin(query, key, value, mask, scale),
-        *(query, key, value, mask.committed),
-    )
+    out: Tensor = mask.dispatch.run(ROUND_ATTENTION, query, key, value, mask, scale)
+    return out
 
 
-def round_attention_twin(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
-    """Compute `round_attention` of the same arguments through SDPA."""
+def round_attention_twin(
+    query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float, splits: int | None = None
+) -> Tensor:
+    """Compute `round_attention` of the same arguments through SDPA; in one share."""
     bias, grouped = mask.bias(key.shape[2] - query.shape[2], query.dtype), query.device.type == "cpu"
     if not grouped:  # with a mask, SDPA's fast kernels of a GPU take no groups
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
@@ -152,8 +144,7 @@ def round_attention(
     return out
 
 
-@sample_of("round_attention")
-def _attention_samples(query: Tensor, key: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _samples(query: Tensor, key: Tensor, *others: Tensor) -> Iterator[tuple[Any, ...]]:
     """Three rows of two states, a child and one alone, behind prefixes of 5, 152 and 299 slots, in shares that are merged;
     twice, as in two layers."""
     heads, kv_heads, dim, block, used = query.shape[1], key.shape[1], query.shape[3], 4, 512
@@ -161,9 +152,10 @@ def _attention_samples(query: Tensor, key: Tensor, *others: Tensor) -> Iterator[
     mask = RoundMask(torch.arange(5, 300, 147, device=query.device), parent, 2, block)
     queries = 4 * scattered(3, 2 * block, heads, dim, like=query).transpose(1, 2)
     keys, values = scattered(3, used + 2 * block, 2, kv_heads, dim, like=key, seed=1).permute(2, 0, 3, 1, 4)
-    given = queries, keys, values, mask, dim**-0.5
-    for _ in range(2):
-        yield round_attention(*given, splits=3), round_attention_twin(*given)
+    yield from [(queries, keys, values, mask, dim**-0.5, 3)] * 2
+
+
+ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_twin, _samples)
 
 
 if triton is not None:
@@ -206,9 +198,7 @@ if triton is not None:
         place = (((row * tokens + token) * kv_heads + head) * GROUP + at % GROUP)[:, None] * HEAD_DIM + dims[None, :]
         queries = tl.load(query + place, mask=whole, other=0.0)
         state = token // BLOCK_SIZE
-        before = tl.full([TILE_ROWS], -1, tl.int32)
-        if parent is not None:
-            before = tl.load(parent + row * (tokens // BLOCK_SIZE) + state, mask=real, other=-1).to(tl.int32)
+        before = tl.load(parent + row * (tokens // BLOCK_SIZE) + state, mask=real, other=-1).to(tl.int32)
 
         # Of the running softmax: sums of values, sum of weights, greatest score.
         sums = tl.zeros([TILE_ROWS, PADDED], tl.float32)

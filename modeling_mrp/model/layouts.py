@@ -66,13 +66,16 @@ def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> 
     """Find a checkpoint's safetensors files, fetched if they have to be: all, or those with tensors of these prefixes.
 
     Raises:
-        OSError: if there are none, or the Hub does not answer, or refuses.
+        ValueError: if there are none.
+        OSError: if the Hub does not answer, or refuses, or a shard is not there.
     """
-    whole = cached_file(source, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **hub)
-    if whole is not None:
-        return [Path(whole)]
-    _, index = stored_json(source, SAFE_WEIGHTS_INDEX_NAME, **hub)
-    shards = {shard for name, shard in index["weight_map"].items() if name.startswith(prefixes)}
+    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    there = (cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub) for name in names)
+    if (found := next(filter(None, there), None)) is None:
+        raise ValueError(f"no {' and no '.join(names)} in {source}: only safetensors are read. Check the path")
+    if not found.endswith(SAFE_WEIGHTS_INDEX_NAME):
+        return [Path(found)]
+    shards = {shard for name, shard in json_object(Path(found))["weight_map"].items() if name.startswith(prefixes)}
     return [Path(cached_file(source, shard, **hub)) for shard in sorted(shards)]
 
 

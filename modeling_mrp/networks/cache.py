@@ -109,8 +109,8 @@ class BlockCache(Cache):
         dtype: Of keys and values.
         head_layers: How many of the layers are the head's.
         hidden_size: Of the hidden states that are kept for a head to read later; 0: none are.
-        fixed: Whether shapes are to stay the same from round to round, as for recordings and compiled code: attention then
-            reads a power of two of slots before what is scored.
+        fixed: Whether shapes are to stay the same from round to round, as for recordings: attention then reads a power of two
+            of slots before what is scored.
         ends: Tokens of a block and size of hidden states, where the last one of each block is kept, as a model needs whose
             hidden states are those of the next position; zeros: none are.
 
@@ -121,7 +121,8 @@ class BlockCache(Cache):
         hidden_held: By row, so many have hidden states that the head may still read, if it has not read them.
         owner: A weak reference to the model whose keys and values these are.
         weights: The parts of that model whose keys and values these are, by name, as they were then.
-        deferred: Whether attention calls `store` itself, as in rounds under a `RoundMask`.
+        written: By layer, the target: where keys and values of the next forward go, [rows, heads, new, head_dim] each.
+        read: By layer, what attention reads once the target is written, [rows, heads, seen, head_dim] each.
     """
 
     def __init__(
@@ -144,9 +145,8 @@ class BlockCache(Cache):
         self.hidden_size, self.fixed, self.layer_devices = hidden_size, fixed, tuple(layer_devices)
         self.owner: PassingReference | None = None
         self.weights: dict[str, WeightsSeen] = {}
-        self.deferred = False
-        self._written: list[tuple[Tensor, Tensor]] = []  # by layer, keys and values of the target, and up to its end
-        self._read: list[tuple[Tensor, Tensor]] = []
+        self.written: list[tuple[Tensor, Tensor]] = []
+        self.read: list[tuple[Tensor, Tensor]] = []
         self.empty()
         self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
         slots = scratch + (max(LEAST_BUCKET, 1 << (capacity - 1).bit_length()) if fixed else capacity)
@@ -183,7 +183,7 @@ class BlockCache(Cache):
         if self.fixed and not prefill:
             used = max(LEAST_BUCKET, 1 << (used - 1).bit_length()) if used else LEAST_BUCKET
         self.begin, self.end = used, used + width
-        self._written, self._read = self._views(used), self._views(0)
+        self.written, self.read = self._views(used), self._views(0)
         return used
 
     def _views(self, begin: int) -> list[tuple[Tensor, Tensor]]:
@@ -198,26 +198,11 @@ class BlockCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values ([rows, heads, new, head_dim]) to the target and return what attention reads; while
-        `deferred`, leave both to `store`."""
-        return (key_states, value_states) if self.deferred else self.store(key_states, value_states, layer_idx)
-
-    def store(self, key_states: Tensor, value_states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Do what `update` does, at once."""
-        keys, values = self._written[layer]
+        """Write new keys and values, [rows, heads, new, head_dim] each, to the target; return what attention reads."""
+        keys, values = self.written[layer_idx]
         keys.copy_(key_states)
         values.copy_(value_states)
-        return self._read[layer]
-
-    def written(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Select the target, where keys and values of the next forward go: [rows, heads, new, head_dim]."""
-        self._written = self._written or self._views(self.begin)
-        return self._written[layer]
-
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Select the keys and values that attention reads, [rows, heads, seen, head_dim], once the target is written."""
-        self._read = self._read or self._views(0)
-        return self._read[layer]
+        return self.read[layer_idx]
 
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
         """Copy blocks of keys and values: of each `(row, source, target)` the slots from `source` on to those from `target`
@@ -247,7 +232,7 @@ class BlockCache(Cache):
     def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
         """Note what is held, by row (see the attributes)."""
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
-        self._written, self._read = [], []  # a copy of the cache needs no copies of views
+        self.written, self.read = [], []  # a copy of the cache needs no copies of views
 
     def empty(self) -> None:
         """Hold nothing."""

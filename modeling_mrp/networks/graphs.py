@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels.dispatch import CHECKED_ON, check_close
-from .attention import REPLACED, ROUND_ATTENTION
 from .cache import BlockCache, adapters_of_rows
+from .layers import IN_ROUNDS, REPLACED
 
 # PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while another one goes on.
 _RECORDING = threading.Lock()
@@ -243,7 +243,7 @@ def fingerprint(model: nn.Module) -> Hashable:
             if isinstance(value, bool | int | float | str | list | tuple | None) or (type(value) is dict and name[0] != "_"):
                 settings.append((name, repr(value)))
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    attention = REPLACED if attention == ROUND_ATTENTION else attention  # which another thread may be inside of
+    attention = REPLACED if attention == IN_ROUNDS else attention  # which another thread may be inside of
     of_rows = tuple(adapters_of_rows(model) or ())
     return places, tuple(settings), of_rows, attention, ALL_ATTENTION_FUNCTIONS.get(attention)
 
@@ -262,6 +262,4 @@ def obstacle(model: Any) -> str | None:
         return f"the model is on {device}: move it to a CUDA device"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on, and what it casts does not stay in place: load the model in that dtype instead"
-    if torch.compiler.is_compiling():
-        return "generate is being compiled: compile the model instead"
     return None

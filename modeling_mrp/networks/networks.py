@@ -19,10 +19,9 @@ from ..kernels.round_attention import RoundMask
 from ..model.diffusion import block_causal_mask
 from ..rules.draft import Node
 from ..rules.state import Row, Scores, State
-from .attention import round_attention_of, under_round_masks
 from .cache import BlockCache
+from .layers import round_attention_of
 from .picker import Picker, Picks, Spots
-from .protocol import BlockDiffusionModel
 
 # Prompt tokens per prefill forward, at most, in whole blocks.
 PREFILL_CHUNK = 2048
@@ -35,7 +34,7 @@ class Networks:
     """Backbone, head and pick of one decode.
 
     Args:
-        model: Whose forwards these are.
+        model: Whose forwards these are: an `MRPForCausalLM`, or what has its `config`, `backbone` and `residual`.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
         picker: Picks tokens from the backbone's hidden states.
@@ -51,7 +50,7 @@ class Networks:
 
     def __init__(
         self,
-        model: BlockDiffusionModel,
+        model: Any,
         cache: BlockCache,
         with_head: bool,
         picker: Picker,
@@ -81,7 +80,7 @@ class Networks:
         return torch.arange(self.block, device=self.device)  # made anew: a recording of it outlives the call
 
     def attending(self) -> AbstractContextManager[None]:
-        """Keep the layers' attention ready for rounds, for as long as a decode takes."""
+        """Have the layers take the masks of rounds, for as long as a decode takes."""
         return round_attention_of(self.model) if self.round_masks else nullcontext()
 
     # ------------------------------------------------------------------------------------------------------- prefill
@@ -90,7 +89,7 @@ class Networks:
         """Compute the whole blocks before each row's first mask and, in the same forward, the row's first state.
 
         It starts where the first row's reused keys and values end. So, behind a cache and beyond one chunk, a row's forwards
-        here may depend on its neighbours; its text does not. Nothing is compiled: each call would have another length.
+        here may depend on its neighbours; its text does not.
 
         Args:
             rows: All of the call.
@@ -107,7 +106,7 @@ class Networks:
         first: list[Hidden | None] = [None] * len(rows)
 
         def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:
-            hidden = self.model.backbone(ids, positions, mask, self.cache, compiled=False).to(self.device)
+            hidden = self.model.backbone(ids, positions, mask, self.cache).to(self.device)
             self.forwards["prefill"] += 1
             if self.shifted:
                 hidden = self._shifted_text(hidden, begin)
@@ -133,7 +132,7 @@ class Networks:
             held = torch.tensor([row.held for row in rows], device=hidden.device)
             known = torch.arange(begin, end, device=hidden.device) < held[:, None]
             hidden = torch.where(known[..., None], hidden, 0)
-            self.model.residual(ids, hidden, positions, mask, self.cache, compiled=False)
+            self.model.residual(ids, hidden, positions, mask, self.cache)
             self.forwards["head"] += 1
             for row in behind:
                 row.counts.head_forwards += row.held > begin and row.head_held < end
@@ -383,33 +382,28 @@ class Networks:
         numbers.extend(parents)
         numbers.extend(held)
         table = torch.frombuffer(numbers, dtype=torch.long)
-        has_parents = width > 1 if self.cache.fixed else max(parents) >= 0  # a recording for each width is enough
         plain = width == 1 and min(held) == self._begin and self.recorded is None
-        forward = partial(self._packed, rows, width, self._begin, has_parents, plain)
+        forward = partial(self._packed, rows, width, self._begin, plain)
         columns = self.block + (self.shifted and hidden is None)
         inputs = [table] if hidden is None else [table, hidden.reshape(rows, width * self.block, -1)]
         if self.recorded is not None:
-            key = (rows, width, self._begin, has_parents, self.dispatch, self.round_masks)
+            key = (rows, width, self._begin, self.dispatch, self.round_masks)
             return self.recorded(key, forward, *inputs).view(rows * width, columns, -1)
         inputs[0] = table.to(self.device, non_blocking=True)
         return forward(*inputs).view(rows * width, columns, -1)
 
-    def _packed(
-        self, rows: int, width: int, begin: int, has_parents: bool, plain: bool, table: Tensor, hidden: Tensor | None = None
-    ) -> Tensor:
+    def _packed(self, rows: int, width: int, begin: int, plain: bool, table: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Unpack `table` (ids, starts, parents, held) and run the network; a function of tensors that can be recorded."""
         states = rows * width
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
-        ids, parent = ids.view(rows, -1), parents.view(rows, width) if has_parents else None
+        ids, parent = ids.view(rows, -1), parents.view(rows, width)
         positions = (starts[:, None] + self._offsets).view(rows, -1)
-        mask = RoundMask(held, parent, width, self.block, self.dispatch, plain, self._plans)
-        network = self.model.backbone if hidden is None else partial(self._residual, hidden)
-        if self.round_masks:
-            with under_round_masks(self.model, self.cache):
-                made = network(ids, positions, mask, self.cache).to(self.device)
-        else:
-            made = network(ids, positions, mask.dense(begin), self.cache).to(self.device)
-        return self._shifted_states(made, held, parent, width) if self.shifted and hidden is None else made
+        mask: Any = RoundMask(held, parent, width, self.block, self.dispatch, plain, self._plans)
+        mask = mask if self.round_masks else mask.dense(begin)
+        if hidden is not None:
+            return self.model.residual(ids, hidden, positions, mask, self.cache).to(self.device)
+        made = self.model.backbone(ids, positions, mask, self.cache).to(self.device)
+        return self._shifted_states(made, held, parent) if self.shifted else made
 
     def _shifted_text(self, hidden: Tensor, begin: int) -> Tensor:
         """Shift hidden states [rows, length, hidden_size] of texts from `begin` on by one position, and keep the last one of
@@ -420,20 +414,16 @@ class Networks:
         ends[:, first : first + lasts.shape[1]] = lasts.to(ends.device)
         return torch.cat([before[:, None], hidden[:, :-1]], 1)
 
-    def _shifted_states(self, hidden: Tensor, held: Tensor, parent: Tensor | None, width: int) -> Tensor:
+    def _shifted_states(self, hidden: Tensor, held: Tensor, parent: Tensor) -> Tensor:
         """Put before the hidden states of each state, [rows, width * block, hidden_size], the one that predicts its first
         column: the last one of its parent or else of its row's text."""
-        states, ends = hidden.unflatten(1, (width, self.block)), self.cache.ends
+        states, ends = hidden.unflatten(1, (-1, self.block)), self.cache.ends
         rows = torch.arange(len(hidden), device=ends.device)
         before = ends[rows, (held.to(ends.device) // self.block - 1).clamp(min=0)].to(self.device)
-        before = torch.where(held[:, None] > 0, before, 0)[:, None].expand(-1, width, -1)
-        if parent is not None:
-            lasts = states[:, :, -1].gather(1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
-            before = torch.where(parent[..., None] >= 0, lasts, before)
+        before = torch.where(held[:, None] > 0, before, 0)[:, None]
+        lasts = states[:, :, -1].gather(1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
+        before = torch.where(parent[..., None] >= 0, lasts, before)
         return torch.cat([before[:, :, None], states], 2)
-
-    def _residual(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Any, cache: BlockCache) -> Tensor:
-        return self.model.residual(ids, hidden, positions, mask, cache)
 
     # ------------------------------------------------------------------------------------------- rows that have ended
 

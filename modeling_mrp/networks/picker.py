@@ -5,7 +5,7 @@ the block, token id). So two decoders that reach the same state draw the same to
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -166,7 +166,7 @@ class Picker:
         for at in self.unembedding.chunks(len(hidden)):
             logits = shape(self.unembedding.logits(hidden[at]), at)
             parts.append(self._pick(logits, None if keys is None else keys[at]))
-        return parts[0] if len(parts) == 1 else _joined(parts)
+        return _joined(parts)
 
     def among(self, hidden: Tensor, shortlist: Tensor, spots: Spots) -> Picks:
         """Pick greedily at n spots among a few tokens of each; all others keep the scores that they had.
@@ -190,7 +190,7 @@ class Picker:
             token, odds = ids[at].gather(1, place[:, None])[:, 0], log_odds(scores, place)
             every = torch.arange(count, device=ids.device).expand_as(ids[at])
             parts.append(Picks(token, odds, likeliest=(ids[at], odds_of(scores, every)) if self.likeliest else None))
-        return parts[0] if len(parts) == 1 else _joined(parts)
+        return _joined(parts)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
         """Compute [n] log-odds of given tokens [n] under the same softmax: what `odds` is for a picked token."""
@@ -311,16 +311,13 @@ def odds_of(scores: Tensor, places: Tensor) -> Tensor:
 def _joined(parts: Sequence[Picks]) -> Picks:
     """Join picks of consecutive positions."""
 
-    def joined(tensors: list[Any]) -> Any:
-        return None if tensors[0] is None else torch.cat(tensors)
+    def joined(given: list[Any] | tuple[Any, ...]) -> Any:
+        if given[0] is None:
+            return None
+        return tuple(map(joined, zip(*given, strict=True))) if isinstance(given[0], tuple) else torch.cat(given)
 
-    likeliest = None
-    if parts[0].likeliest is not None:
-        ids, odds = zip(*(part.likeliest for part in parts if part.likeliest is not None), strict=True)
-        likeliest = torch.cat(ids), torch.cat(odds)
-    names = ("token", "odds", "entropy", "shortlist")
-    token, odds, entropy, shortlist = (joined([getattr(part, name) for part in parts]) for name in names)
-    return Picks(token, odds, entropy, likeliest, shortlist)
+    names = [one.name for one in fields(Picks)]
+    return parts[0] if len(parts) == 1 else Picks(*(joined([getattr(part, name) for part in parts]) for name in names))
 
 
 def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ is built a little, the head reads all of it in one pass, and it is built anew, f
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from .state import Key, Row, Scores, State
 BRANCHES, CROWD = 3, 16
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A state that a round submits.
 
@@ -33,12 +34,9 @@ class Node:
         source: What told of it: the scores of the state before it, or an estimate of these; None if nothing did.
     """
 
-    __slots__ = ("parent", "source", "state")
-
-    def __init__(self, state: State, parent: int, source: Scores | None) -> None:
-        self.state: Final = state
-        self.parent: Final = parent
-        self.source: Final = source
+    state: State
+    parent: int
+    source: Scores | None
 
 
 # A state that may be drafted: the one before it, the columns revealed there and the name of what they make (no columns: it is
@@ -46,73 +44,33 @@ class Node:
 Follower = tuple[State, Sequence[int], Key, Scores | None, int]
 
 
-class Search:
-    """A best-first search for the states that a row's path is likeliest to come to.
+def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: int) -> Iterator[tuple[Key, Follower, float]]:
+    """Iterate over the states to which a reveal may lead, by name and with its chance; not those at which the text is whole.
 
-    Attributes:
-        followers: States that may be drafted.
-        chances: Of each, how likely the path comes to it: orders that meet in one state add up; -inf once it is drafted.
-        met: Their places by `State.key`.
+    One that the last round scored stands for the state that its path leads to.
     """
-
-    __slots__ = ("chances", "followers", "met", "row", "rule")
-
-    def __init__(self, row: Row, rule: RevealRule) -> None:
-        self.row, self.rule = row, rule
-        self.followers: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
-        self.chances, self.met = [1.0], {row.state.key: 0}
-
-    def take(self) -> tuple[Node | None, float]:
-        """Draft the likeliest state, and give its chance; None if there is none."""
-        chance = max(self.chances)
-        if chance <= 0:
-            return None, 0.0
-        at = self.chances.index(chance)
-        self.chances[at] = -math.inf
-        before, where, key, source, parent = self.followers[at]
-        return Node(before.revealing(where, key) if where else before, parent, source), chance
-
-    def open_block(self, state: State, place: int, chance: float) -> None:
-        """Let the next block's first state follow a clean one, which is the round's node at `place`."""
-        behind = self.row.opened(state.start + self.row.block_size)
-        if behind.masks:  # one block at a time: a given one has to wait
-            self.followers.append((behind, (), behind.key, None, place))
-            self.chances.append(chance)
-
-    def follow(self, state: State, said: Scores, branches: int, chance: float) -> None:
-        """Let the states follow to which a reveal may lead; not those at which the text is whole.
-
-        One that the last round scored stands for the state that its path leads to.
-        """
-        row, rule, met, chances = self.row, self.rule, self.met, self.chances
-        token, odds = (said.token, said.odds) if said.likeliest is None else picked(row, state, said)
-        (start, ids), memory, eos = state.key, row.memory, row.eos
-        goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
-        for where, likely in rule.likely(state, odds, branches):
-            if not likely > 0:
+    token, odds = (said.token, said.odds) if said.likeliest is None else picked(row, state, said)
+    (start, ids), memory, eos = state.key, row.memory, row.eos
+    goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
+    for where, likely in rule.likely(state, odds, branches):
+        if not likely > 0:
+            continue
+        revealed = list(ids)
+        ends = not goes_on
+        for column in where:
+            revealed[column] = one = token[column]
+            ends |= one in eos
+        key = (start, tuple(revealed))
+        before, source = state, said
+        if ends or key in memory:
+            before = row.after(state, where, token)
+            while (known := memory.get(before.key)) is not None:
+                source = known[1]
+                before = row.after(before, rule.reveal(before, source, row.memo)[0], source.token)
+            if row.ends(before):
                 continue
-            revealed = list(ids)
-            ends = not goes_on
-            for column in where:
-                revealed[column] = one = token[column]
-                ends |= one in eos
-            key = (start, tuple(revealed))
-            before, source = state, said
-            if ends or key in memory:
-                before = row.after(state, where, token)
-                while (known := memory.get(before.key)) is not None:
-                    source = known[1]
-                    before = row.after(before, rule.reveal(before, source, row.memo)[0], source.token)
-                if row.ends(before):
-                    continue
-                key, where = before.key, ()
-            at = met.get(key)
-            if at is None:
-                met[key] = len(chances)
-                chances.append(likely * chance)
-                self.followers.append((before, where, key, source, -1))
-            else:
-                chances[at] += likely * chance
+            key, where = before.key, ()
+        yield key, (before, where, key, source, -1), likely
 
 
 def growth(width: int, passes: int) -> list[int]:
@@ -141,19 +99,31 @@ def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates:
         branches: Followers of a state that are considered.
         estimates: By state, what the head thinks that the backbone will say there.
     """
-    search, nodes = Search(row, rule), list[Node]()
-    while True:
-        node, chance = search.take()
-        if node is None:
-            return nodes
-        nodes.append(node)
-        if len(nodes) == size:
-            return nodes
-        if node.parent < 0:
-            if not node.state.masks:
-                search.open_block(node.state, len(nodes) - 1, chance)
-            elif (said := estimates.get(node.state.key, node.source)) is not None:
-                search.follow(node.state, said, branches, chance)
+    waiting: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
+    # How likely the path comes to each, orders that meet in one added up, -inf once it is drafted; and their places by name.
+    chances, met = [1.0], {row.state.key: 0}
+    nodes: list[Node] = []
+    while len(nodes) < size and (chance := max(chances)) > 0:
+        at = chances.index(chance)
+        chances[at] = -math.inf
+        before, where, key, source, parent = waiting[at]
+        state = before.revealing(where, key) if where else before
+        nodes.append(Node(state, parent, source))
+        if len(nodes) == size or parent >= 0:
+            continue
+        if not state.masks:
+            behind = row.opened(state.start + row.block_size)
+            if behind.masks:  # one block at a time: a given one has to wait
+                waiting.append((behind, (), behind.key, None, len(nodes) - 1))
+                chances.append(chance)
+        elif (said := estimates.get(key, source)) is not None:
+            for name, follower, likely in followers(row, rule, state, said, branches):
+                if (at := met.setdefault(name, len(chances))) < len(chances):
+                    chances[at] += likely * chance
+                else:
+                    chances.append(likely * chance)
+                    waiting.append(follower)
+    return nodes
 
 
 def picked(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequence[float]]:

@@ -1,25 +1,30 @@
-"""Reveal rules from papers that read one scored state. Numbers are the papers' defaults; docs/rules.md has the table.
+"""Reveal rules from papers. Numbers are the papers' defaults; docs/rules.md has the table.
 
 Many papers decode a whole text at once. Here a block is the unit, and what they say of the length of the text is said of the
-block. Each rule reveals the surest column where it would reveal none.
+block. Each rule reveals the surest column where it would reveal none. The last five remember a block's earlier steps: their
+memo is a tuple that begins with `State.start`, and holds numbers of the picked tokens alone. Where a paper keeps whole
+distributions, the rule says what is cut.
 """
 
-from collections.abc import Iterator, Sequence, Set
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .reveal import (
     MOST_ODDS,
     Columns,
+    Dynamic,
+    EntropyBound,
     Guesses,
+    RevealRule,
     Static,
     bounded,
     by_odds,
-    likely_entropy,
     likely_first,
     likely_over,
+    log_sigmoid,
     logit,
-    quota_at,
     sigmoid,
     surest,
 )
@@ -32,19 +37,13 @@ def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Colum
     return tuple([column for column in columns if odds[column] >= threshold or column == best])
 
 
-def raised(odds: Sequence[float], columns: Set[int], low: float, high: float) -> list[float]:
-    """Estimates of the odds, with those of some columns raised so that what reaches `low` reaches `high`."""
-    by = max(bounded(high, MOST_ODDS) - bounded(low, MOST_ODDS), 0.0)
-    return [one + by if column in columns else one for column, one in enumerate(odds)]
-
-
 def factor_thresholds(block_size: int, factor: float) -> tuple[float, ...]:
     """The log-odds of 1 - factor / (i + 1), for i from 1 to the size of the block."""
     return tuple([logit(1 - factor / (i + 1)) for i in range(1, block_size + 1)])
 
 
 @dataclass(frozen=True)
-class FastDLLM:
+class FastDLLM(RevealRule):
     """Reveal the most confident columns, as many as each still have c_i >= 1 - f / (i + 1), i from 1; at least one.
 
     The factor rule of Fast-dLLM (arXiv 2505.22618): (n + 1)(1 - c_n) is at most f; for f = 1 the n tokens that are picked apart
@@ -55,8 +54,6 @@ class FastDLLM:
     """
 
     thresholds: tuple[float, ...]
-    needs_entropy = False
-    left_to_right = False
 
     def _leading(self, ordered: Sequence[int], odds: Sequence[float]) -> int:
         """Count the columns, the surest first, that are confident enough together."""
@@ -72,47 +69,28 @@ class FastDLLM:
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: about as many as estimates say."""
-        odds = [bounded(one, MOST_ODDS) for one in odds]
-        ordered = by_odds(state.free, odds)
-        return likely_first(ordered, odds, self._leading(ordered, odds), count)
+        return likely_first(state.free, odds, self._leading, count)
 
 
 @dataclass(frozen=True)
-class EBSampler:
-    """Reveal in order of entropy, as many as have a sum of entropies less their maximum of at most gamma; so one always.
+class EBSampler(EntropyBound):
+    """Reveal in order of entropy, as many as have a sum of entropies less their maximum of at most a bound; so one always.
 
     The EB-sampler as published (arXiv 2505.24857): what n tokens that are picked apart can miss of their joint distribution is
     bounded by that difference. `EntropyBound` is the running sum, the largest entropy included.
 
     Attributes:
-        gamma: In nats.
+        bound: In nats.
     """
 
-    gamma: float
-    needs_entropy = True
-    left_to_right = False
-
-    def _leading(self, entropies: Sequence[float]) -> int:
-        """Count the columns that go, of entropies in rising order: the largest of each set is its last."""
+    def leading(self, entropies: Sequence[float]) -> int:
+        """See `EntropyBound`: the largest of each set is its last."""
         total = 0.0
         for place, before in enumerate(entropies[:-1], 1):
             total += before
-            if not total <= self.gamma:
+            if not total <= self.bound:
                 return place
         return len(entropies)
-
-    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`."""
-        entropy = scores.entropy
-        assert entropy is not None
-        ordered = sorted(state.free, key=entropy.__getitem__)
-        return tuple(sorted(ordered[: self._leading([entropy[column] for column in ordered])])), memo
-
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: about as many of the surest as estimated confidences leave room for."""
-        odds = [bounded(one, MOST_ODDS) for one in odds]
-        ordered = by_odds(state.free, odds)
-        return likely_first(ordered, odds, self._leading([likely_entropy(odds[column]) for column in ordered]), count)
 
 
 def runs(columns: Columns) -> Iterator[Columns]:
@@ -125,7 +103,7 @@ def runs(columns: Columns) -> Iterator[Columns]:
 
 
 @dataclass(frozen=True)
-class Hierarchy:
+class Hierarchy(Dynamic):
     """Reveal what is above the high threshold, and of each run of masks the most confident one if above the low one.
 
     Hierarchical decoding of dInfer (arXiv 2510.08666), with 0.9 and 0.4: a reveal in its midst splits a run, so that tokens
@@ -135,26 +113,28 @@ class Hierarchy:
         threshold, low: In log-odds.
     """
 
-    threshold: float
     low: float
-    needs_entropy = False
-    left_to_right = False
+
+    def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
+        """The columns for which the low threshold is enough: the best of each run."""
+        return {surest(run, odds) for run in runs(free)}
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        odds, threshold, low = scores.odds, self.threshold, self.low
-        bests = {surest(run, odds) for run in runs(state.free)}
-        where = [one for one in state.free if odds[one] > threshold or (one in bests and odds[one] > low)]
-        return tuple(where) or (surest(state.free, odds),), memo
+        free, odds, bests = state.free, scores.odds, self.eased(state.free, scores.odds)
+        where = [one for one in free if odds[one] > self.threshold or (one in bests and odds[one] > self.low)]
+        return tuple(where) or (surest(free, odds),), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, with the best of each run nearer to the threshold."""
-        bests = {surest(run, odds) for run in runs(state.free)}
-        return likely_over(state.free, raised(odds, bests, self.low, self.threshold), self.threshold, count)
+        """See `RevealRule`: as `Dynamic`, with columns that are eased nearer to the threshold."""
+        by = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
+        eased = self.eased(state.free, odds)
+        odds = [one + by if column in eased else one for column, one in enumerate(odds)]
+        return likely_over(state.free, odds, self.threshold, count)
 
 
 @dataclass(frozen=True)
-class LocalLeap:
+class LocalLeap(Hierarchy):
     """Reveal the columns of at least the threshold, *anchors*, and within `radius` of one those of at least the low one.
 
     LocalLeap (arXiv 2510.07081), with 0.9, 0.75 and 4: near a token that is sure the others are likelier to be right.
@@ -164,32 +144,22 @@ class LocalLeap:
         radius: In columns.
     """
 
-    threshold: float
-    low: float
     radius: int = 4
-    needs_entropy = False
-    left_to_right = False
 
-    def _near(self, free: Columns, odds: Sequence[float]) -> set[int]:
-        """The columns within the radius of an anchor."""
+    def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
+        """See `Hierarchy`: the columns within the radius of an anchor."""
         anchors = [column for column in free if odds[column] >= self.threshold]
         return {column for column in free if any(abs(column - anchor) <= self.radius for anchor in anchors)}
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        free, odds = state.free, scores.odds
-        near = self._near(free, odds)
+        free, odds, near = state.free, scores.odds, self.eased(state.free, scores.odds)
         where = [one for one in free if odds[one] >= self.threshold or (one in near and odds[one] >= self.low)]
         return tuple(where) or (surest(free, odds),), memo
 
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, with what is near an anchor nearer to the threshold."""
-        near = self._near(state.free, odds)
-        return likely_over(state.free, raised(odds, near, self.low, self.threshold), self.threshold, count)
-
 
 @dataclass(frozen=True)
-class ConfidenceAdaptive:
+class ConfidenceAdaptive(Dynamic):
     """Reveal, of the few most confident columns, those of at least the threshold; no eos in the first half.
 
     CAD of CD4LM (arXiv 2601.02236), with 4 columns and 0.8. The published half is that of the text's length; here it is the
@@ -201,11 +171,8 @@ class ConfidenceAdaptive:
         most: Columns of a step, at most.
     """
 
-    threshold: float
     eos: frozenset[int] = frozenset()
     most: int = 4
-    needs_entropy = False
-    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -227,7 +194,7 @@ def ascending(block_size: int) -> Columns:
 
 
 @dataclass(frozen=True)
-class EosRejection:
+class EosRejection(Static):
     """Reveal the most confident columns, twice as many each step, where the confidence of an eos counts little at first.
 
     EOS early rejection with ascending step sizes (arXiv 2509.23924), the steps of a block in place of the text's. An eos counts
@@ -239,11 +206,8 @@ class EosRejection:
         gamma: The factor at first, of the paper's code.
     """
 
-    schedule: Columns
     eos: frozenset[int] = frozenset()
     gamma: float = 0.01
-    needs_entropy = False
-    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -254,15 +218,11 @@ class EosRejection:
         for column in state.free:
             if scores.token[column] in self.eos:
                 odds[column] = logit(factor * sigmoid(odds[column]))
-        return tuple(sorted(by_odds(state.free, odds)[: quota_at(self.schedule, state)])), memo
-
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Static`."""
-        return Static(self.schedule).likely(state, odds, count)
+        return self.first(state, odds), memo
 
 
 @dataclass(frozen=True)
-class Prophet:
+class Prophet(Static):
     """Reveal the n most confident columns, and all that are left once the mean gap of their tokens is wide enough.
 
     The early commit of Prophet (arXiv 2508.19982), within a block. The published gap is that of the logits of the two likeliest
@@ -273,10 +233,6 @@ class Prophet:
         schedule: n, by denoising step of the block.
     """
 
-    schedule: Columns
-    needs_entropy = False
-    left_to_right = False
-
     def _margin(self, state: State, odds: Sequence[float]) -> float:
         """By how much the mean gap exceeds what is asked for at the state's step."""
         done, gaps = state.step / len(self.schedule), [odds[column] for column in state.free]
@@ -286,15 +242,189 @@ class Prophet:
         """See `RevealRule`."""
         if self._margin(state, scores.odds) >= 0:
             return state.free, memo
-        return tuple(sorted(by_odds(state.free, scores.odds)[: quota_at(self.schedule, state)])), memo
+        return self.first(state, scores.odds), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: all of it as likely as estimates say so, else as `Static`."""
         odds = [bounded(one, MOST_ODDS) for one in odds]
         chance = sigmoid(2 * self._margin(state, odds))
-        guesses = Static(self.schedule).likely(state, odds, count)
+        guesses = super().likely(state, odds, count)
         if guesses[0][0] == state.free:
             return guesses
         guesses = [(where, one * (1 - chance)) for where, one in guesses]
         guesses.insert(0 if chance >= 0.5 else max(count - 1, 1), (state.free, chance))
         return guesses[:count]
+
+
+def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a memo holds of the state's block; the default in another block."""
+    return memo[1:] if memo is not None and memo[0] == state.start else default
+
+
+@dataclass(frozen=True)
+class BoundedAdaptive(RevealRule):
+    """Reveal what is as confident as the mean of the block's reveals so far, within bounds.
+
+    BACD of TDAR (arXiv 2602.09555): the threshold is that mean, clamped to 0.6 to 0.9; at first it is the clamped confidence of
+    the surest column. Nothing is cut.
+
+    Attributes:
+        upper, lower: Probabilities.
+    """
+
+    upper: float
+    lower: float
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`: the memo has how many columns were revealed, and the sum of their confidences."""
+        count, total = recalled(memo, state, (0, 0.0))
+        mean = total / count if count else sigmoid(scores.odds[surest(state.free, scores.odds)])
+        where = at_least(state.free, scores.odds, logit(min(max(mean, self.lower), self.upper)))
+        return where, (state.start, count + len(where), total + sum([sigmoid(scores.odds[column]) for column in where]))
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: as `Dynamic` with the upper bound."""
+        return likely_over(state.free, odds, logit(self.upper), count)
+
+
+@dataclass(frozen=True)
+class SlowFast(Dynamic):
+    """Explore from the left until the span of what is fairly sure is stable, then finish that span, and so on.
+
+    SlowFast sampling (arXiv 2506.10848). While exploring, each step estimates where a span ends, at the last column of at least
+    `low` (0.3); two estimates in a row that differ by less than two, or six steps, settle it, at the last estimate or the mean
+    of the last two. Steps reveal what is of at least `threshold` (0.9), one at least: of all from the span's begin while
+    exploring, then of the span alone until it is clean. The reading is the paper's; its code explores for all six steps. Cut:
+    logits behind the span, which the paper keeps from the first fast step, are computed anew.
+
+    Attributes:
+        threshold, low: In log-odds.
+        explores: Steps of exploration, at most.
+    """
+
+    low: float
+    explores: int = 6
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`: the memo has where the span begins and ends (0 while exploring), steps, and the last estimate."""
+        begin, end, steps, last = recalled(memo, state, (0, 0, 0, 0))
+        free, odds = state.free, scores.odds
+        if end and not any(begin <= column < end for column in free):  # it is clean
+            begin, end, steps, last = end, 0, 0, 0
+        scope = tuple([column for column in free if begin <= column and (not end or column < end)]) or free
+        if not end:
+            estimate = 1 + max([column for column in scope if odds[column] >= self.low], default=begin)
+            steps += 1
+            if steps > 1 and abs(estimate - last) < 2:
+                end = estimate
+            elif steps == self.explores:
+                end = max((estimate + last) // 2, begin + 1)
+            last = estimate
+        return at_least(scope, odds, self.threshold), (state.start, begin, end, steps, last)
+
+
+@dataclass(frozen=True)
+class Coherent(RevealRule):
+    """Reveal, of the few most confident columns, those that already were so a step before, with the same token.
+
+    CCD with adaptive budgets (arXiv 2512.02044), by its code: a buffer holds the `few` (4) most confident columns behind those
+    that a step reveals; where none of them stays, the surest goes. Cut: confidences are those of this step, not those of
+    distributions averaged over steps, and of the picked token, not entropies; and the buffer does not grow in the first steps.
+
+    Attributes:
+        few: Columns of the buffer.
+    """
+
+    few: int = 4
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`: the memo has the buffer's columns and tokens."""
+        (buffer,) = recalled(memo, state, ((),))
+        ordered, before, token = by_odds(state.free, scores.odds), dict(buffer), scores.token
+        same = [column for column in ordered[: self.few] if before.get(column) == token[column]]
+        where = tuple(sorted(same)) or (ordered[0],)
+        rest = [column for column in ordered if column not in where][: self.few]
+        return where, (state.start, tuple([(column, token[column]) for column in rest]))
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: one in a block's first step, then about as many as the buffer has."""
+        room = min(self.few, len(state.free)) if state.step else 1
+        return likely_first(state.free, odds, lambda *_: room, count)
+
+
+@dataclass(frozen=True)
+class Credit(Dynamic):
+    """Reveal what is confident enough with the credit that its token has earned in earlier steps.
+
+    CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code: each step the credit of the likeliest token decays by
+    beta and grows by its confidence to the power gamma, and alpha log(1 + credit) is added to its logit, which adds as much to
+    its log-odds. Cut: a column keeps the credit of the token picked last; one that another token replaces loses it, while the
+    paper goes on fusing both. The text's log-probabilities are without credit.
+
+    Attributes:
+        threshold: In log-odds.
+    """
+
+    alpha: float = 0.7
+    gamma: float = 0.2
+    beta: float = 0.8
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`: the memo has columns, tokens and credits."""
+        (earned,) = recalled(memo, state, ((),))
+        before, now, fused = {(column, token): credit for column, token, credit in earned}, [], list(scores.odds)
+        for column in state.free:
+            token = scores.token[column]
+            credit = self.beta * before.get((column, token), 0.0) + sigmoid(fused[column]) ** self.gamma
+            fused[column] += self.alpha * math.log1p(credit)
+            now.append((column, token, credit))
+        return at_least(state.free, fused, self.threshold), (state.start, tuple(now))
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: as `Dynamic`, with the credit of a sure token that never changed."""
+        credit = (1 - self.beta ** (state.step + 1)) / (1 - self.beta)
+        return likely_over(state.free, odds, self.threshold - self.alpha * math.log1p(credit), count)
+
+
+@dataclass(frozen=True)
+class Klass(Dynamic):
+    """Reveal what is confident and stable: its distribution hardly changed in the last steps; else the surest.
+
+    KLASS (arXiv 2511.05664), with a divergence below 0.01 in each of the last two steps and a confidence above 0.9. Cut: the
+    divergence of a step from the one before is that of the two events *this token* and *another one*, of which the whole one
+    is never less; a token that was not picked before counts as unstable.
+
+    Attributes:
+        threshold: In log-odds.
+        divergence: In nats.
+        steps: Steps in which it has to be less.
+    """
+
+    divergence: float = 0.01
+    steps: int = 2
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`: the memo has columns, tokens, odds, and for how many steps these have been stable."""
+        (seen,) = recalled(memo, state, ((),))
+        before = {(column, token): (odds, stable) for column, token, odds, stable in seen}
+        now, where = [], []
+        for column in state.free:
+            token, odds = scores.token[column], scores.odds[column]
+            was, stable = before.get((column, token), (None, 0))
+            stable = 0 if was is None or not divergence(odds, was) < self.divergence else min(stable + 1, self.steps)
+            now.append((column, token, odds, stable))
+            if stable == self.steps and odds > self.threshold:
+                where.append(column)
+        return tuple(where) or (surest(state.free, scores.odds),), (state.start, tuple(now))
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: the surest in a block's first steps, then as `Dynamic`."""
+        return likely_over(state.free, odds, self.threshold if state.step >= self.steps else math.inf, count)
+
+
+def divergence(odds: float, before: float) -> float:
+    """The divergence in nats of an event of these log-odds from what it was before; 0 of one that stays certain."""
+    odds, before = bounded(odds, MOST_ODDS), bounded(before, MOST_ODDS)
+    return sigmoid(odds) * (log_sigmoid(odds) - log_sigmoid(before)) + sigmoid(-odds) * (
+        log_sigmoid(-odds) - log_sigmoid(-before)
+    )

@@ -9,9 +9,10 @@ text is.
 """
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from .state import Scores, State
 
@@ -32,45 +33,39 @@ TAIL_NATS = 2.0
 MOST_ODDS = 1e4
 
 
-class RevealRule(Protocol):
+class RevealRule(ABC):
     """Decides what a step of the backbone reveals: a frozen dataclass of its numbers.
 
     Attributes:
         needs_entropy: Whether it reads `Scores.entropy`.
-        left_to_right: Whether it reveals the leftmost masks, one a step: then all before a reveal is known.
     """
 
-    @property
-    def needs_entropy(self) -> bool:
-        """See the attribute."""
-        ...
+    needs_entropy: ClassVar[bool] = False
 
     @property
     def left_to_right(self) -> bool:
-        """See the attribute."""
-        ...
+        """Whether it reveals the leftmost masks, one a step: then all before a reveal is known."""
+        return False
 
+    @abstractmethod
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """Choose the columns that are revealed, one at least, of `state.free`, which is not empty; and the memo behind it.
 
         What a ban or the head takes back later is in that memo all the same. Drafting calls it too, of a remembered state with
         the memo of an earlier one, and drops the result's: None, or any memo that it gave, may come with any state.
         """
-        ...
 
+    @abstractmethod
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """Guess up to `count` sets of columns, the likeliest mostly first, by estimates of the log-odds [block]; no memo."""
-        ...
+        """Guess up to `count` sets of columns, the likeliest mostly first, by estimates of the log-odds [block]; no memo.
+
+        The chance of a single one orders nothing: it may be 1.
+        """
 
 
-def surest(columns: Columns, odds: Sequence[float]) -> int:
+def surest(columns: Sequence[int], odds: Sequence[float]) -> int:
     """The column with the largest odds; of equals the leftmost."""
-    best = columns[0]
-    most = odds[best]
-    for column in columns:
-        if odds[column] > most:
-            best, most = column, odds[column]
-    return best
+    return max(columns, key=odds.__getitem__)
 
 
 def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
@@ -96,21 +91,19 @@ def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count
     another one alone.
     """
     best, threshold, exp = surest(columns, odds), bounded(threshold, 2 * MOST_ODDS), math.exp
-    over, chance = [best], 1.0
+    if count == 1:
+        return [(tuple([column for column in columns if odds[column] > threshold or column == best]), 1.0)]
+    over, doubts, chance = [], list[tuple[float, int]](), 1.0
     for column in columns:
+        gap = THRESHOLD_SHARPNESS * (odds[column] - threshold)
+        if column == best or gap > 0:
+            over.append(column)
         if column != best:
-            gap = THRESHOLD_SHARPNESS * (odds[column] - threshold)
-            if gap > 0:
-                over.append(column)
-                chance /= 1.0 + exp(-gap)
-            else:
-                chance /= 1.0 + exp(gap)
-    doubts: list[tuple[float, int]] = []
-    if count > 1:
-        gaps = [(abs(THRESHOLD_SHARPNESS * (odds[column] - threshold)), column) for column in columns if column != best]
-        doubts = sorted(gaps)[: count - 1]
+            chance /= 1.0 + exp(-abs(gap))
+            doubts.append((abs(gap), column))
+    doubts = sorted(doubts)[: count - 1]
     if len(over) > 1:
-        guesses = [(tuple(sorted(over)), chance)]
+        guesses = [(tuple(over), chance)]
         for doubt, column in doubts:
             other = [one for one in over if one != column] if column in over else [*over, column]
             guesses.append((tuple(sorted(other)), chance * exp(-doubt)))
@@ -124,17 +117,22 @@ def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count
     return guesses[:count]
 
 
-def likely_first(ordered: Sequence[int], odds: Sequence[float], room: int, count: int) -> Guesses:
-    """Guess how many of the columns, the surest first, go: about as many as there is `room` for; odds are finite.
+def likely_first(
+    columns: Columns, odds: Sequence[float], room_of: Callable[[list[int], list[float]], int], count: int
+) -> Guesses:
+    """Guess how many of the columns go, the surest first: about as many as `room_of` says, given the order and finite odds.
 
     Where there is room for one, there are no fewer: in place of these stands another one alone, and all is as uncertain as
     which one is the surest.
     """
-    alone = alone_chances(ordered[:count], ordered, odds) if room <= 1 else {}
+    odds = [bounded(one, MOST_ODDS) for one in odds]
+    ordered = by_odds(columns, odds)
+    room = max(room_of(ordered, odds), 1)
+    alone = alone_chances(ordered[:count], ordered, odds) if room == 1 else {}
     guesses: Guesses = []
     for turn in range(count):
         several, more = (turn + 1) // 2, turn % 2 == 1
-        size = max(room, 1) + (several if more else -several)
+        size = room + (several if more else -several)
         if alone and not more:
             if several < len(ordered):
                 guesses.append(((ordered[several],), alone[ordered[several]]))
@@ -178,7 +176,7 @@ def quota_at(schedule: Columns, state: State) -> int:
 
 
 @dataclass(frozen=True)
-class Static:
+class Static(RevealRule):
     """Reveal the n most confident columns.
 
     Attributes:
@@ -186,28 +184,29 @@ class Static:
     """
 
     schedule: Columns
-    needs_entropy = False
-    left_to_right = False
+
+    def first(self, state: State, odds: Sequence[float]) -> Columns:
+        """The n surest columns, or all that are left."""
+        quota = quota_at(self.schedule, state)
+        return (surest(state.free, odds),) if quota == 1 else tuple(sorted(by_odds(state.free, odds)[:quota]))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        quota = quota_at(self.schedule, state)
-        if quota == 1:
-            return (surest(state.free, scores.odds),), memo
-        return tuple(sorted(by_odds(state.free, scores.odds)[:quota])), memo
+        return self.first(state, scores.odds), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: all but the last are the surest, and the last one is uncertain."""
-        ordered, sure = by_odds(state.free, odds), quota_at(self.schedule, state) - 1
-        if len(ordered) <= sure:  # where a step reveals more than is left, all of it goes
-            return [(state.free, 1.0)]
-        first, rest = ordered[:sure], ordered[sure:]
+        quota = quota_at(self.schedule, state)
+        if count == 1 or len(state.free) < quota:
+            return [(self.first(state, odds), 1.0)]
+        ordered = by_odds(state.free, odds)
+        first, rest = ordered[: quota - 1], ordered[quota - 1 :]
         chances = alone_chances(rest[:count], rest, odds)
-        return [(tuple(sorted([*first, last])) if first else (last,), chance) for last, chance in chances.items()]
+        return [(tuple(sorted([*first, last])), chance) for last, chance in chances.items()]
 
 
 @dataclass(frozen=True)
-class Sequential:
+class Sequential(RevealRule):
     """Reveal the n leftmost masked columns.
 
     Attributes:
@@ -215,7 +214,6 @@ class Sequential:
     """
 
     schedule: Columns
-    needs_entropy = False
 
     @property
     def left_to_right(self) -> bool:
@@ -228,12 +226,11 @@ class Sequential:
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: there is one such set."""
-        where = state.free[: quota_at(self.schedule, state)]
-        return [(where, math.exp(sum([log_sigmoid(odds[column]) for column in where])))]
+        return [(state.free[: quota_at(self.schedule, state)], 1.0)]
 
 
 @dataclass(frozen=True)
-class Dynamic:
+class Dynamic(RevealRule):
     """Reveal every column whose confidence exceeds tau; at least the most confident one.
 
     Attributes:
@@ -241,8 +238,6 @@ class Dynamic:
     """
 
     threshold: float
-    needs_entropy = False
-    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -256,7 +251,7 @@ class Dynamic:
 
 
 @dataclass(frozen=True)
-class EntropyBound:
+class EntropyBound(RevealRule):
     """Reveal in order of entropy while the running sum stays under a bound; at least one.
 
     Attributes:
@@ -265,32 +260,31 @@ class EntropyBound:
 
     bound: float
     needs_entropy = True
-    left_to_right = False
+
+    def leading(self, entropies: Sequence[float]) -> int:
+        """Count the columns that go, of entropies in rising order; 0 stands for one."""
+        total = 0.0
+        for place, entropy in enumerate(entropies):
+            total += entropy
+            if not total < self.bound:
+                return place
+        return len(entropies)
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
         entropy = scores.entropy
         assert entropy is not None
-        ordered = sorted(state.free, key=lambda column: entropy[column])
-        total, shown = 0.0, 0
-        for column in ordered:
-            total += entropy[column]
-            if not total < self.bound:
-                break
-            shown += 1
-        return tuple(sorted(ordered[: max(shown, 1)])), memo
+        ordered = sorted(state.free, key=entropy.__getitem__)
+        shown = max(self.leading([entropy[column] for column in ordered]), 1)
+        return tuple(sorted(ordered[:shown])), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: about as many of the surest as estimated confidences leave room for."""
-        odds = [bounded(one, MOST_ODDS) for one in odds]
-        ordered = by_odds(state.free, odds)
-        total, room = 0.0, 0
-        for column in ordered:
-            total += likely_entropy(odds[column])
-            if not total < self.bound:
-                break
-            room += 1
-        return likely_first(ordered, odds, room, count)
+
+        def room_of(ordered: list[int], odds: list[float]) -> int:
+            return self.leading([likely_entropy(odds[column]) for column in ordered])
+
+        return likely_first(state.free, odds, room_of, count)
 
 
 def likely_entropy(odds: float) -> float:

@@ -1,12 +1,14 @@
 """States of a block, what a network says of them, and the row of text that they belong to."""
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 # A state's name: where its block starts, and its ids. What a network says of a state depends on nothing else of it.
 Key = tuple[int, tuple[int, ...]]
 
 
+@dataclass(slots=True, eq=False)
 class State:
     """A partly revealed block of one row.
 
@@ -18,14 +20,11 @@ class State:
         step: Denoising steps since the block was opened.
     """
 
-    __slots__ = ("end", "free", "key", "masks", "step")
-
-    def __init__(self, key: Key, free: tuple[int, ...], end: int, masks: int, step: int) -> None:
-        self.key: Final = key
-        self.free: Final = free
-        self.end: Final = end
-        self.masks: Final = masks
-        self.step: Final = step
+    key: Key
+    free: tuple[int, ...]
+    end: int
+    masks: int
+    step: int
 
     @property
     def start(self) -> int:
@@ -47,6 +46,7 @@ class State:
         return State(key, free, self.end, self.masks - len(where), self.step + 1)
 
 
+@dataclass(slots=True, eq=False)
 class Scores:
     """What the backbone said at a state, or the head thinks that it will say.
 
@@ -62,25 +62,15 @@ class Scores:
             and the place in it; None: they choose among all.
     """
 
-    __slots__ = ("entropy", "hidden", "likeliest", "odds", "shortlist", "token")
-
-    def __init__(
-        self,
-        token: list[int],
-        odds: list[float],
-        entropy: list[float] | None = None,
-        likeliest: Any = None,
-        hidden: tuple[Any, int] | None = None,
-        shortlist: tuple[Any, int] | None = None,
-    ) -> None:
-        self.token: Final = token
-        self.odds: Final = odds
-        self.entropy: Final = entropy
-        self.likeliest: Final = likeliest
-        self.hidden: Final = hidden
-        self.shortlist: Final = shortlist
+    token: list[int]
+    odds: list[float]
+    entropy: list[float] | None = None
+    likeliest: Any = None
+    hidden: tuple[Any, int] | None = None
+    shortlist: tuple[Any, int] | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Frontier:
     """The last accepted state of a row and the reveal there, which no forward has scored yet.
 
@@ -91,17 +81,16 @@ class Frontier:
         memo: The rule's memo behind that.
         made: The state that the reveal makes.
         drawn: By column that was drawn elsewhere (by the head) the state and the hidden states there, as in `Scores`; or None.
+        remasked: Columns that the step revealed and the head put back to masks.
     """
 
-    __slots__ = ("drawn", "made", "memo", "scores", "state", "where")
-
-    def __init__(self, state: State, scores: Scores, where: tuple[int, ...], memo: Any, made: State, drawn: Any = None) -> None:
-        self.state: Final = state
-        self.scores: Final = scores
-        self.where: Final = where
-        self.memo: Final = memo
-        self.made: Final = made
-        self.drawn: Final[dict[int, tuple[State, Any]] | None] = drawn
+    state: State
+    scores: Scores
+    where: tuple[int, ...]
+    memo: Any
+    made: State
+    drawn: dict[int, tuple[State, Any]] | None = None
+    remasked: tuple[int, ...] = ()
 
 
 class Constraint(Protocol):
@@ -134,10 +123,11 @@ class Counts:
         self.offered_at_depth, self.accepted_at_depth = [0] * depths, [0] * depths
 
 
+@dataclass(eq=False)
 class Row:
     """One sequence of the batch: its text so far, the state that it stands at, and what is known of that.
 
-    Args:
+    Attributes:
         place: Which of the call's rows it is.
         text: Tokens by absolute position, masks where nothing is known; whole blocks, beyond `limit`.
         block_size: Tokens of a block.
@@ -150,8 +140,6 @@ class Row:
         no_eos_before: Positions before it take no eos.
         seed: Of the noise.
         bans: Sequences that must not appear; or None.
-
-    Attributes:
         state: The next state, which the backbone revealed; the first one is that of the block with the first mask.
         source: What was said at the last accepted state, from which drafts start; None behind a clean block.
         memo: The rule's memo at `state`.
@@ -162,58 +150,46 @@ class Row:
             and -1 where nothing was revealed.
         steps: Denoising steps so far.
         stop: One past the last token once the text is whole, else None.
-        remasked: What the last step put back to masks: columns and tokens.
         counts: What drafts came to.
         written: Reveals that were written, for whoever wants them; None: nobody does.
     """
 
-    def __init__(
-        self,
-        place: int,
-        text: list[int],
-        block_size: int,
-        mask_id: int,
-        eos: frozenset[int],
-        prompt: int,
-        given_end: int,
-        limit: int,
-        open_end: int,
-        no_eos_before: int,
-        seed: int,
-        bans: Constraint | None = None,
-    ) -> None:
-        self.place: Final = place
-        self.text: Final = text
-        self.block_size: Final = block_size
-        self.mask_id: Final = mask_id
-        self.eos: Final = eos
-        self.prompt: Final = prompt
-        self.given_end: Final = given_end
-        self.limit: Final = limit
-        self.open_end: Final = open_end
-        self.no_eos_before: Final = no_eos_before
-        self.seed: Final = seed
-        self.bans: Final = bans
-        first = next((at for at in range(limit) if text[at] == mask_id), limit - 1)
-        self.state = self.opened(first // block_size * block_size)
-        self.source: Scores | None = None
-        self.memo: Any = None
-        self.memory: dict[Key, tuple[State, Scores]] = {}
-        self.held = self.head_held = 0
-        self.logprob = [0.0] * (len(text) - prompt)
-        self.step = [-1] * (len(text) - prompt)
-        self.steps = 0
-        self.stop: int | None = None
-        self.remasked: tuple[tuple[int, ...], list[int]] = ((), [])
+    place: int
+    text: list[int]
+    block_size: int
+    mask_id: int
+    eos: frozenset[int]
+    prompt: int
+    given_end: int
+    limit: int
+    open_end: int
+    no_eos_before: int
+    seed: int
+    bans: Constraint | None = None
+    state: State = field(init=False)
+    source: Scores | None = field(init=False, default=None)
+    memo: Any = field(init=False, default=None)
+    memory: dict[Key, tuple[State, Scores]] = field(init=False, default_factory=dict)
+    held: int = field(init=False, default=0)
+    head_held: int = field(init=False, default=0)
+    logprob: list[float] = field(init=False)
+    step: list[int] = field(init=False)
+    steps: int = field(init=False, default=0)
+    stop: int | None = field(init=False, default=None)
+    counts: Counts = field(init=False)
+    written: list[Frontier] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        first = next((at for at in range(self.limit) if self.text[at] == self.mask_id), self.limit - 1)
+        self.state = self.opened(first // self.block_size * self.block_size)
+        self.logprob, self.step = [0.0] * (len(self.text) - self.prompt), [-1] * (len(self.text) - self.prompt)
         self.counts = Counts(1, False)
-        self.written: list[Frontier] | None = None
 
     def before(self, start: int) -> "Row":
         """The row as it was when the block at `start` was opened: nothing from there on was revealed."""
         steps = [-1] * self.prompt + self.step
         text = [self.mask_id if at >= start and step >= 0 else self.text[at] for at, step in enumerate(steps)]
-        ends = (self.prompt, self.given_end, self.limit, self.open_end, self.no_eos_before)
-        return Row(self.place, text, self.block_size, self.mask_id, self.eos, *ends, self.seed, self.bans)
+        return replace(self, text=text)
 
     def opened(self, start: int) -> State:
         """The first state of a block: its masks, and given tokens, none of which ends the text."""
@@ -242,16 +218,6 @@ class Row:
         if state.end == self.block_size < room:
             return False
         return not state.free or state.free[0] >= room
-
-    def write(self, frontier: Frontier, logprobs: Sequence[float]) -> None:
-        """Write a reveal into the text, with the log-confidence of each column, and stand at the state that it makes."""
-        start, ids = frontier.state.key[0], frontier.scores.token
-        behind = start - self.prompt
-        for column, logprob in zip(frontier.where, logprobs, strict=True):
-            self.text[start + column] = ids[column]
-            self.logprob[behind + column], self.step[behind + column] = logprob, self.steps
-        self.steps += 1
-        self.state, self.source, self.memo = frontier.made, frontier.scores, frontier.memo
 
     def settle(self) -> None:
         """Note where the text stops if it is whole at the state that the row stands at."""

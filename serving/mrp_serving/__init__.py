@@ -60,6 +60,3 @@ def refusing(obstacle: str) -> type:
             raise RuntimeError(f"{ALGORITHM} is not served: {obstacle}")
 
     return Refusal(ALGORITHM, (), {})
-
-
-__all__ = ["ALGORITHM", "SUPPORTED_SGLANG", "refusing", "register", "version_obstacle"]

@@ -97,6 +97,3 @@ def writes_first(engine: Any, batch: Any) -> bool:
         return True
     with forward_context(ForwardContext(attn_backend=engine.attn_backend)):
         return enable_fused_set_kv_buffer(batch)  # written with the rotary embedding
-
-
-__all__ = ["MRP", "abort", "rows_of", "writes_first"]

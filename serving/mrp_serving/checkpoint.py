@@ -116,6 +116,3 @@ def backbone_weights(config: Any, source: str) -> Iterator[tuple[str, Tensor]]:
             for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
                 if head_weight(name) is None:
                     yield name, tensors.get_tensor(name)
-
-
-__all__ = ["ARCHITECTURES", "Backbone", "Checkpoint", "backbone_weights", "head_weight", "named_backbone", "open_checkpoint"]

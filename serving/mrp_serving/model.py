@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import ALGORITHM
 from .checkpoint import backbone_weights, head_weight
+from .head_graphs import HeadGraphs, give_up
 
 # Of a checkpoint's projections, those that the engine stacks, and in which part of what.
 _STACKED: dict[str, tuple[str, str | int]] = {
@@ -74,6 +75,7 @@ class MRPForCausalLM(SDARForCausalLM):
             config.rope_scaling = None if rope.get("rope_type", "default") == "default" else rope
         super().__init__(config, quant_config, prefix)
         self.mrp_head = Head(config) if config.num_nextn_predict_layers else None
+        self.head_graphs: HeadGraphs | None = None
         self.has_weights = False
         self.hands_out_hidden = get_exec().dllm.dllm_algorithm == ALGORITHM
 
@@ -94,11 +96,26 @@ class MRPForCausalLM(SDARForCausalLM):
 
     @torch.no_grad()
     def run_head(self, engine: Any, batch: Any, hidden: Tensor) -> Tensor:
-        """Compute h_C [tokens, hidden_size] of a batch, from hidden states of that shape, outside of the engine's graphs."""
+        """Compute h_C [tokens, hidden_size] of a batch, from hidden states of that shape: by a graph, where there is one."""
+
+        def eagerly() -> Tensor:
+            with forward_context(ForwardContext(attn_backend=engine.attn_backend)):
+                engine.attn_backend.init_forward_metadata(batch)
+                return self.residual(batch.input_ids, batch.positions, batch, hidden)
+
+        if self.head_graphs is not None and self.head_graphs.takes(batch):
+            try:
+                return self.head_graphs.replay(batch, hidden, eagerly)
+            except Exception as error:
+                self.head_graphs = None
+                give_up("does not run rightly", error)
+        return eagerly()
+
+    def residual(self, ids: Tensor, positions: Tensor, batch: Any, hidden: Tensor) -> Tensor:
+        """Compute h_C [tokens, hidden_size] of ids and positions [tokens], from hidden states of that shape."""
         assert self.mrp_head is not None
-        with forward_context(ForwardContext(attn_backend=engine.attn_backend)):
-            engine.attn_backend.init_forward_metadata(batch)
-            return self.mrp_head(self.model.embed_tokens(batch.input_ids), hidden, batch.positions, batch)
+        made: Tensor = self.mrp_head(self.model.embed_tokens(ids), hidden, positions, batch)
+        return made
 
     @torch.no_grad()
     def unembed(self, batch: Any, hidden: Tensor) -> Tensor:
@@ -148,6 +165,3 @@ def _load_head(head: dict[str, Any], name: str, tensor: Tensor) -> None:
 
 class SDARMRPForCausalLM(MRPForCausalLM):
     """The same, under the name of the published checkpoints."""
-
-
-__all__ = ["MRPForCausalLM", "SDARMRPForCausalLM"]

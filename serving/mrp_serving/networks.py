@@ -444,6 +444,3 @@ def on_host(picks: Picks, columns: np.ndarray, states: int, block: int) -> list[
         ids, of_ids = (part.reshape(states, block, each) for part in np.split(spread[:, -2 * each :], 2, 1))
         likeliest = list(zip(np.where(of_ids == -np.inf, 0, ids).astype(np.int64), of_ids, strict=True))
     return list(zip(token, odds, entropy, likeliest, strict=True))
-
-
-__all__ = ["Cells", "EngineNetworks", "Own", "Room", "map_positions", "on_host", "packed_batch", "place_states"]

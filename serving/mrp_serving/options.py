@@ -151,6 +151,3 @@ def check_names(given: Mapping[str, Any]) -> None:
             wrong.append(f"{name} is no option of MRP{closest_name(name, SERVED)}")
     if wrong:
         raise ValueError(f"the file of --dllm-algorithm-config: {'; '.join(wrong)}. Options are {', '.join(SERVED)}")
-
-
-__all__ = ["OF_REQUEST", "SERVED", "TOLD", "Settings", "check_devices", "check_names", "decodes_as_stock", "settings_of"]

@@ -48,7 +48,7 @@ def pace_of(model: Any, mode: Mode, share: Share | None) -> Budget:
     if drafting is None:
         return Fixed(Amount())
     if drafting.paced and not torch.are_deterministic_algorithms_enabled():
-        by_clock = Auto(drafting.states, drafting.passes, records=False)  # the engine recorded its graphs as it started
+        by_clock = Auto(drafting.states, drafting.passes)
         return by_clock if share is None else Led(by_clock, share)
     return budget_of(model, mode, drafting.states, drafting.passes, drafting.paced)
 
@@ -64,6 +64,3 @@ def share_in(group: Any) -> Share | None:
         return [int(number) for number in given]
 
     return share
-
-
-__all__ = ["Led", "Share", "pace_of", "share_in"]

@@ -226,6 +226,3 @@ class Pickers:
             found[at] = odds
         assert found is not None
         return found
-
-
-__all__ = ["CountPenalties", "EnginePicker", "EngineUnembedding", "Pickers", "Sampling", "StockPicker"]

@@ -19,9 +19,10 @@ from modeling_mrp import MRPConfig
 from . import ALGORITHM
 from .algorithm import MRP
 from .checkpoint import ARCHITECTURES, open_checkpoint
+from .head_graphs import record_head
 from .model import MRPForCausalLM, SDARMRPForCausalLM
 from .options import settings_of
-from .requests import GREEDY
+from .requests import GREEDY, refusal_of_body
 from .room import fetch_what_fits, whole_blocks
 from .usage import SHOWN, shown_of
 
@@ -40,11 +41,14 @@ def register_parts() -> None:
         AutoConfig.register(config.model_type, config, exist_ok=True)
     hooks: dict[str, Callable[..., Any]] = {
         "sglang.srt.dllm.config.DllmConfig.from_server_args": dllm_config,
+        "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs": with_head,
+        "sglang.srt.model_executor.model_runner.ModelRunner.init_decode_cuda_graph": with_head,
         "sglang.srt.managers.tp_worker.TpModelWorker._forward_batch_generation_dllm": with_requests,
         "sglang.srt.dllm.mixin.scheduler.SchedulerDllmMixin._fetch_waiting_reqs": fetch_what_fits,
         "sglang.srt.managers.schedule_policy.PrefillAdder._get_dllm_remain_tokens": whole_blocks,
         "sglang.srt.configs.model_config.ModelConfig.get_default_sampling_params": sampling_defaults,
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation": pause_in_place,
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request": with_sense,
         "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.build_additional_customized_info": (
             with_progress
         ),
@@ -131,6 +135,16 @@ def sampling_defaults(original: Callable[[Any], dict[str, Any]], config: Any) ->
     return dict(GREEDY) if get_exec().dllm.dllm_algorithm == ALGORITHM else original(config)
 
 
+def with_head(original: Callable[..., None], engine: Any, *args: Any, **more: Any) -> None:
+    """Record the head behind the backbone, if it takes part."""
+    original(engine, *args, **more)
+    if (
+        get_exec().dllm.dllm_algorithm == ALGORITHM
+        and DllmConfig.from_server_args(engine.server_args).mrp_settings.mode.uses_head
+    ):
+        engine.model.head_graphs = record_head(engine)
+
+
 def with_requests(original: Callable[..., Any], worker: Any, forward_batch: Any, batch: Any = None) -> Any:
     """Show the algorithm the scheduler's batch while it runs: the requests, and the cache of prefixes."""
     if not isinstance(worker.dllm_algorithm, MRP):
@@ -147,6 +161,13 @@ async def pause_in_place(original: Callable[..., Awaitable[None]], manager: Any,
     if asked.mode == "retract" and get_exec().dllm.dllm_algorithm == ALGORITHM:
         raise HTTPException(400, "mode 'retract' is not served with MRP: use 'in_place', which goes on, or 'abort', which ends")
     await original(manager, asked)
+
+
+def with_sense(original: Callable[..., None], manager: Any, asked: Any, prompt: Sequence[int] | None) -> None:
+    """Refuse a request that the engine would not, with a `ValueError`, which becomes a 400."""
+    original(manager, asked, prompt)
+    if get_exec().dllm.dllm_algorithm == ALGORITHM and (reason := refusal_of_body(asked, prompt or ())):
+        raise ValueError(reason)
 
 
 def with_progress(original: Callable[..., dict[str, list[Any]]], streamer: Any, reqs: Sequence[Any]) -> dict[str, list[Any]]:
@@ -173,16 +194,3 @@ def with_text(
         meta_info[SHOWN] = shown
         if "provisional_ids" in shown and manager.tokenizer is not None:
             shown["provisional_text"] = manager.tokenizer.decode(shown["provisional_ids"])
-
-
-__all__ = [
-    "PublishedConfig",
-    "dllm_config",
-    "pause_in_place",
-    "register_parts",
-    "sampling_defaults",
-    "with_progress",
-    "with_requests",
-    "with_text",
-    "yaml_mapping",
-]

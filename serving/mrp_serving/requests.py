@@ -1,6 +1,7 @@
 """What a request asks for: whether it can be served, how its text is made, where it ends, and what it has come to."""
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -171,6 +172,28 @@ def _unserved(req: Any) -> dict[str, Any]:
     }
 
 
+def refusal_of_body(asked: Any, prompt: Sequence[int]) -> str | None:
+    """Say why a request cannot be served that the engine would answer wrongly, or with a 500; None if there is no such reason.
+
+    Args:
+        asked: The engine's `GenerateReqInput` of one request.
+        prompt: Its ids.
+    """
+    first = asked.logprob_start_len
+    if asked.return_logprob and first is not None and 0 <= first < len(prompt):
+        return (
+            f"logprob_start_len is {first}, and MRP has no log-probabilities of the prompt, which has {len(prompt)} tokens: "
+            "leave it out (and echo, with logprobs)"
+        )
+    given = asked.sampling_params.get("stop_regex") or ()
+    for pattern in [given] if isinstance(given, str) else given:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            return f"stop_regex has {pattern!r}, which is no regular expression: {error}"
+    return None
+
+
 def committed_ids(req: Any) -> list[int]:
     """List the ids of a request's text so far."""
     return [*req.origin_input_ids, *req.output_ids]
@@ -216,18 +239,3 @@ def text_of_block(req: Any, asked: Asked, ids: Sequence[int], start: int, mask_i
     if end >= len(ids) or mask_id in ids[:end]:
         return None
     return list(ids) if asked.sampling.stock else [*ids[:end], *[mask_id] * (len(ids) - end)]
-
-
-__all__ = [
-    "GREEDY",
-    "Asked",
-    "EngineRow",
-    "Progress",
-    "committed_ids",
-    "end_of_text",
-    "interpreted",
-    "refusal",
-    "seed_of",
-    "stop_ids",
-    "text_of_block",
-]

@@ -56,6 +56,3 @@ def whole_blocks(original: Callable[..., int], adder: Any, req: Any = None) -> i
     if adder.dllm_config.algorithm != ALGORITHM:
         return original(adder, req)
     return int(min(adder.rem_dllm_tokens, adder.dllm_config.block_size))
-
-
-__all__ = ["count_fitting", "fetch_what_fits", "whole_blocks"]

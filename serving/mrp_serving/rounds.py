@@ -271,6 +271,3 @@ def fresh_row(
     row.state = row.opened(start)
     row.held = row.head_held = start
     return row
-
-
-__all__ = ["EngineDecoder", "Name", "Rounds", "fresh_row"]

@@ -69,6 +69,3 @@ def borrowed(pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int,
             allocator.free_segment(lent.given_back(), start_pos=0)  # whole pages, each in order: no search for equal ones
         if rows:
             pool.free_rows(rows)
-
-
-__all__ = ["Borrowed", "affordable", "borrowed"]

@@ -52,6 +52,3 @@ def sent(parts: Mapping[str, Part], device: torch.device) -> tuple[dict[str, Ten
         return {name: whole[begins[name] :].view(part.dtype)[: len(part.numbers)] for name, part in parts.items()}
 
     return views(host.to(device, non_blocking=True)), views(host)
-
-
-__all__ = ["Part", "sent"]

@@ -54,6 +54,3 @@ def shown_of(req: Any) -> dict[str, Any] | None:
     if progress.asked.provisional:
         shown["provisional_ids"] = [] if req.finished() else progress.block
     return shown
-
-
-__all__ = ["SHOWN", "Report", "shown_of", "totals"]

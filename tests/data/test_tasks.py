@@ -13,7 +13,6 @@ from mrp_trainer.data.tasks import (
     problems,
     source_modules,
 )
-from mrp_trainer.evaluate.decoded import NEW_TOKENS
 
 # Problems: the words, the answer and the judge
 
@@ -68,20 +67,6 @@ def test_answers_follow_from_the_words(split: Any) -> None:
             assert result == result_that_the_words_say(problem.prompt, argument), problem
 
 
-def test_math_judge_refuses_every_single_slip() -> None:
-    for problem in problems("math", "heldout", 300):
-        opening, *equations, last = problem.answer.split("\n")
-        unknown = equations[0].split(" ")[0]
-        slips = [[*equations, f"#### {problem.number + 1}"]]
-        for i, equation in enumerate(equations):
-            left, result = equation.rsplit(" ", 1)
-            for slip in (f"{left} {int(result) + 1}", equation.replace(unknown, f"{unknown}_other", 1)):
-                slips.append([*equations[:i], slip, *equations[i + 1 :], last])
-        texts = ["\n".join([opening, *slip]) for slip in slips]
-        texts.append("\n".join([re.sub(rf"\b{unknown}\b", "other", opening), *equations, last]))
-        assert judge([problem] * len(texts), texts) == [False] * len(texts), texts
-
-
 MATH = Problem("math", "Ana has 3 pens. Ana buys 4 more. Ana loses 1. How many pens are there now?", "", number=6)
 
 
@@ -93,6 +78,8 @@ MATH = Problem("math", "Ana has 3 pens. Ana buys 4 more. Ana loses 1. How many p
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 7 - 0 = 7\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 1 - 7 = 6\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nm = 7 - 1 = 6\n#### 6", False),
+        ("Let m be the pens.\nn = 3 + 4 = 7\nn = 7 - 1 = 6\n#### 6", False),
+        ("Let n be the pens.\nn = 3 + 3 = 6\nn = 5 + 1 = 6\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 7 - 1 = 6\n#### 6 pens", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 7 - 1 = 6", False),
         ("#### 6", False),
@@ -136,42 +123,3 @@ def test_splits_share_no_prompt_and_a_problem_is_a_function_of_its_arguments(fam
     assert train and tune and heldout and not train & tune and not train & heldout and not tune & heldout  # noqa: PT018
     if family == "source":
         assert all(any(p.prompt + p.answer in module for module in tune) for p in asked["tune"][:50])
-
-
-# Lists, which the embedded checkpoint did not learn
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_an_answer_about_a_list_does_what_the_words_say(split: Any) -> None:
-    asked = problems("lists", split, 200)
-    for problem in asked:
-        words, names = ((part.split()) for part in problem.prompt.split(":"))
-        made = problem.answer.split()
-        expected = {"Copy": names, "Reverse": names[::-1], "Shuffle": made, "Replace": names}[words[0]]
-        if words[0] == "Replace":
-            expected = [words[3] if name == words[1] else name for name in names]
-            assert words[1] in names
-            assert words[3] not in names
-        assert made == expected
-        assert words[0].lower() == problem.kind
-        assert (problem.kind == "replace") == (sorted(made) != sorted(names))
-        assert len(set(names)) == len(names) < NEW_TOKENS["lists"]
-        assert split != "heldout" or len(names) == 7
-        assert split == "heldout" or len(names) != 7 or problem.kind != "shuffle"
-    assert judge(asked, [problem.answer for problem in asked]) == [True] * len(asked)
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "right"),
-    [
-        ("copy", "Bo Ana Kai", True),
-        ("copy", "Ana Bo Kai", False),
-        ("shuffle", "Ana Bo Kai", True),
-        ("shuffle", "Ana Bo Bo", False),
-        ("shuffle", "Ana Bo Kai Kai", False),
-        ("shuffle", "Ana Bo", False),
-        ("replace", "", False),
-    ],
-)
-def test_list_judge_by_hand(kind: str, text: str, right: bool) -> None:
-    assert judge([Problem("lists", "", "Bo Ana Kai", kind=kind)], [text]) == [right]

@@ -109,16 +109,6 @@ def test_the_layout_of_a_batch() -> None:
     assert torch.equal(single.input_ids[0, :8], batch.input_ids[0, :8])  # the same noise
 
 
-def test_complementary_copies_mask_every_response_token_once() -> None:
-    for index in range(50):
-        length, start = 4 * (index % 5 + 1), index % 4
-        batch = collate([sample(index, length, start)])
-        times = torch.zeros(length, dtype=torch.long)
-        times.index_add_(0, batch.position_ids[0, batch.supervised[0]], torch.ones(int(batch.supervised.sum())).long())
-        assert times.tolist() == [0] * start + [1] * (length - start)
-        assert (batch.view[batch.supervised] > 0).all()
-
-
 def test_behind_the_end_all_is_masked_and_blank() -> None:
     """Response tokens 3 to 8 and the rest of the third block: masked in both copies, learned once, as blank."""
     ids = np.arange(20, 32)
@@ -225,22 +215,6 @@ def test_a_sample_draws_one_level_for_all_its_blocks() -> None:
         levels.add(level)
         assert masked.double().mean().item() == pytest.approx(level, abs=4.5 * math.sqrt(level * (1 - level) / 400))
     assert len(levels) == 20
-
-
-def test_a_masked_token_is_masked_with_the_level_of_its_weight() -> None:
-    """Given t the first of four tokens is masked with probability t, whatever another shows: by E[1{masked}] = E[t] in two
-    halves of t as seen from the weight of a masked neighbour. Density of t given one mask is 2t: E[t | t < 1/2] = 1/3 and
-    E[t | t > 1/2] = 7/9; each share within 4.5 standard errors (false-alarm rate 7e-6 each)."""
-    batch = collate([sample(i, 4, 0) for i in range(4000)], copies=1, inverse_level=True)
-    masked, weight = batch.supervised[:, :4], batch.weight[:, :4]
-    known = masked[:, 1]
-    level = 1 / weight[known, 1]
-    for half, share in ((level < 0.5, 1 / 3), (level >= 0.5, 7 / 9)):
-        n = int(half.sum())
-        assert n > 300
-        assert masked[known, 0][half].double().mean().item() == pytest.approx(
-            share, abs=4.5 * math.sqrt(share * (1 - share) / n)
-        )
 
 
 def test_noise_is_a_function_of_seed_and_index() -> None:

@@ -1,6 +1,5 @@
 """`mrp doctor` on a CPU: its page, and a broken kernel, graph, acceptance or head, each named in it."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 from commands import mrp
 from conftest import ROOT, make_model
-from faults import LAUNCHES, Stale, broken
+from faults import KERNELS, Stale, broken
 from mrp_trainer import cli
 from mrp_trainer.doctor import page, rounds, texts
 from mrp_trainer.doctor.options import DoctorOptions
@@ -26,7 +25,7 @@ from modeling_mrp.generate import loop
 from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.kernels import dispatch
-from modeling_mrp.kernels.dispatch import SAMPLES, triton
+from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.networks import graphs
 from modeling_mrp.rules.reveal import Static
 
@@ -75,12 +74,12 @@ def failed(folder: Path) -> list[str]:
 def test_the_page(folder: Path) -> None:
     """Everything that a CPU can check, times of each width, and the widths that it proposes."""
     shown = mrp("doctor", "--model", str(folder), *LITTLE)
-    for name in ("weights of the backbone", "weights of the head", *(f"kernel {name}" for name in SAMPLES), *DRAFTS):
+    for name in ("weights of the backbone", "weights of the head", *(f"kernel {name}" for name in KERNELS), *DRAFTS):
         assert f"| {name} | ok |" in shown
     assert "| graphs in generate | left out |  | the model is on cpu: move it to a CUDA device |" in shown
     assert [line.split(" | ")[:2] for line in shown.splitlines() if line.startswith("| 2 |")] == [["| 2", "1"], ["| 2", "3"]]
     assert "Most tokens a second on these prompts, batch 2: `num_draft_states=" in shown
-    assert shown.strip().endswith(f"All {2 + len(SAMPLES) + len(DRAFTS)} checks passed.")
+    assert shown.strip().endswith(f"All {2 + len(KERNELS) + len(DRAFTS)} checks passed.")
 
 
 def test_a_check_that_failed_is_the_status(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,11 +91,10 @@ def test_a_check_that_failed_is_the_status(folder: Path, monkeypatch: pytest.Mon
 
 
 @interpreted
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_a_broken_kernel_is_named(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, launch = LAUNCHES[name]
-    real: Callable[..., Any] = getattr(module, launch)
-    monkeypatch.setattr(module, launch, lambda *given, **more: broken(real(*given, **more)))
+    real = KERNELS[name].launch
+    monkeypatch.setattr(KERNELS[name], "launch", lambda *given: broken(real(*given)))
     monkeypatch.setattr(page, "check_drafts", lambda *_: [])
     assert failed(folder) == [f"kernel {name}"]
 
@@ -145,7 +143,7 @@ def test_on_a_cpu_without_an_interpreter_kernels_are_left_out(monkeypatch: pytes
     if triton is not None:
         monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     found = list(page.check_kernels(make_model()))
-    assert [(check.name, check.ok) for check in found] == [(f"kernel {name}", None) for name in SAMPLES]
+    assert [(check.name, check.ok) for check in found] == [(f"kernel {name}", None) for name in KERNELS]
 
 
 def test_random_weights_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,6 +202,17 @@ def test_a_first_call_costs_little_more_than_its_target(clock: str, target: str,
         assert Machine(clock, target, block, seed).call(Auto(8, 1), lengths) <= 1.1 * plain
 
 
+@pytest.mark.parametrize("clock", ["gpu", "cpu"])
+@pytest.mark.parametrize("target", ["sequential", "dynamic"])
+def test_what_drafts_win_for_one_row_is_not_lost_by_sixteen(clock: str, target: str) -> None:
+    machines, budgets = [Machine(clock, target, 16) for _ in range(2)], (Auto(8, 1), Fixed(Amount()))
+    for machine, budget in zip(machines, budgets, strict=True):
+        for _ in range(12):
+            machine.call(budget, [100])
+    drafted, plain = (machine.call(budget, [48] * 16) for machine, budget in zip(machines, budgets, strict=True))
+    assert 0.97 * drafted <= plain
+
+
 def test_what_recording_takes_is_no_time_of_a_round() -> None:
     times, shape = Times(), Shape(1, 2, False)
     for seconds in (0.029, 0.114, 0.004):
@@ -212,6 +223,15 @@ def test_what_recording_takes_is_no_time_of_a_round() -> None:
     assert times.recording == pytest.approx(0.135)
     times.learn(shape, 0.104)  # other work on the machine: at most half of a round counts, and a tenth of that
     assert times.estimate(2, False) == pytest.approx(0.0042)
+
+
+def test_a_slow_first_round_is_no_recording_where_another_shape_has_none() -> None:
+    """Of a server, whose engine recorded its graphs as it started."""
+    times = Times()
+    for states, first in ((1, 9.0), (2, 1.0)):
+        for seconds in (first, 1.0, 1.0):
+            times.learn(Shape(1, states, False), seconds)
+    assert times.recording == 0.0
 
 
 def test_a_time_that_is_not_known_is_on_the_line_of_the_two_below() -> None:

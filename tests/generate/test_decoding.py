@@ -16,6 +16,8 @@ from transformers import GenerationConfig, NoBadWordsLogitsProcessor, NoRepeatNG
 from watching import Blocks
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate import generation
+from modeling_mrp.generate.budget import Amount, Fixed
 from modeling_mrp.generate.option_table import PUBLISHED, TARGETS
 from tests.random_cases import dampened, random_prompts
 
@@ -64,6 +66,16 @@ def test_a_perfect_drafter_accepts_everything() -> None:
     assert out.stats.accepted_lengths[:, :6].tolist() == [[0, 0, 0, 1, 0, 2]]
     assert out.stats.drafted.tolist() == [3 + 3 + 2] == out.stats.accepted.tolist()
     assert out.tokens_per_forward.tolist() == [3.0]
+
+
+def test_where_nothing_is_drafted_a_round_is_the_targets(random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a clean block the next one's first state rides along, also if it is the budget that wants no drafts."""
+    monkeypatch.setattr(generation, "budget_of", lambda *_: Fixed(Amount()))
+    alone, paced = (
+        generate(random_model, PROMPTS, decoding=mode, num_draft_states="auto", max_new_tokens=12)
+        for mode in ("static", "mrp_spec")
+    )
+    assert paced.stats.row_forwards.equal(alone.stats.row_forwards)
 
 
 def test_the_model_keeps_nothing_of_a_call(random_model: MRPForCausalLM) -> None:

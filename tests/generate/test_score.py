@@ -1,9 +1,5 @@
 """`score` of given texts: beside a loop of `forward` calls, one for each token, and beside what `generate` says of its text."""
 
-import math
-from itertools import permutations
-from typing import Any
-
 import pytest
 import torch
 from conftest import make_model
@@ -12,7 +8,6 @@ from refusals import rejected
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM, MRPScoreOutput
-from modeling_mrp.generate import score as module
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
 TEXTS = [random_ids(seed, length).tolist() for seed, length in enumerate((11, 4, 1, 16, 9))]
@@ -130,6 +125,10 @@ def test_what_is_not_scored_changes_nothing(models: dict[int | str, MRPForCausal
     inputs["labels"] = inputs["input_ids"].masked_fill(torch.arange(16) % 3 == 1, -100)
     holes = models[BLOCK].score(**inputs)
     close(holes.logprobs, whole * holes.scored)
+    whole, inputs["labels"] = models[BLOCK].score(**batch(TEXTS, side)), inputs["input_ids"].clone()
+    inputs["labels"][tuple(whole.greedy.nonzero()[0])] = -100
+    but_one = models[BLOCK].score(**inputs)
+    assert but_one.greedy.sum() == whole.greedy.sum() - 1
     none = models[BLOCK].score(inputs["input_ids"], labels=torch.full((5, 16), -100))
     assert not none.scored.any()
     assert none.logprobs.eq(0).all()
@@ -137,70 +136,15 @@ def test_what_is_not_scored_changes_nothing(models: dict[int | str, MRPForCausal
 
 
 def test_a_row_does_not_depend_on_its_neighbours(models: dict[int | str, MRPForCausalLM]) -> None:
-    for options in ({}, {"order": "sampled", "samples": 2, "seed": 3}):
-        together = models[BLOCK].score(**batch(TEXTS, "left"), **options)
-        for row, text in enumerate(TEXTS):
-            padded = torch.tensor([[55] * 3 + text + [55] * 2])  # on both sides
-            real = torch.tensor([[0] * 3 + [1] * len(text) + [0] * 2])
-            alone = models[BLOCK].score(padded, real, **options)
-            close(alone.logprobs[0, 3:-2], together.logprobs[row, -len(text) :])
-            assert alone.logprobs[~real.bool()].eq(0).all()
-
-
-def test_sampled_orders_by_hand(models: dict[int | str, MRPForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each order reveals a block's scored tokens one after the other; those given to the left of them are seen, and masks
-    stand for those to the right."""
-    model, text = models[BLOCK], TEXTS[0][:10]
-    drawn: list[list[int]] = []
-
-    def noted(*arguments: Any) -> Tensor:
-        ranks = monkeypatched(*arguments)
-        drawn.append(ranks.tolist())
-        return ranks
-
-    monkeypatched = module._drawn
-    monkeypatch.setattr(module, "_drawn", noted)
-    out = model.score(**batch([text], "right", [5]), order="sampled", samples=3, seed=7)
-    sums = []
-    for ranks in drawn:
-        total = 0.0
-        for at in range(5, 10):
-            block = range(at // BLOCK * BLOCK, at // BLOCK * BLOCK + BLOCK)
-            shown = [i for i in block if (i < 5) or (i < 10 and ranks[i] < ranks[at])]
-            total += said(model, text, at, shown)[text[at]].item()
-        sums.append(total)
-    assert len(set(sums)) == 3
-    close(out.sample_sums[:, 0], torch.tensor(sums, dtype=torch.float64))
-    close(out.sums, out.sample_sums.mean(0))
-    assert model.score(**batch([text], "right", [5])).sample_sums is None
-
-
-def test_the_bound_is_one(models: dict[int | str, MRPForCausalLM]) -> None:
-    """Of a block of three scored tokens: the mean of all six orders is under the log of the mean chance, and many drawn orders
-    come near to it."""
-    model, text = models[BLOCK], [7, 12, 33, 41]
-    each = []
-    for order in permutations(range(1, 4)):
-        each.append(sum(said(model, text, at, [0, *order[:turn]])[text[at]].item() for turn, at in enumerate(order)))
-    exact = math.log(sum(map(math.exp, each)) / 6)
-    bound = sum(each) / 6
-    assert bound < exact
-    drawn = model.score(**batch([text], "right", [1]), order="sampled", samples=300, seed=0)
-    found = {round(one, 9) for one in drawn.sample_sums[:, 0].tolist()}
-    assert found == {round(one, 9) for one in each}
-    error = torch.tensor(each).std().item() / math.sqrt(300)
-    assert abs(drawn.sums.item() - bound) < 4 * error
-
-
-def test_seeds(models: dict[int | str, MRPForCausalLM]) -> None:
-    sampled = {**batch(TEXTS[:1], "right"), "order": "sampled", "samples": 2}
-    first, again, other = (models[BLOCK].score(**sampled, seed=seed).sample_sums for seed in (1, 1, 2))
-    assert first.equal(again)
-    assert not first.equal(other)
-    torch.manual_seed(0)
-    drawn = models[BLOCK].score(**sampled).sample_sums
-    torch.manual_seed(0)
-    assert models[BLOCK].score(**sampled).sample_sums.equal(drawn)
+    inputs = batch(TEXTS, "left")
+    inputs["input_ids"].masked_fill_(inputs["attention_mask"] == 0, -1)
+    together = models[BLOCK].score(**inputs)
+    for row, text in enumerate(TEXTS):
+        padded = torch.tensor([[55] * 3 + text + [-1] * 2])  # on both sides, whatever stands there
+        real = torch.tensor([[0] * 3 + [1] * len(text) + [0] * 2])
+        alone = models[BLOCK].score(padded, real)
+        close(alone.logprobs[0, 3:-2], together.logprobs[row, -len(text) :])
+        assert alone.logprobs[~real.bool()].eq(0).all()
 
 
 def test_other_weights() -> None:

@@ -1,9 +1,8 @@
 """Layers of a round with their small steps fused: each kernel (interpreted) against PyTorch, layers against their modules."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +18,13 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate import generation
 from modeling_mrp.kernels import dispatch, fused_layers
 from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch, triton
-from modeling_mrp.kernels.fused_layers import fused, pack, packed, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
+from modeling_mrp.kernels.fused_layers import ROTATED, SUM_AND_NORM
 from modeling_mrp.kernels.round_attention import RoundMask
 from modeling_mrp.model.head import MRPHead
 from modeling_mrp.modeling import MRPBackbone
-from modeling_mrp.networks.attention import under_round_masks
+from modeling_mrp.networks import layers as layers_file
 from modeling_mrp.networks.cache import BlockCache
+from modeling_mrp.networks.layers import fused, pack, packed, round_attention_of
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -55,60 +55,18 @@ def norm_of(size: int, dtype: torch.dtype, epsilon: float = 1e-5) -> Qwen3RMSNor
     return norm
 
 
-# ------------------------------------------------------------------------------------------------ a sum and its norm
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize(("rows", "size"), [(3, 40), (17, 127), (33, 1)])
 def test_a_sum_and_its_norm(rows: int, size: int, adds: bool, dtype: torch.dtype) -> None:
-    norm, hidden = norm_of(size, dtype), numbers(1, 1, rows, size, dtype=dtype) * 20
+    """Of strided numbers, too. Squares of 1e4 sum up in float32 also for float16, whose largest is 65,504."""
+    norm, hidden = norm_of(size, dtype), (numbers(1, 1, size, rows, dtype=dtype) * 1e4).clamp(-3e4, 3e4).transpose(1, 2)
     hidden[0, 0] = 0
-    added = numbers(2, 1, rows, size, dtype=dtype) if adds else None
-    got, wanted = sum_and_norm(hidden, added, norm, FORCED), sum_and_norm_ref(hidden, added, norm)
+    added = numbers(2, 1, size, rows, dtype=dtype).transpose(1, 2) if adds else None
+    got, wanted = SUM_AND_NORM.launch(hidden, added, norm), SUM_AND_NORM.twin(hidden, added, norm)
     for ours, theirs in zip(got, wanted, strict=True):
         alike(ours, theirs)
-    assert (got[0] is hidden) is not adds
-    assert got[1].shape == hidden.shape
-
-
-def test_a_sum_of_strided_and_large_numbers() -> None:
-    """Squares of 1e4 sum up in float32 also for float16, whose largest is 65,504."""
-    norm = norm_of(48, torch.float16)
-    given = [(numbers(seed, 2, 48, 5, dtype=torch.float16) * 1e4).clamp(-3e4, 3e4).transpose(1, 2) for seed in (1, 2)]
-    assert not given[0].is_contiguous()
-    for ours, theirs in zip(sum_and_norm(*given, norm, FORCED), sum_and_norm_ref(*given, norm), strict=True):
-        alike(ours, theirs)
         assert ours.isfinite().all()
-
-
-# ------------------------------------------------------------------------------------------------ queries, keys and values
-
-
-def attention_of(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Any:
-    """What `rotated` reads of an attention module."""
-    norms = {"q_norm": norm_of(head_dim, dtype), "k_norm": norm_of(head_dim, dtype)}
-    norms["k_norm"].weight.mul_(-1.5)
-    return SimpleNamespace(head_dim=head_dim, layer_idx=1, **norms)
-
-
-def projected(rows: int, tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Any:
-    """Queries, keys, values, and cos and sin of positions that differ between rows."""
-    sizes = [(1, heads), (2, kv_heads), (3, kv_heads)]
-    parts = [numbers(seed, rows, tokens, many * head_dim, dtype=dtype) * 5 for seed, many in sizes]
-    positions = torch.arange(rows * tokens, device=DEVICE).view(rows, tokens, 1) * 7 % 1000
-    angles = positions / 10 ** (torch.arange(head_dim // 2, device=DEVICE) * 8 / head_dim)
-    angles = torch.cat([angles, angles], -1)
-    return torch.cat(parts, -1), (angles.cos().to(dtype), angles.sin().to(dtype))
-
-
-def poisoned_cache(rows: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype) -> BlockCache:
-    """Three layers, NaN throughout, whose next forward writes `tokens` behind three slots."""
-    cache = BlockCache(rows, kv_heads, head_dim, [torch.device(DEVICE)] * 3, 6, tokens + 3, dtype)
-    for buffer in cache._buffers.values():
-        buffer.fill_(torch.nan)
-    cache.target(3, tokens)
-    return cache
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,21 +78,32 @@ def test_queries_keys_and_values(
     rows: int, tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In programs of many heads, as interpreted, and of eight, as on a GPU; what is not the target of the cache stays."""
-    attention = attention_of(heads, kv_heads, head_dim, dtype)
-    given = projected(rows, tokens, heads, kv_heads, head_dim, dtype)
-    theirs = poisoned_cache(rows, kv_heads, head_dim, tokens, dtype)
-    wanted = rotated_ref(attention, *given, theirs)
-    for tile in (8, 64):
+    norms = norm_of(head_dim, dtype), norm_of(head_dim, dtype)
+    norms[1].weight.mul_(-1.5)
+    parts = [
+        numbers(seed, rows, tokens, many * head_dim, dtype=dtype) * 5 for seed, many in enumerate((heads, kv_heads, kv_heads))
+    ]
+    positions = torch.arange(rows * tokens, device=DEVICE).view(rows, tokens, 1) * 7 % 1000
+    angles = (positions / 10 ** (torch.arange(head_dim // 2, device=DEVICE) * 8 / head_dim)).repeat(1, 1, 2)
+    rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def written(run: Any, given: Any) -> tuple[Tensor, Tensor]:
+        """Queries, and three layers of a cache whose second layer's slots 3 to 3 + tokens are the target."""
+        cache = BlockCache(rows, kv_heads, head_dim, [torch.device(DEVICE)] * 3, 6, tokens + 3, dtype)
+        (buffer,) = cache._buffers.values()
+        buffer.fill_(torch.nan)
+        cache.target(3, tokens)
+        return run(given, norms, rotary, cache.written[1])[0], buffer
+
+    wanted, theirs = written(ROTATED.twin, parts)
+    assert not theirs[:, 3 : 3 + tokens, 1].isnan().any()
+    for tile, given in ((8, torch.cat(parts, -1)), (64, parts)):
         monkeypatch.setattr(fused_layers, "_HEADS", tile)
-        ours = poisoned_cache(rows, kv_heads, head_dim, tokens, dtype)
-        alike(rotated(attention, *given, ours, FORCED), wanted)
-        for mine, other in zip(ours._buffers.values(), theirs._buffers.values(), strict=True):
-            assert torch.equal(mine.isnan(), other.isnan())
-            assert not other[:, 3 : 3 + tokens, 1].isnan().any()
-            alike(mine.nan_to_num(), other.nan_to_num())
-        assert torch.equal(ours.written(1)[1], given[0].unflatten(2, (-1, head_dim))[:, :, -kv_heads:].transpose(1, 2)), (
-            "values as they are"
-        )
+        got, ours = written(ROTATED.launch, given)
+        alike(got, wanted)
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        alike(ours.nan_to_num(), theirs.nan_to_num())
+        assert torch.equal(ours[:, 3 : 3 + tokens, 1, 1].flatten(2), parts[2]), "values as they are"
 
 
 # ------------------------------------------------------------------------------------------------ whole layers
@@ -280,95 +249,94 @@ def test_weights_move_before_anything_refers_to_them(monkeypatch: pytest.MonkeyP
 # ------------------------------------------------------------------------------------------------ where it runs
 
 
-def fuses(owner: Any, kind: type[nn.Module] | None, dispatch: Dispatch) -> bool:
+def fuses(owner: Any, dispatch: Dispatch, kind: type[nn.Module] | None = None) -> bool:
     """Whether a round of an owner goes through the fused layers."""
     weight = owner.norm.weight
     cache = BlockCache(1, 1, 2, [weight.device], 4, 4, weight.dtype)
-    mask = RoundMask(torch.zeros(1, dtype=torch.long, device=weight.device), None, 1, 4, dispatch)
+    committed, parent = torch.zeros(1, dtype=torch.long), torch.full((1, 1), -1)
+    mask = RoundMask(committed, parent, 1, 4, dispatch).to(weight.device)
     return fused(owner, owner.layers, mask, cache, kind) is not None
 
 
 @torch.inference_mode()
 def test_where_layers_fuse() -> None:
     model = make_model().float().to(DEVICE)
-    backbone, head = model.model, model.mrp_head
-    assert head is not None
-    assert fuses(backbone, MRPBackbone, FORCED)
-    assert fuses(head, None, FORCED)
-    assert fuses(backbone, MRPBackbone, PYTORCH), "by the twins"
-    assert fuses(backbone, MRPBackbone, Dispatch()) is (DEVICE == "cuda")
+    for owner in (model.model, model.mrp_head):
+        assert fuses(owner, FORCED)
+        assert fuses(owner, PYTORCH), "by the twins"
+        assert fuses(owner, Dispatch()) is (DEVICE == "cuda")
     _, _, mask, cache = a_round(model)
-    assert fused(backbone, backbone.layers, mask.dense(8), cache) is None, "only in a round"
-    assert fused(backbone, backbone.layers, mask, DynamicCache(config=model.config)) is None
+    assert fused(model.model, model.model.layers, mask.dense(8), cache) is None, "only in a round"
+    assert fused(model.model, model.model.layers, mask, DynamicCache(config=model.config)) is None
     with pytest.raises(ValueError, match=r"there are no kernels for torch\.float64"):
-        fuses(make_model().to(DEVICE).model, MRPBackbone, FORCED)
+        fuses(make_model().to(DEVICE).model, FORCED)
+
+
+class Own(Qwen3MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Swapped(nn.Module):
+    """What a library left in the place of a class of transformers, before this package was imported."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def hooked(path: str, method: str) -> Callable[[Any, pytest.MonkeyPatch], Any]:
+    return lambda owner, patch: getattr(owner.get_submodule(path), method)(lambda *_: None)
+
+
+def wrapped(path: str) -> Callable[[Any, pytest.MonkeyPatch], Any]:
+    """As by accelerate, where layers are on several devices."""
+    return lambda owner, patch: setattr(owner.get_submodule(path), "forward", owner.get_submodule(path).forward)
+
+
+def swapped(owner: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(layers_file, "Qwen3MLP", Swapped)
+    owner.layers[0].mlp = Swapped()
+
+
+PARTS = {"layers.1": "Qwen3DecoderLayer", "layers.1.self_attn": "Qwen3Attention", "layers.1.mlp": "Qwen3MLP"}
+PARTS |= {"layers.1.self_attn.k_norm": "Qwen3RMSNorm", "norm": "Qwen3RMSNorm"}
+MORE: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], str]] = {
+    **{
+        f"hook {path}": (hooked(path, "register_forward_hook"), f"a {kind} carries hooks: remove")
+        for path, kind in PARTS.items()
+    },
+    "hook of the backbone": (lambda owner, _: owner.register_forward_hook(print), "a MRPBackbone carries hooks: remove them"),
+    "pre-hook": (hooked("layers.0", "register_forward_pre_hook"), "a Qwen3DecoderLayer carries hooks: remove them"),
+    **{f"wrapped {path}": (wrapped(path), f"a {kind} is wrapped or no {kind}: use plain") for path, kind in PARTS.items()},
+    "no layer": (lambda owner, _: owner.layers.append(nn.Linear(2, 2)), "a Linear is wrapped or no Qwen3DecoderLayer: use"),
+    "a subclass": (lambda owner, _: setattr(owner.layers[0].mlp, "__class__", Own), "a Own is wrapped or no Qwen3MLP: use"),
+    "a method": (
+        lambda _, patch: patch.setattr(Qwen3MLP, "forward", lambda self, x: x),
+        rf"the forward of a Qwen3MLP was replaced by one of {__name__}: leave it",
+    ),
+    "a class": (swapped, f"the forward of a Swapped was replaced by one of {__name__}: leave it as it was"),
+}
 
 
 @torch.inference_mode()
-def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", MORE)
+def test_modules_that_do_more_are_called(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels can be used; forced, each is an error that says what to do."""
+    change, reason = MORE[what]
     backbone: Any = make_model().float().to(DEVICE).model
-    layer = backbone.layers[1]
     monkeypatch.setattr(dispatch, "_obstacle", lambda *_, **__: None)
-
-    def refused(reason: str) -> None:
-        assert not fuses(backbone, MRPBackbone, Dispatch())
-        with pytest.raises(ValueError, match=f"'fused_layers' cannot be used: {reason}, or use kernels=None or kernels=False"):
-            fuses(backbone, MRPBackbone, FORCED)
-
-    for module in (backbone, layer, layer.self_attn, layer.mlp, layer.self_attn.k_norm, backbone.norm):
-        handles = [module.register_forward_hook(lambda *_: None), module.register_forward_pre_hook(lambda *_: None)]
-        for handle in handles:
-            refused(f"a {type(module).__name__} carries hooks: remove them")
-            handle.remove()
-        assert fuses(backbone, MRPBackbone, Dispatch())
-        module.forward = module.forward  # as accelerate does where layers are on several devices
-        refused(f"a {type(module).__name__} is wrapped or no {type(module).__name__}: use plain modules")
-        del module.forward
-    backbone.layers[1] = nn.Linear(2, 2)
-    refused("a Linear is wrapped or no Qwen3DecoderLayer: use plain modules")
-    backbone.layers[1] = layer
-    with monkeypatch.context() as patch:
-
-        class Own(Qwen3MLP):
-            def forward(self, x: Tensor) -> Tensor:
-                return x
-
-        patch.setattr(layer.mlp, "__class__", Own)
-        refused("a Own is wrapped or no Qwen3MLP: use plain modules")
-    with monkeypatch.context() as patch:
-        patch.setattr(Qwen3MLP, "forward", lambda self, x: x)
-        refused(rf"the forward of a Qwen3MLP was replaced by one of {__name__}: leave it as it was")
-    with monkeypatch.context() as patch:
-
-        class Swapped(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return x
-
-        patch.setattr(fused_layers, "Qwen3MLP", Swapped)  # what a library left there before this package was imported
-        backbone.layers[0].mlp, first = Swapped(), backbone.layers[0].mlp
-        refused(f"the forward of a Swapped was replaced by one of {__name__}: leave it as it was")
-        backbone.layers[0].mlp = first
-    assert fuses(backbone, MRPBackbone, Dispatch())
-
-
-@interpreted
-@pytest.mark.parametrize("which", ["backbone", "layer", "part"])
-@torch.inference_mode()
-def test_what_was_compiled_is_left_to_torch(which: str) -> None:
-    """Also where kernels are forced, which then come in from within."""
-    backbone: Any = make_model().float().model
-    part = {"backbone": backbone, "layer": backbone.layers[1], "part": backbone.layers[0].mlp}[which]
-    part.compile(backend="eager")
-    assert not fuses(backbone, MRPBackbone, FORCED)
-    assert not fuses(backbone, None, FORCED)
+    assert fuses(backbone, Dispatch(), MRPBackbone)
+    change(backbone, monkeypatch)
+    assert not fuses(backbone, Dispatch(), MRPBackbone)
+    with pytest.raises(ValueError, match=f"'fused_layers' cannot be used: {reason}.* or use kernels=None or kernels=False"):
+        fuses(backbone, FORCED, MRPBackbone)
 
 
 def read(model: MRPForCausalLM, dispatch: Dispatch) -> Tensor:
     """What the head says in a round."""
     hidden, _, mask, cache = a_round(model)
     ids = torch.arange(12, device=DEVICE)[None].expand(2, -1)
-    with under_round_masks(model, cache):
+    with round_attention_of(model):
         return model.residual(ids, hidden, ids, replace(mask, dispatch=dispatch), cache)
 
 
@@ -376,9 +344,9 @@ def read(model: MRPForCausalLM, dispatch: Dispatch) -> Tensor:
 def test_a_heads_forward_is_what_runs_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changed, or under a hook: seen with kernels as without, and the layers still fuse."""
     model = make_model().float().to(DEVICE)
-    head, walks, walk, forward = model.mrp_head, [], fused_layers._walk, MRPHead.forward
+    head, walks, walk, forward = model.mrp_head, [], layers_file._walk, MRPHead.forward
     assert head is not None
-    monkeypatch.setattr(fused_layers, "_walk", lambda *args: walks.append(1) or walk(*args))
+    monkeypatch.setattr(layers_file, "_walk", lambda *args: walks.append(1) or walk(*args))
     usual = read(model, FORCED)
     close(usual, read(model, PYTORCH), atol=1e-5)
     with monkeypatch.context() as patch:
@@ -398,4 +366,4 @@ def test_hidden_states_that_were_asked_for_once_do_not_matter() -> None:
     with torch.inference_mode():
         model(torch.tensor([[1, 2, 3, 4]]), output_hidden_states=True, output_attentions=True)
         assert model.model.layers[0]._forward_hooks
-        assert fuses(model.model, MRPBackbone, FORCED)
+        assert fuses(model.model, FORCED)

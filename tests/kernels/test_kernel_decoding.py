@@ -7,7 +7,7 @@ import torch
 from conftest import make_model
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.kernels.dispatch import Dispatch, triton
+from modeling_mrp.kernels.dispatch import Dispatch, Kernel, triton
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -54,14 +54,13 @@ def test_texts_end_as_without_kernels(case: dict[str, Any], sampling: str, model
 def test_forced_kernels_run(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16-bit weights: every kernel is asked for, by force."""
     half = make_model(3, vocab_size=99, num_hidden_layers=1, num_nextn_predict_layers=1).bfloat16().to(DEVICE)
-    names: set[str] = set()
-    run = Dispatch.run
+    names, run = set[str](), Dispatch.run
 
-    def noted(dispatch: Dispatch, name: str, *others: Any, **more: Any) -> Any:
-        names.add(name)
+    def noted(dispatch: Dispatch, kernel: Kernel, *given: Any) -> Any:
+        names.add(kernel.name)
         assert dispatch == FORCED
-        return run(dispatch, name, *others, **more)
+        return run(dispatch, kernel, *given)
 
     monkeypatch.setattr(Dispatch, "run", noted)
     half.generate(PROMPTS[:1], kernels=True, eos_token_id=None, decoding=mode, max_new_tokens=4, confidence_threshold=0.9)
-    assert names == {"pick", "fused_layers", "sum_and_norm", "rotated", "round_attention"}
+    assert names == {"pick", "sum_and_norm", "rotated", "round_attention"}

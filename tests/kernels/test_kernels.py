@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -11,25 +12,24 @@ from conftest import ROOT
 from torch import Tensor
 
 from modeling_mrp.kernels import dispatch
-from modeling_mrp.kernels.dispatch import Dispatch, kernels_usable, triton
+from modeling_mrp.kernels.dispatch import Dispatch, Kernel, kernels_usable, triton
 
 
-class Paths:
-    """A kernel and its twin that note their calls; the kernel fails as often as it is asked to."""
+class Paths(Kernel):
+    """A kernel and its twin that note their calls; the kernel fails if it is given an error."""
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
+    def __init__(self, error: Exception | None = None, name: str = "k") -> None:
+        super().__init__(name, self.noted("kernel", error), self.noted("twin"), lambda *_: [])
         self.calls: list[str] = []
 
-    def kernel(self) -> str:
-        self.calls.append("kernel")
-        if self.error is not None:
-            raise self.error
-        return "from the kernel"
+    def noted(self, path: str, error: Exception | None = None) -> Any:
+        def run(*_: Any) -> str:
+            self.calls.append(path)
+            if error is not None:
+                raise error
+            return path
 
-    def twin(self) -> str:
-        self.calls.append("twin")
-        return "from PyTorch"
+        return run
 
 
 @pytest.fixture(autouse=True)
@@ -43,17 +43,15 @@ def usable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_obstacle", lambda *_, **__: None)
 
 
-def automatic(paths: Paths, name: str = "k", device: str = "cpu") -> str:
-    return Dispatch().run(name, paths.kernel, paths.twin, torch.ones(2, device=device))
+def run(paths: Paths, forced: bool | None = None, device: str = "cpu") -> Any:
+    return Dispatch(forced).run(paths, torch.ones(2, device=device))
 
 
 @pytest.mark.parametrize(("forced", "path"), [(False, "twin"), (None, "twin"), (True, "kernel")])
 def test_what_runs_on_a_cpu(forced: bool | None, path: str) -> None:
     """Kernels where they are forced, interpreted; of a parameter, too, where no gradient is wanted."""
-    paths = Paths()
     with torch.no_grad():
-        Dispatch(forced).run("k", paths.kernel, paths.twin, torch.ones(2, requires_grad=True))
-    assert paths.calls == [path]
+        assert Dispatch(forced).run(Paths(), torch.ones(2, requires_grad=True)) == path
     assert not kernels_usable(torch.device("cpu"), torch.float32)
     assert not kernels_usable(torch.device("mps"), torch.float16)
 
@@ -62,81 +60,62 @@ def test_what_runs_on_a_cpu(forced: bool | None, path: str) -> None:
 def test_a_failing_kernel_is_reported_once_and_not_tried_again() -> None:
     paths = Paths(NotImplementedError("at 3:4:\nno such instruction"))
     with pytest.warns(RuntimeWarning, match=r"'k' failed on cpu.*NotImplementedError: no such instruction") as caught:
-        assert automatic(paths) == "from PyTorch"
+        assert run(paths) == "twin"
     assert len(caught) == 1
     assert dispatch.failed_kernels() == ["k on cpu"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert automatic(paths) == "from PyTorch"
+        assert run(paths) == "twin"
     assert paths.calls == ["kernel", "twin", "twin"]
     # Neither another kernel nor another device is given up.
-    assert automatic(Paths(), "other") == automatic(Paths(), device="meta") == "from the kernel"
+    assert run(Paths(name="other")) == run(Paths(), device="meta") == "kernel"
 
 
 @pytest.mark.usefixtures("usable")
-def test_running_out_of_memory_is_no_failure_of_the_kernel() -> None:
-    paths = Paths(torch.OutOfMemoryError("full"))
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("not permitted when stream is capturing")])
+def test_errors_that_say_nothing_about_a_kernel(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running out of memory, and what goes wrong while a graph is captured: raised, and the kernel is tried again."""
+    paths, capturing = Paths(error), isinstance(error, torch.OutOfMemoryError) is False
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     for _ in range(2):
-        with pytest.raises(torch.OutOfMemoryError):
-            automatic(paths)
+        with pytest.raises(type(error)) as raised:
+            run(paths)
+        assert raised.value is error
     assert paths.calls == ["kernel", "kernel"]
+    assert dispatch.failed_kernels() == []
 
 
 def test_a_failing_kernel_that_is_forced_raises() -> None:
-    paths = Paths(ZeroDivisionError("in the kernel"))
+    error = ZeroDivisionError("in the kernel")
+    paths = Paths(error)
     for _ in range(2):
         with pytest.raises(
-            RuntimeError, match=r"'k' failed on cpu \(ZeroDivisionError: in the kernel\): use kernels=None"
+            RuntimeError, match=r"'k' failed on cpu \(ZeroDivisionError: in the kernel\): use kernels="
         ) as raised:
-            Dispatch(True).run("k", paths.kernel, paths.twin, torch.ones(2))
-        assert raised.value.__cause__ is paths.error
+            run(paths, forced=True)
+        assert raised.value.__cause__ is error
     assert paths.calls == ["kernel", "kernel"]
-
-
-@pytest.mark.usefixtures("usable")
-def test_an_error_while_a_graph_is_captured_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says nothing about the kernel, which runs again afterwards."""
-    paths = Paths(RuntimeError("operation not permitted when stream is capturing"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="not permitted") as raised:
-        automatic(paths)
-    assert raised.value is paths.error
-    assert dispatch.failed_kernels() == []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with pytest.warns(RuntimeWarning, match="'k' failed"):
-        assert automatic(paths) == "from PyTorch"
-    assert paths.calls == ["kernel", "kernel", "twin"]
 
 
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [
-        ((torch.ones(2).double(),), "no kernels for torch.float64: load the model in bfloat16"),
-        ((torch.ones(2), torch.ones(2).half()), "dtypes float16, float32 meet: load the model in one"),
-        ((torch.ones(2), torch.ones(2, device="meta")), "lie on cpu and meta: keep them on one device"),
-        ((torch.ones(2, requires_grad=True),), "no gradients: call it under torch.no_grad"),
+        ([torch.ones(2).double()], "no kernels for torch.float64: load the model in bfloat16"),
+        ([torch.ones(2), (torch.ones(2).half(),)], "dtypes float32, float16 meet: load the model in one"),
+        ([torch.ones(2), torch.nn.Linear(1, 1, device="meta")], "lie on cpu and meta: keep them on one device"),
+        ([torch.ones(2, requires_grad=True)], "no gradients: call it under torch.no_grad"),
+        ([torch.ones(2), "autocast"], "leave autocast"),
     ],
 )
-def test_what_kernels_cannot_take(tensors: tuple[Tensor, ...], reason: str) -> None:
+def test_what_kernels_cannot_take(tensors: list[Tensor], reason: str) -> None:
+    """Tensors of lists and modules count, too."""
     paths = Paths()
-    assert Dispatch().run("k", paths.kernel, paths.twin, *tensors) == "from PyTorch"
-    with pytest.raises(ValueError, match=reason + r".*kernels=False"):
-        Dispatch(True).run("k", paths.kernel, paths.twin, *tensors)
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in map(str, tensors)):
+        assert Dispatch().run(paths, *tensors) == "twin"
+        with pytest.raises(ValueError, match=reason + r".*kernels=False"):
+            Dispatch(True).run(paths, *tensors)
     assert paths.calls == ["twin"]
-
-
-def test_autocast_and_compilers_take_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(reason: str) -> None:
-        paths = Paths()
-        assert automatic(paths) == "from PyTorch"
-        with pytest.raises(ValueError, match=reason):
-            Dispatch(True).run("k", paths.kernel, paths.twin, torch.ones(2))
-
-    with torch.autocast("cpu", torch.bfloat16):
-        refused("leave autocast")
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    refused("call it uncompiled")
 
 
 @pytest.mark.parametrize(("capability", "recent"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
@@ -146,8 +125,6 @@ def test_the_oldest_gpu(capability: tuple[int, int], recent: bool, monkeypatch: 
         monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
         assert kernels_usable(torch.device("cuda", 0), torch.float32) is recent
 
-
-# ------------------------------------------------------------------------------------------------ in other processes
 
 WITHOUT_TRITON = """
 import sys
@@ -159,14 +136,15 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 import torch
-from modeling_mrp.kernels import dispatch
 from modeling_mrp.kernels.dispatch import Dispatch, kernels_usable
+from modeling_mrp.kernels.fused_layers import SUM_AND_NORM
 
-assert dispatch.triton is None and "triton" not in sys.modules
+assert "triton" not in sys.modules
 assert not kernels_usable(torch.device("cuda", 0), torch.bfloat16)
-assert Dispatch().run("k", lambda: 1 / 0, lambda: "twin", torch.ones(2)) == "twin"
+given = torch.ones(2), None, torch.nn.Identity()
+assert Dispatch().run(SUM_AND_NORM, *given)[1].tolist() == [1, 1]
 try:
-    Dispatch(True).run("k", lambda: 1 / 0, lambda: "twin", torch.ones(2))
+    Dispatch(True).run(SUM_AND_NORM, *given)
 except ValueError as error:
     print(error)
 """

@@ -9,7 +9,7 @@ from torch import Tensor
 from modeling_mrp.kernels import pick
 from modeling_mrp.kernels.dispatch import Dispatch, tl, triton
 from modeling_mrp.kernels.noise import gumbel_noise, noise_bits, noise_keys
-from modeling_mrp.kernels.pick import Unembedding, pick_rows, pick_rows_ref, some_logits, some_logits_ref
+from modeling_mrp.kernels.pick import PICK, SOME_LOGITS, Unembedding, pick_rows, some_logits
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -48,10 +48,7 @@ def vocabulary(size: int, temperature: float = 1.0) -> Unembedding:
 def picked(unembedding: Unembedding, logits: Tensor, least: Tensor | None = None, keys: Tensor | None = None) -> Any:
     """What the kernel picks, and its twin in float64."""
     wide = None if least is None else least.double()
-    return (
-        pick_rows(unembedding, logits, logits, least, keys, FORCED),
-        pick_rows_ref(unembedding, logits.double(), logits.double(), wide, keys),
-    )
+    return PICK.launch(unembedding, logits, least, keys), PICK.twin(unembedding, logits.double(), wide, keys)
 
 
 def same(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], atol: float = 2e-5) -> None:
@@ -154,7 +151,7 @@ def test_extremes() -> None:
 
 
 def test_nothing_to_pick_from() -> None:
-    token, odds = pick_rows(vocabulary(9), logits_of(0, 9), logits_of(0, 9), None, None, FORCED)
+    token, odds = PICK.launch(vocabulary(9), logits_of(0, 9), None, None)
     assert (token.shape, odds.shape) == ((0,), (0,))
 
 
@@ -167,7 +164,7 @@ def test_logits_of_a_few_tokens(size: int, dtype: torch.dtype) -> None:
     hidden = torch.randn(6, 2 * size, generator=numbers).to(DEVICE, dtype)[:, ::2]
     ids = torch.randint(40, (6, 5), generator=numbers).to(DEVICE)
     wanted = torch.gather(hidden.double() @ weight.double().T, 1, ids)
-    for made in (some_logits(weight, hidden, ids, FORCED), some_logits_ref(weight, hidden, ids)):
+    for made in (some_logits(weight, hidden, ids, FORCED), SOME_LOGITS.twin(weight, hidden, ids)):
         assert made.dtype == torch.float32
         torch.testing.assert_close(made.double(), wanted, rtol=2e-5, atol=2e-5 * size**0.5)
     assert some_logits(weight, hidden[:0], ids[:0], FORCED).shape == (0, 5)

@@ -2,8 +2,6 @@
 
 import random
 import threading
-from collections import Counter
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,11 @@ import torch
 from conftest import make_model
 from helpers import close, texts
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.kernels.dispatch import Dispatch, triton
-from modeling_mrp.kernels.round_attention import RoundMask, attend, round_attention, round_attention_twin
-from modeling_mrp.networks import attention
-from modeling_mrp.networks.attention import ROUND_ATTENTION, takes_round_masks, under_round_masks
+from modeling_mrp.kernels.round_attention import RoundMask, round_attention, round_attention_twin
+from modeling_mrp.networks.layers import IN_ROUNDS, round_attention_of, takes_round_masks
 
 try:
     from triton.runtime.interpreter import GridExecutor, interpreter_builder
@@ -37,7 +33,7 @@ FORCED = Dispatch(True)
 
 def random_round(
     committed: list[int],
-    parent: list[list[int]] | None,
+    parent: list[list[int]],
     width: int,
     block: int,
     used: int,
@@ -54,7 +50,7 @@ def random_round(
         cache[:, row, :, min(length, used) : used] = torch.nan
     cache[:, :, :, used + tokens :] = torch.nan
     key, value = cache[:, :, :, : used + tokens]
-    mask = RoundMask(torch.tensor(committed), None if parent is None else torch.tensor(parent), width, block)
+    mask = RoundMask(torch.tensor(committed), torch.tensor(parent), width, block)
     return query, key, value, mask.to(torch.device(DEVICE))
 
 
@@ -68,7 +64,7 @@ def in_float64(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask) -> Te
 @pytest.mark.parametrize(
     ("committed", "parent", "width", "block", "used", "heads", "head_dim", "splits"),
     [
-        ([0], None, 1, 4, 0, (1, 1), 32, None),  # nothing but itself: fewer rows than a tile
+        ([0], [[-1]], 1, 4, 0, (1, 1), 32, None),  # nothing but itself: fewer rows than a tile
         ([64], [[-1]], 1, 16, 64, (2, 2), 32, None),  # every tile full
         ([37], [[-1, 0]], 2, 4, 64, (4, 2), 8, 1),
         ([5, 0, 64], [[-1, 0, -1], [-1, -1, 1], [-1, -1, -1]], 3, 4, 64, (4, 1), 16, 2),  # shares with nothing in them
@@ -81,7 +77,7 @@ def in_float64(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask) -> Te
 )
 def test_kernel_equals_its_twin(
     committed: list[int],
-    parent: list[list[int]] | None,
+    parent: list[list[int]],
     width: int,
     block: int,
     used: int,
@@ -134,7 +130,7 @@ def test_places_beyond_the_reach_of_32_bits(rows: int, strides: tuple[int, ...],
     sparse = torch.from_file(str(tmp_path / "sparse"), shared=True, size=(2 << 30) + 48)
     key = sparse.as_strided((rows, 1, 3, 16), strides)
     key.copy_(scored)
-    query, mask = torch.ones(rows, 1, 1, 16), RoundMask(torch.tensor([2] * rows), None, 1, 1)
+    query, mask = torch.ones(rows, 1, 1, 16), RoundMask(torch.tensor([2] * rows), torch.tensor([[-1]] * rows), 1, 1)
     close(round_attention(query, key, key, mask, 0.25), round_attention_twin(query, scored, scored, mask, 0.25), atol=2e-6)
 
 
@@ -162,43 +158,14 @@ def test_mask_by_hand() -> None:
     """Two states of one token, the second behind the first, over two slots of which one is committed."""
     sees = RoundMask(torch.tensor([1]), torch.tensor([[-1, 0]]), 2, 1).dense(2)
     assert sees.tolist() == [[[[True, False, True, False], [True, False, True, True]]]]
-    alone = RoundMask(torch.tensor([1]), None, 2, 1)
+    alone = RoundMask(torch.tensor([1]), torch.tensor([[-1, -1]]), 2, 1)
     assert alone.dense(2).tolist() == [[[[True, False, True, False], [True, False, False, True]]]]
     for used in (2, 1):
         assert alone.bias(used, torch.float64).exp().bool().tolist() == alone.dense(used).tolist()  # type: ignore[union-attr]
-    assert (alone.to("meta").committed.is_meta, alone.to("meta").parent) == (True, None)
+    assert alone.to("meta").committed.is_meta
 
 
 # ------------------------------------------------------------------ from the decoder to the kernel
-
-
-@interpreted
-@pytest.mark.parametrize("decoding", ["static", "mrp_spec"])
-def test_a_compiled_model_is_one_graph_for_each_width(decoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the prompts' lengths and the committed slots; the cache is in none of the graphs, which could only hold copies
-    of it. Prefill, whose length is another in each call, is not compiled."""
-    model, graphs = make_model(num_nextn_predict_layers=1).float(), list[list[str]]()
-
-    def counted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
-        return graph.forward
-
-    options: dict[str, Any] = {"decoding": decoding, "max_new_tokens": 5, "num_draft_states": 2}
-    prompts = [[1, 2, 3], list(range(1, 18))]
-    expected = [texts(model, [prompt], kernels=False, **options) for prompt in prompts]
-    torch.compiler.reset()
-    backend = partial(aot_autograd, fw_compiler=counted)()
-    for part in (model.model, model.mrp_head):
-        part.compile(dynamic=False, fullgraph=True, backend=backend)  # type: ignore[union-attr]
-    asked = set()
-    monkeypatch.setattr(attention, "attend", lambda *args: asked.add(args[3].dispatch.forced) or attend(*args))
-    assert [texts(model, [prompt], kernels=True, **options) for prompt in prompts] == expected
-    assert asked == {True}
-    torch.compiler.reset()
-    assert not [target for targets in graphs for target in targets if "scatter" in target or "copy_." in target]
-    layers = Counter(sum("attend" in target for target in targets) for targets in graphs)
-    assert layers.keys() == ({2} if decoding == "static" else {1, 2}), "the backbone's, the head's: each all in one"
-    assert max(layers.values()) <= 2
 
 
 def a_round(model: MRPForCausalLM) -> tuple[Any, ...]:
@@ -215,51 +182,57 @@ def a_round(model: MRPForCausalLM) -> tuple[Any, ...]:
 @torch.inference_mode()
 @pytest.mark.parametrize("called", [False, True], ids=["fused", "called"])
 def test_the_twin_is_what_runs_without_kernels(called: bool) -> None:
-    """In layers that are fused, and in those that have to be called."""
+    """In layers that are fused, and in those that have to be called; other masks meanwhile are attended to as before."""
     model = make_model()
     if called:
         model.model.layers[0].register_forward_hook(lambda *_: None)
     ids, positions, cache, mask = a_round(model)
     expected = model.backbone(ids, positions, mask.dense(4), cache)
-    *_, others, _ = a_round(model)
-    with under_round_masks(model, cache):
-        with under_round_masks(model, others):
-            pass  # of a call within the round
+    with round_attention_of(model):
         torch.testing.assert_close(model.backbone(ids, positions, mask, cache), expected, rtol=0, atol=1e-12)
-        assert torch.equal(model.backbone(ids, positions, mask.dense(4), others), expected)  # of another thread
-    assert torch.equal(model.backbone(ids, positions, mask.dense(4), cache), expected)
+        assert torch.equal(model.backbone(ids, positions, mask.dense(4), cache), expected)
 
 
 def test_the_last_to_leave_puts_the_name_back() -> None:
     model, other = make_model(), make_model(1)
-    caches = [model.block_cache(1, 8, 8, with_head=False) for _ in range(2)]
     inside, leave = threading.Event(), threading.Event()
 
     def run() -> None:
-        with under_round_masks(model, caches[0]):
+        with round_attention_of(model):
             inside.set()
             leave.wait(30)
 
     thread = threading.Thread(target=run)
-    with under_round_masks(model, caches[1]):
+    with round_attention_of(model):
         thread.start()
         assert inside.wait(30)
-        assert (model.config._attn_implementation, other.config._attn_implementation) == (ROUND_ATTENTION, "sdpa")
-    assert model.config._attn_implementation == ROUND_ATTENTION
+        assert (model.config._attn_implementation, other.config._attn_implementation) == (IN_ROUNDS, "sdpa")
+    assert model.config._attn_implementation == IN_ROUNDS
     leave.set()
     thread.join()
     assert model.config._attn_implementation == "sdpa"
-    assert not any(cache.deferred for cache in caches)
 
 
-def test_another_attention_stays() -> None:
-    model = make_model(attn_implementation="eager").float()
-    assert not takes_round_masks(model, Dispatch())
-    assert not takes_round_masks(model, Dispatch(False))
-    with pytest.raises(ValueError, match=r"attends by 'eager'.*use attn_implementation='sdpa'"):
-        takes_round_masks(model, FORCED)
-    model.set_attn_implementation("sdpa")
+@pytest.mark.parametrize("change", ["another attention", "a compiled layer"])
+def test_what_takes_no_round_masks(change: str) -> None:
+    model = make_model().float()
     assert takes_round_masks(model, FORCED)
     assert takes_round_masks(model, Dispatch(False))
-    model.model.compile()
-    assert not takes_round_masks(model, Dispatch(False)), "torch fuses more without"
+    if change == "another attention":
+        model.set_attn_implementation("eager")
+        remedy = "attends by 'eager'.*use attn_implementation='sdpa'"
+    else:
+        model.model.layers[0].compile(backend="eager")
+        remedy = "has parts that were compiled.*leave it uncompiled"
+    assert not takes_round_masks(model, Dispatch())
+    with pytest.raises(ValueError, match=remedy):
+        takes_round_masks(model, FORCED)
+
+
+def test_a_compiled_model_decodes_as_it_is() -> None:
+    model, options = make_model(), {"decoding": "mrp_spec", "max_new_tokens": 5, "num_draft_states": 3}
+    expected, graphs = texts(model, [[1, 2, 3]], **options), list[Any]()
+    for part in (model.model, model.mrp_head):
+        part.compile(backend=lambda graph, _: graphs.append(graph) or graph)  # type: ignore[union-attr]
+    assert texts(model, [[1, 2, 3]], **options) == expected
+    assert not graphs

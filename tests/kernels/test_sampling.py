@@ -30,8 +30,9 @@ from transformers.generation import (
 import modeling_mrp.kernels.noise as noise_module
 import modeling_mrp.kernels.pick as unembedding_file
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.kernels.noise import gumbel_noise, mix32, noise_keys
+from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
 from modeling_mrp.networks.picker import Picker, Spots
+from modeling_mrp.rules.noise import mix_bits
 from modeling_mrp.rules.state import State
 
 # ------------------------------------------------------------------------------------------------ noise
@@ -61,7 +62,7 @@ def exact_gumbel(bits: int) -> float:
 
 def test_noise_equals_pure_python() -> None:
     """Pinned: a change of the hash changes every seeded sample."""
-    assert mix32(torch.tensor([0, 1])).tolist() == [0, 0x688990C0]
+    assert mix_bits(torch.tensor([0, 1])).tolist() == [0, 0x688990C0]
     cases = [(0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 2), (1 << 32, 0, 1), ((1 << 62) - 1, 32767, 64), (12345678901234, 77, 5)]
     keys = [python_key(*case) for case in cases]
     assert noise_keys(*torch.tensor(cases).unbind(1)).tolist() == keys
@@ -75,7 +76,7 @@ def test_noise_equals_pure_python() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gumbel_noise_at_the_extreme_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the hash switched off, the bits of token 0 are the key."""
-    monkeypatch.setattr(noise_module, "mix32", lambda x: x)
+    monkeypatch.setattr(noise_module, "mix_bits", lambda x: x)
     half, most = 1 << 31, (1 << 32) - 1
     bits = [0, 1, 2, 1000, half - 1000, half - 1, half, half + 1000, most - 1000, most - 2, most - 1, most]
     noise = gumbel_noise(torch.tensor(bits), 1, dtype)[:, 0]

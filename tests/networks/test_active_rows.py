@@ -52,15 +52,6 @@ def test_rows_that_have_ended_are_not_computed(mode: str) -> None:
     assert [(steps >= 0).sum().item() for steps in out.reveal_step] == ends.limits
 
 
-def test_a_compiled_model_keeps_its_batch() -> None:
-    """Which is compiled for one size."""
-    model = make_model(3)
-    model.model.compile(dynamic=False, backend="eager")
-    out, sizes = decoded(model, random_ids(1, 4, 6), EndsAt(6, [1, 12, 1, 1]), decoding="static", max_new_tokens=12)
-    assert set(sizes) == {4}
-    assert out.stats.slot_forwards == 4 * len(sizes)
-
-
 def test_a_call_that_breaks_off_leaves_its_cache_in_order() -> None:
     """Though rows had changed their places: what was stored before an interruption is gone on from, for every row; behind an
     error nothing is, as what is not finite lies there."""

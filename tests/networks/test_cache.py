@@ -53,5 +53,5 @@ def test_room_for_more() -> None:
     assert bigger.head_held == [4, 4, 0, 0, 0, 0]
     assert bigger.ids[:3] == [[1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8]]
     bigger.target(0, 4)
-    assert torch.equal(bigger.read(1)[0], known.repeat_interleave(2, 0))
+    assert torch.equal(bigger.read[1][0], known.repeat_interleave(2, 0))
     assert cache.held == [4, 4, 0]

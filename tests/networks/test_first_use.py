@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from faults import LAUNCHES, Stale, broken
+from faults import KERNELS, Stale, broken
 from tape import TapeRecorder, graphs_of_nothing, tapes
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS
 from modeling_mrp.kernels import dispatch
-from modeling_mrp.kernels.dispatch import SAMPLES, Dispatch, relative_error, triton
+from modeling_mrp.kernels.dispatch import Dispatch, relative_error, triton
 from modeling_mrp.networks import graphs
 
 __all__ = ["tapes"]  # a fixture
@@ -50,34 +50,29 @@ def small() -> MRPForCausalLM:
     return make_model(3, num_hidden_layers=1, num_nextn_predict_layers=1, vocab_size=99).float()
 
 
-def test_every_kernel_has_samples() -> None:
-    assert SAMPLES.keys() == LAUNCHES.keys()
-
-
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_kernels_that_are_right_are_compared_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
-    for name, samples in SAMPLES.items():
-        monkeypatch.setitem(SAMPLES, name, lambda *given, n=name, s=samples: compared.append(n) or s(*given))
+    for name, kernel in KERNELS.items():
+        samples = kernel.samples
+        monkeypatch.setattr(kernel, "samples", lambda *given, n=name, s=samples: compared.append(n) or s(*given))
     model, generator = small(), torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*kernel.*")
         text = model.generate(IDS, **OPTIONS)
         model.generate(IDS, **OPTIONS)
-    assert sorted(compared) == sorted(LAUNCHES)
+    assert sorted(compared) == sorted(KERNELS)
     assert dispatch.failed_kernels() == []
     assert text.equal(model.generate(IDS, kernels=False, **OPTIONS))
     assert generator.equal(torch.get_rng_state())
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_a_broken_kernel_is_told_and_not_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, whatever is decoded; the others go on. Where kernels are asked for it is an error."""
-    module, launch = LAUNCHES[name]
-    real: Callable[..., Any] = getattr(module, launch)
-    calls: list[int] = []
-    monkeypatch.setattr(module, launch, lambda *given, **more: calls.append(1) or broken(real(*given, **more)))
+    real, calls = KERNELS[name].launch, list[int]()
+    monkeypatch.setattr(KERNELS[name], "launch", lambda *given: calls.append(1) or broken(real(*given)))
     model = small()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -99,8 +94,7 @@ def test_nothing_is_compared_on_a_cpu(tapes: type[TapeRecorder], monkeypatch: py
     def refused(*_: Any) -> None:
         pytest.fail("compared")
 
-    for name in SAMPLES:
-        monkeypatch.setitem(SAMPLES, name, refused)
+    monkeypatch.setattr(dispatch, "check_close", refused)
     monkeypatch.setattr(graphs, "check_close", refused)
     model = small()
     for _ in range(2):
@@ -154,11 +148,9 @@ def test_an_error_by_hand() -> None:
 
 
 def test_each_mode_launches_no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel without samples would be used unchecked."""
-    names: set[str] = set()
-    run = Dispatch.run
-    monkeypatch.setattr(Dispatch, "run", lambda self, name, *more, **other: names.add(name) or run(self, name, *more, **other))
+    names, run = set[str](), Dispatch.run
+    monkeypatch.setattr(Dispatch, "run", lambda self, kernel, *given: names.add(kernel.name) or run(self, kernel, *given))
     model = small()
     for mode in DECODINGS:
         model.generate(IDS, **{**OPTIONS, "decoding": mode, "max_new_tokens": 4})
-    assert names - {"fused_layers"} == SAMPLES.keys()
+    assert names == KERNELS.keys()

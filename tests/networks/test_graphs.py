@@ -19,9 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks import graphs as graphs_file
-from modeling_mrp.networks.attention import under_round_masks
 from modeling_mrp.networks.cache import BlockCache
 from modeling_mrp.networks.graphs import CudaRecorder, fingerprint, obstacle, recording_report, release_graphs
+from modeling_mrp.networks.layers import round_attention_of
 from tests.random_cases import dampened, make_model
 
 __all__ = ["tapes"]  # a fixture
@@ -108,7 +108,7 @@ def test_what_was_held_is_held_on() -> None:
     lent.target(0, 4)
     assert lent.shares(kept.cache)
     assert (lent.held, kept.lend(None).held) == ([4], [0])
-    assert lent.read(0)[0].eq(1).all()
+    assert lent.read[0][0].eq(1).all()
 
 
 @pytest.mark.usefixtures("tapes")
@@ -127,7 +127,7 @@ def test_weights_that_move_or_switch_are_recorded_anew(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:  # another attention of the same name
         patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *_, **__: None)
         assert known != fingerprint(model)
-    with under_round_masks(model, model.block_cache(1, 8, 8, with_head=False)):
+    with round_attention_of(model):
         assert known == fingerprint(model), "another thread may be inside of that"
     of_rows = [partial(lambda *_, adapter_names: None, adapter_names=[name]) for name in "ab"]  # as peft's adapter_names
     seen = []

@@ -24,7 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sampled": {"decoding": "sequential", "do_sample": True, "top_k": 0, "seed": 5},
     "sampled, drafted": {"decoding": "mrp_spec", "target": "sequential", "do_sample": True, "top_k": 0, "seed": 5},
 }
-REFUSALS = ("attached", "seedless", "orders", "lm_head")
+REFUSALS = ("attached", "seedless", "lm_head")
 TENSOR_PARALLEL = pytest.mark.skipif(
     version.parse(transformers.__version__) < version.parse("5.23"), reason="transformers 5.17 has no DistributedConfig"
 )
@@ -51,7 +51,6 @@ def refused(model: MRPForCausalLM, folder: Path) -> dict[str, str]:
     calls: dict[str, Any] = {
         "attached": lambda: model.attach_head(str(folder)),
         "seedless": lambda: model.generate(ids, do_sample=True, max_new_tokens=4),
-        "orders": lambda: model.score(ids, order="sampled"),
     }
     from transformers.distributed import DistributedConfig
 
@@ -114,7 +113,6 @@ def test_what_a_divided_model_refuses(both: tuple[dict[str, Any], list[Any]]) ->
     assert "divided among 2 processes" in said["attached"]
     assert "save_pretrained the whole model" in said["attached"]
     assert "seed is None" in said["seedless"]
-    assert "would draw other orders: pass a seed" in said["orders"]
     assert "leave it, and embed_tokens" in said["lm_head"]
 
 

@@ -17,7 +17,7 @@ from mrp_trainer.picture.facts import Forward, Token, token_texts
 from mrp_trainer.picture.options import ShowOptions
 from mrp_trainer.picture.style import HOLD, colour, plain
 from mrp_trainer.picture.text import visible
-from mrp_trainer.publish.cardtext import PICTURE
+from mrp_trainer.publish.folder import PICTURE
 from rich.cells import cell_len
 from typer.testing import CliRunner
 

@@ -10,7 +10,7 @@ import pytest
 from fake_engine import SAMPLING_PARAMS, FakeRequest
 from mrp_serving.options import SERVED, Settings, settings_of
 from mrp_serving.picker import Sampling
-from mrp_serving.requests import committed_ids, end_of_text, interpreted, refusal, seed_of, text_of_block
+from mrp_serving.requests import committed_ids, end_of_text, interpreted, refusal, refusal_of_body, seed_of, text_of_block
 
 from modeling_mrp.generate.loop import Drafting, Mode
 from modeling_mrp.generate.refine import Direct
@@ -124,6 +124,25 @@ def test_requests_that_cannot_be_served_are_told_why(asked: dict[str, Any], reas
     told = refusal(request_with(**asked))
     assert told is not None
     assert reason in told
+
+
+@pytest.mark.parametrize(
+    ("first", "logprobs", "stop_regex", "reason"),
+    [
+        (1, True, None, "logprob_start_len is 1, and MRP has no log-probabilities of the prompt, which has 2 tokens"),
+        (2, True, ["a+", "b"], None),
+        (-1, True, "a+", None),
+        (0, False, None, None),
+        (-1, False, ["a", "("], "stop_regex has '(', which is no regular expression: missing ), unterminated subpattern"),
+        (-1, False, [5], "stop_regex has 5, which is no regular expression"),
+    ],
+)
+def test_what_the_engine_would_answer_wrongly_is_refused(
+    first: int, logprobs: bool, stop_regex: Any, reason: str | None
+) -> None:
+    body = SimpleNamespace(return_logprob=logprobs, logprob_start_len=first, sampling_params={"stop_regex": stop_regex})
+    told = refusal_of_body(body, [4, 5])
+    assert told is None if reason is None else str(told).startswith(reason)
 
 
 @pytest.mark.parametrize(

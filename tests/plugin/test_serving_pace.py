@@ -8,7 +8,7 @@ import torch
 from mrp_serving.options import settings_of
 from mrp_serving.pace import Led, pace_of
 
-from modeling_mrp.generate.budget import Amount, Auto, Fixed, Shape, Times
+from modeling_mrp.generate.budget import Amount, Auto, Fixed
 
 
 class Noted:
@@ -44,14 +44,3 @@ def test_all_processes_draft_as_the_first_one_chooses() -> None:
 def test_what_follows_the_clock_is_led(states: Any, share: Any, kind: type) -> None:
     mode = settings_of({"num_draft_states": states, "target": "dynamic"}, {}, 16, True).mode
     assert isinstance(pace_of(torch.nn.Linear(1, 1), mode, share), kind)
-
-
-@pytest.mark.parametrize(("records", "price"), [(True, 8.0), (False, 0.0)])
-def test_a_slow_first_round_is_no_recording_where_the_engine_made_them(records: bool, price: float) -> None:
-    times = Times(records)
-    for seconds in (9.0, 1.0, 1.0):
-        times.learn(Shape(1, 1, False), seconds)
-    assert times.recording == price
-    chosen = pace_of(torch.nn.Linear(1, 1), settings_of({"num_draft_states": "auto"}, {}, 16, True).mode, None)
-    assert isinstance(chosen, Auto)
-    assert not chosen.times.records

@@ -12,11 +12,8 @@ from conftest import TINY
 from fake_engine import FakeAllocator, FakePool, FakeRequest
 from mrp_serving.checkpoint import ARCHITECTURES, backbone_weights, head_weight, open_checkpoint
 from mrp_serving.networks import Own, Room, map_positions, place_states
-from mrp_serving.options import settings_of
 from mrp_serving.picker import CountPenalties, Sampling
-from mrp_serving.requests import Progress, interpreted
 from mrp_serving.room import count_fitting, fetch_what_fits, whole_blocks
-from mrp_serving.rounds import fresh_row
 from mrp_serving.scratch import Borrowed, affordable, borrowed
 from mrp_serving.transfer import Part, sent
 from published import as_published
@@ -25,9 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.kernels.dispatch import AUTOMATIC
-from modeling_mrp.rules.draft import build_draft
-from modeling_mrp.rules.reveal import Static
-from modeling_mrp.rules.state import Counts, State
+from modeling_mrp.rules.state import State
 
 # ------------------------------------------------------------------------------------------------- what is borrowed
 
@@ -193,28 +188,6 @@ def test_penalties_count_generated_tokens() -> None:
     assert torch.equal(made, wanted)
 
 
-def test_the_processors_of_a_request_are_those_of_transformers() -> None:
-    asked = {"logit_bias": ((5, 1.0),), "repetition_penalty": 1.2, "frequency_penalty": 0.1}
-    sampling = Sampling(sample=True, top_k=4, top_p=0.5, min_p=0.1, **asked)
-    assert [type(one).__name__ for one in (*sampling.processors(), *sampling.truncation())] == [
-        *("SequenceBiasLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "CountPenalties"),
-        *("TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"),
-    ]
-
-
-# ------------------------------------------------------------------------------------------------- rows between rounds
-
-
-def test_a_fresh_row_stands_where_the_engine_is() -> None:
-    asked = interpreted(FakeRequest([5] * 6), settings_of({}, {}, 4, True))
-    row = fresh_row([5] * 6, 6, 4, 8, 4, 3, 1, Progress(asked, Counts(2, True)))
-    assert row.state.ids == (5, 5, 3, 3)
-    assert (row.held, row.head_held, row.source, row.memory) == (4, 4, None, {})
-    clean = row.after(row.state, (2, 3), [0, 0, 7, 8])
-    row.state = clean
-    assert len(build_draft(row, Static((1,) * 4), 4, 3, {})) == 1  # nothing to be drafted behind the last block
-
-
 # ------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -250,19 +223,6 @@ def test_a_head_repository_is_served_with_the_backbone_that_it_names(head_folder
     wanted = {name: tensor for name, tensor in load_file(TINY / "model.safetensors").items() if head_weight(name) is None}
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("mrp_head.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
-        ("mrp_modules.0.model.eh_proj.weight", "eh_proj.weight"),
-        ("model.layers.0.mlp.up_proj.weight", None),
-        ("lm_head.weight", None),
-    ],
-)
-def test_tensors_are_the_heads_or_the_backbones(name: str, part: str | None) -> None:
-    assert head_weight(name) == part
 
 
 def changed_config(folder: Path, **fields: Any) -> str:

@@ -160,31 +160,6 @@ def test_a_request_that_loses_its_rows_goes_on_with_its_noise(model: Any, prompt
 
 
 @torch.inference_mode()
-def test_what_is_provisional_becomes_the_text(model: Any, prompt: list[int]) -> None:
-    """Behind every round the block so far: given tokens stay, masks are where nothing is known yet."""
-    mask = model.config.mask_token_id
-    req = FakeRequest(prompt, NEW, EOS, asked={"custom_params": {"return_provisional": True}})
-    engine = FakeEngine(model, 64, 128)
-    scheduler = FakeScheduler(engine, Rounds(settings_of(SERVER, {}, 16, True), 16, mask, abort))
-    seen: list[tuple[int, list[int]]] = []
-
-    def on_step() -> None:
-        if (shown := shown_of(req)) is not None:
-            seen.append((len(req.output_ids), shown["provisional_ids"]))
-
-    scheduler.add(req)
-    scheduler.run(on_step)
-    known = 0
-    for begin, ids in seen[:-1]:
-        text = req.output_ids[begin : begin + len(ids)]
-        assert len(ids) <= 16
-        assert all(one in (token, mask) for one, token in zip(ids, text, strict=False))
-        known += any(one != mask for one in ids)
-    assert known > 3
-    assert seen[-1][1] == []
-
-
-@torch.inference_mode()
 @pytest.mark.parametrize("greedy", [True, False])
 def test_a_stop_string_behind_an_eos(model: Any, prompt: list[int], greedy: bool) -> None:
     """The engine's own algorithm reads on, and so may end there; a sampled text has ended at the eos, with masks behind."""

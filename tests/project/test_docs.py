@@ -3,9 +3,11 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +17,6 @@ import pytest
 import torch
 from commands import command
 from conftest import ROOT, TINY
-from openai_server import MODEL, started
 from published import as_published
 from transformers import AutoTokenizer
 
@@ -28,7 +29,7 @@ DOCUMENTS = {
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What a page's Python needs beyond what `make test` installs.
-NEEDS = {"docs/quantized.md": ("bitsandbytes",), "docs/serving.md": ("openai", "uvicorn", "starlette")}
+NEEDS = {"docs/quantized.md": ("bitsandbytes",), "docs/serving.md": ("openai", "uvicorn", "fastapi")}
 
 
 def blocks(text: str, *kinds: str) -> list[str]:
@@ -59,6 +60,19 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@contextmanager
+def served() -> Iterator[str]:
+    """The address of the page's own server, at a free port; it is killed at the end."""
+    (command,) = (line for line in blocks(DOCUMENTS["docs/serving.md"], "bash")[0].splitlines() if line.startswith("mrp serve"))
+    started = [sys.executable, "-m", "mrp_trainer.cli", *shlex.split(command)[1:], "--port", "0"]
+    with subprocess.Popen(started, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            yield next(found[1] for line in server.stderr if (found := re.search(r"running on (http://\S+)", line)))
+        finally:
+            server.kill()
+
+
 PAGES = [name for name, text in DOCUMENTS.items() if blocks(text, "python") and name != "docs/loading.md"]
 
 
@@ -67,10 +81,8 @@ def test_a_pages_python_runs_and_prints_what_it_says(name: str, elsewhere: Path,
     """Blocks of kind `text` are what the Python before them prints."""
     for module in NEEDS.get(name, ()):
         pytest.importorskip(module, reason="of another extra: make test-extras")
-    flags = ("--decoding", "mrp_spec", "--target", "sequential")
-    with started(elsewhere, *flags) if name == "docs/serving.md" else nullcontext() as server:
-        asked = {"http://127.0.0.1:8000/v1": server.url, "./hub_configs/sdar-tiny-mrp": MODEL} if server else {}
-        run_page(name, **asked)
+    with served() if name == "docs/serving.md" else nullcontext() as address:
+        run_page(name, **({"http://127.0.0.1:8000": address} if address else {}))
     printed = capsys.readouterr().out
     for said in blocks(DOCUMENTS[name], "text"):
         assert said.strip() in printed, printed

@@ -16,7 +16,7 @@ import torch
 from conftest import make_model
 from hub_server import HubServer, run_python, using
 from mrp_trainer.heads import with_new_head
-from mrp_trainer.publish.send import publish
+from mrp_trainer.publish import push
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load as load_safetensors
 from tokenizers import Tokenizer
@@ -71,7 +71,7 @@ def pushed(folder: Path) -> dict[str, Any]:
     expected["head"] = outputs(headed)
     headed.save_pretrained(folder / "head", head_only=True)
     tokenizer.save_pretrained(folder / "head")
-    publish(folder / "head", "org/head")
+    push(folder / "head", "org/head")
     torch.nn.init.normal_(backbone.lm_head.weight)
     backbone.push_to_hub("org/backbone")  # later than the head: not what the head was trained on
     both = MRPForCausalLM.from_backbone("org/backbone", revision=headed.backbone_source.revision, head="org/head")

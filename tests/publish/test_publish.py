@@ -1,8 +1,9 @@
-"""Publishing to a loopback Hub: what arrives, what is refused, and what a push that failed leaves."""
+"""Publishing to a loopback Hub: which folders are fit for it, and what arrives."""
 
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from conftest import make_model
 from helpers import hashes
 from hub_server import HubServer
 from huggingface_hub import ModelCard, snapshot_download
-from mrp_trainer.publish import publish
+from mrp_trainer.publish import push
 from mrp_trainer.publish.card import is_own_card
-from mrp_trainer.publish.folder import read_folder
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.code import code_files
+from modeling_mrp.model.code import AUTO_MAP, code_files
 
 PACKAGE = {name: text.encode() for name, text in code_files().items()}
 WRITTEN = "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# Mine\n"
@@ -27,12 +30,18 @@ USED = ("config.json", "generation_config.json", "model.safetensors")
 REPO = "org/name"
 
 
+def tokenizer(tokens: int) -> PreTrainedTokenizerFast:
+    words = WordLevel({f"w{i}": i for i in range(tokens)}, unk_token="w63")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A full model, the same in shards, its head, and an adapter of the head."""
+    """A full model, the same in shards and with a tokenizer, its head, and an adapter of the head."""
     model, at = make_model().float(), tmp_path_factory.mktemp("folders")
     model.save_pretrained(at / "full")
     model.save_pretrained(at / "shards", max_shard_size="40KB")
+    tokenizer(64).save_pretrained(at / "shards")
     model.save_pretrained(at / "head", head_only=True, base_model_name_or_path="org/backbone", base_model_revision="a" * 40)
     (at / "adapter").mkdir()
     named = {"base_model_name_or_path": "org/head", "peft_type": "LORA"}
@@ -61,16 +70,15 @@ def code_of(files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def test_a_full_model_arrives_whole_in_one_commit_and_private(hub: HubServer, folders: dict[str, Path]) -> None:
-    """A second push of the same makes no commit."""
     before = hashes(folders["full"])
-    for _ in range(2):
-        pushed = publish(folders["full"], REPO)
-    assert f"a full model to {REPO} (branch main; private if it is new)" in str(pushed)
+    pushed = push(folders["full"], REPO)
+    assert str(pushed).startswith(f"a full model to {REPO}\n")
     assert str(pushed).endswith(hub.repository(REPO).read("main").oid)
     assert hub.repository(REPO).private is True
     assert titles(hub) == ["Upload a full model", "initial commit"]
     files = hub.files(REPO)
-    assert {name: files[name] for name in USED} == {name: (folders["full"] / name).read_bytes() for name in USED}
+    assert json.loads(files["config.json"]) == json.loads((folders["full"] / "config.json").read_text())
+    assert {name: files[name] for name in USED[1:]} == {name: (folders["full"] / name).read_bytes() for name in USED[1:]}
     assert code_of(files) == PACKAGE
     assert set(files) == {*USED, *PACKAGE, "README.md", ".gitattributes"}
     assert f'AutoModel.from_pretrained("{REPO}", trust_remote_code=True)' in files["README.md"].decode()
@@ -91,29 +99,27 @@ def test_a_loaded_model_pushes_itself_as_transformers_does(hub: HubServer, folde
     assert {"mrp", "speculative-decoding", "mine"} <= set(ModelCard(card).data.tags)
 
 
-def test_the_code_is_what_the_package_generates(
-    hub: HubServer, folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whatever lies in the folder; what is replaced is named."""
+def test_the_code_is_what_the_package_generates(hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Whatever lies in the folder, and whatever its config names."""
     folder = shutil.copytree(folders["full"], tmp_path / "model")
     (folder / "modeling_mrp.py").write_text("from .rows_mrp import rows")
     (folder / "rows_mrp.py").write_text("rows = 1")
     (folder / "configuration_mrp.py").unlink()
-    assert publish(folder, REPO).left_out == ["rows_mrp.py"]
-    assert f"{folder}/modeling_mrp.py is not what this package generates: that is published instead" in caplog.text
+    fields(auto_map={"AutoModel": "org/evil--modeling_mrp.MRPForCausalLM"})(folder)
+    assert push(folder, REPO).left_out == ["rows_mrp.py"]
     assert code_of(hub.files(REPO)) == PACKAGE
+    assert json.loads(hub.files(REPO)["config.json"])["auto_map"] == AUTO_MAP
 
 
 def test_files_of_an_earlier_push_go_in_the_same_commit(hub: HubServer, folders: dict[str, Path]) -> None:
     """Shards and code that are no longer there; what a person added stays."""
     config = (folders["full"] / "config.json").read_bytes()
     hub.commit(REPO, {"config.json": config, "old_mrp.py": b"pass", "notes.txt": b"mine"})
-    publish(folders["shards"], REPO)
-    shards = {name for name in hub.files(REPO) if name.startswith("model-")}
-    assert len(shards) > 1
-    told = str(publish(folders["full"], REPO)).split("removed there: ")[1]
-    assert all(name in told for name in shards)
-    assert not (shards | {"old_mrp.py"}) & hub.files(REPO).keys()
+    push(folders["shards"], REPO)
+    shards = {name for name in hub.files(REPO) if name.startswith("model")}
+    assert len(shards) > 2
+    push(folders["full"], REPO)
+    assert not ((shards | {"old_mrp.py"}) - {"model.safetensors", "modeling_mrp.py"}) & hub.files(REPO).keys()
     assert hub.files(REPO)["notes.txt"] == b"mine"
     assert titles(hub)[:2] == ["Upload a full model"] * 2
 
@@ -123,52 +129,47 @@ def test_a_persons_card_is_kept(hub: HubServer, folders: dict[str, Path], tmp_pa
     folder = shutil.copytree(folders["full"], tmp_path / "model")
     (folder / "README.md").write_text(WRITTEN)
     for pushed in (folder, folders["full"]):
-        publish(pushed, REPO)
+        push(pushed, REPO)
         assert hub.files(REPO)["README.md"].decode() == WRITTEN
-    publish(folder, REPO, new_card=True)
+    with pytest.raises(ValueError, match=r"README\.md was written by a person: leave out results and about, or pass new_card"):
+        push(folder, REPO, about=folder / "README.md")
+    push(folder, REPO, new_card=True)
     assert f'"{REPO}"' in hub.files(REPO)["README.md"].decode()
     assert (folder / "README.md").read_text() == WRITTEN
-    publish(folders["full"], REPO, tags=["new"])
+    push(folders["full"], REPO, tags=["new"])
     assert "\n- new\n" in hub.files(REPO)["README.md"].decode(), "one that was rendered is rendered again"
 
 
 @pytest.mark.parametrize("kind", ["head", "adapter"])
 def test_the_command_names_another_base(hub: HubServer, folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    """Of what was trained on a local folder, which none finds there. A card that was rendered tells of the new base, a
-    person's is kept."""
+    """Of what was trained on a local folder, which none finds there."""
     folder = shutil.copytree(folders[kind], tmp_path / kind)
     (folder / "run.yaml").write_text("objective: mrp\nmodel: /home/me/backbone\nunroll: 2\n")
     config = folder / {"head": "config.json", "adapter": "adapter_config.json"}[kind]
-    fields = json.loads(config.read_text()) | {"base_model_name_or_path": "/home/me/backbone"}
-    config.write_text(json.dumps(fields))
+    named = json.loads(config.read_text()) | {"base_model_name_or_path": "/home/me/backbone"}
+    config.write_text(json.dumps(named))
     before = hashes(folder)
     assert "base_model is '/home/me/backbone': it must be the id of a model on" in mrp("push", str(folder), REPO, fails=True)
     assert hub.requests == []
-    arguments = ["push", str(folder), REPO, "--base-model", "org/b", "--base-revision", "v1"]
-    mrp(*arguments)
+    mrp("push", str(folder), REPO, "--base-model", "org/b", "--base-revision", "v1")
     assert hashes(folder) == before
     files = hub.files(REPO)
     revision = {"head": "base_model_revision", "adapter": "revision"}[kind]
-    assert json.loads(files[config.name]) == fields | {"base_model_name_or_path": "org/b", revision: "v1"}
+    assert json.loads(files[config.name]) == named | {"base_model_name_or_path": "org/b", revision: "v1"}
     weights = {"head": "model.safetensors", "adapter": "adapter_model.safetensors"}[kind]
     assert files[weights] == (folder / weights).read_bytes()
     assert "base_model: org/b\n" in files["README.md"].decode()
     assert "model: org/b\nunroll: 2\n```" in files["README.md"].decode(), "the recipe of the run, which itself stays here"
     assert "run.yaml" not in files
-    (folder / "README.md").write_text(WRITTEN)
-    mrp(*arguments)
-    assert hub.files(REPO)["README.md"].decode() == WRITTEN
 
 
 def test_a_name_without_an_owner_is_the_users(hub: HubServer, folders: dict[str, Path]) -> None:
     """Which a dry run, that makes no connection, cannot know."""
-    dry = str(publish(folders["full"], "mine", dry_run=True, revision="b", private=False))
-    assert dry.startswith("a full model to mine of your own (branch b; public if it is new)")
+    dry = str(push(folders["full"], "mine", dry_run=True))
     assert f"{(folders['full'] / 'model.safetensors').stat().st_size:>15,}  model.safetensors\n" in dry
     assert dry.endswith("Dry run: nothing was sent.")
     assert hub.requests == []
-    told = mrp("push", str(folders["head"]), "my-head")
-    assert told.startswith("an MRP head to alice/my-head (branch main; private if it is new)\n")
+    assert mrp("push", str(folders["head"]), "my-head").startswith("an MRP head to alice/my-head\n")
     assert '"alice/my-head"' in hub.files("alice/my-head")["README.md"].decode()
 
 
@@ -187,68 +188,71 @@ def test_the_command_pushes_and_copies(hub: HubServer, folders: dict[str, Path])
     assert f'"{REPO}"' not in copy["README.md"].decode()
 
 
-# What is refused, and what fails
+# What is refused
+
+
+def text(name: str, content: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def fields(file: str = "config.json", **changed: Any) -> Callable[[Path], Any]:
+    return lambda folder: (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changed))
+
+
+def renamed_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name.replace("model.norm", "renamed"): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(
-    ("there", "pushed", "held"),
+    ("spoil", "message"),
     [
-        ("head", "full", "an MRP head, and what is pushed is a full model"),
-        ("full", "adapter", "a full model, and what is pushed is an adapter"),
-        ("data.csv", "full", "files of no model of this package, such as data.csv, and"),
+        (text("model.safetensors", "cut"), "model.safetensors is not a whole safetensors file"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors and no model.safetensors.index.json"),
+        (lambda folder: shutil.rmtree(folder) or folder.mkdir(), "holds no checkpoint: give a folder"),
+        (text("config.json", '{"model_type": "llama"}'), "holds a model of type 'llama': give a folder that save_pretrained"),
+        (fields(head_dim=16), r"wrong shape: model.layers.0.self_attn.k_norm.weight is \[8\], needs \[16\]"),
+        (fields(base_model_name_or_path="org/backbone"), "(?s)does not fit its config.*unexpected: lm_head.weight"),
+        (renamed_tensor, "(?s)missing: model.norm.weight.*unexpected: renamed"),
+        (text("generation_config.json", "[]"), r"generation_config\.json holds no JSON object"),
+        (text("tokenizer.json", "{}"), "the tokenizer of '.*' cannot be loaded"),
+        (text("tokenizer_config.json", '{"auto_map": "org/evil--t.T"}'), "takes code from .*org/evil--t.T"),
+        (lambda folder: tokenizer(65).save_pretrained(folder), "has 65 tokens, and the model 64: publish the model's own"),
     ],
 )
-def test_a_repository_of_another_kind_is_not_overwritten(
-    hub: HubServer, folders: dict[str, Path], there: str, pushed: str, held: str
+def test_a_folder_that_is_not_fit_is_refused_before_anything_is_sent(
+    hub: HubServer, folders: dict[str, Path], tmp_path: Path, spoil: Callable[[Path], Any], message: str
 ) -> None:
-    files = {there: b"1"}
-    if there in folders:
-        files = {name: path.read_bytes() for name, path in read_folder(folders[there]).files.items() if name != "README.md"}
-    commit = hub.commit(REPO, files)
-    with pytest.raises(ValueError, match=f"^{REPO} holds {held}.*push it to a repository of its own"):
-        publish(folders[pushed], REPO)
-    assert hub.repository(REPO).read("main").oid == commit
-    assert {request.split()[0] for request in hub.requests} <= {"GET", "HEAD"}
+    folder = shutil.copytree(folders["full"], tmp_path / "model")
+    spoil(folder)
+    before = hashes(folder)
+    with pytest.raises(ValueError, match=message):
+        push(folder, REPO)
+    assert hashes(folder) == before
+    assert hub.requests == []
+
+
+def test_what_is_not_declared_is_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["full"], tmp_path / "model")
+    others = ["training_args.bin", "optimizer.pt", ".env", "evil_mrp.py", "model-00001-of-00002.safetensors", "checkpoint-5/x"]
+    for name in others:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"secret")
+    plan = push(folder, REPO, dry_run=True)
+    assert plan.left_out == sorted(others)
+    assert not set(others) & set(plan.sizes)
+    assert f"left out: {', '.join(sorted(others))}" in str(plan)
 
 
 def test_the_command_says_what_is_wrong(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     full = str(folders["full"])
     for arguments, message in (
         (["push", full, "a/b/c"], "Repo id must be"),
-        (["push", full, REPO, "--branch", "b", "--pull-request"], "push to a branch, or open a pull request"),
         (["push", full, REPO, "--base-model", "org/b"], "the backbone is to be org/b, but .* holds a full model"),
         (["push", "org/elsewhere", REPO], "Error: org/elsewhere is not a folder: save the model there first, .* hf download"),
         (["push", full, REPO], "Error: Cannot reach .*offline mode is enabled.*HF_HUB_OFFLINE"),
-        (["card", full, "--results", "missing.jsonl"], "missing.jsonl is not a file"),
+        (["card", full, "--results", "missing.jsonl"], "No such file .*missing.jsonl"),
     ):
         with pytest.raises(SystemExit):
             main(arguments)
         assert re.search(message, capsys.readouterr().err)
-
-
-def test_a_commit_that_fails_changes_nothing(hub: HubServer, folders: dict[str, Path]) -> None:
-    commit = hub.commit(REPO, {"notes.txt": b"", "config.json": (folders["full"] / "config.json").read_bytes()})
-    refs, before = {**hub.repository(REPO).refs}, hashes(folders["full"])
-    hub.fail("POST .*/commit/", status=503)
-    told = r"was given up \(HfHubHTTPError: Server error '503.* what was uploaded is.* comes from `hf auth login`"
-    with pytest.raises(ConnectionError, match=re.compile(told, re.DOTALL)):
-        publish(folders["full"], REPO, revision="new")
-    assert hashes(folders["full"]) == before
-    assert hub.repository(REPO).read("main").oid == commit
-    assert hub.repository(REPO).refs == refs, "no empty branch is left"
-    publish(folders["full"], REPO, revision="new")
-    assert titles(hub, revision="new").count("Upload a full model") == 1
-
-
-def test_somebody_elses_commit_is_not_overwritten(hub: HubServer, folders: dict[str, Path]) -> None:
-    publish(folders["full"], REPO)
-
-    def meanwhile(body: bytes) -> bytes:
-        hub.commit(REPO, {"README.md": b"theirs"})
-        return body
-
-    hub.fail("POST .*/preupload/", change=meanwhile)
-    with pytest.raises(ConnectionError, match="the push was given up"):
-        publish(folders["shards"], REPO)
-    assert hub.files(REPO)["README.md"] == b"theirs"
-    assert "model.safetensors.index.json" not in hub.files(REPO)

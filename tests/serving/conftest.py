@@ -59,13 +59,13 @@ def server(serve: Callable[..., Server]) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def measured(serve: Callable[..., Server], asked: Asked, request: pytest.FixtureRequest) -> Callable[[str, float], Measured]:
-    """What an algorithm answers to all prompts, at a threshold."""
+    """What an algorithm answers to all prompts, at a threshold; with MRP each request asks for its own."""
 
     @cache
     def ask(algorithm: str, threshold: float) -> Measured:
         measure = partial(Server.measure, prompts=asked.prompts, budgets=asked.budgets, concurrency=CONCURRENCY, block=BLOCK)
-        if (algorithm, threshold) == ("MRP", 0.9):
-            return measure(request.getfixturevalue("server"))
+        if algorithm == "MRP":
+            return measure(request.getfixturevalue("server"), **({} if threshold == 0.9 else target_of(threshold)))
         with serve(algorithm, threshold) as started:
             return measure(started)
 

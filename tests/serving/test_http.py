@@ -103,14 +103,45 @@ def test_clients_that_go_away_leave_the_others_alone(server: Server, asked: Aske
         ({"custom_params": {"confidence_threshold": 2}}, "confidence_threshold is 2: it must be a probability"),
         ({"custom_params": {"num_draft_states": 9}}, "num_draft_states is 9: this server has 4 at most"),
         ({"custom_params": {"tau": 0.5}}, "tau is no option of a request"),
+        ({"stop_regex": ["a", "("]}, "stop_regex has '(', which is no regular expression"),
     ],
 )
 def test_what_cannot_be_served_is_refused(asking: dict[str, Any], reason: str, server: Server, asked: Asked) -> None:
     sampling = {"max_new_tokens": 16, "temperature": 0, **asking}
+    refuses(server, "/generate", {"input_ids": asked.prompts[0], "sampling_params": sampling}, reason)
+
+
+def refuses(server: Server, path: str, body: dict[str, Any], reason: str) -> None:
+    """Has a request answered with a 400 and the reason."""
     with pytest.raises(HTTPError) as caught:
-        server.ask("/generate", {"input_ids": asked.prompts[0], "sampling_params": sampling})
+        server.ask(path, body)
     assert caught.value.code == 400
     assert reason in caught.value.read().decode()
+
+
+def test_log_probabilities_of_prompts_are_refused(server: Server, asked: Asked) -> None:
+    prompt = asked.prompts[0]
+    native = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": 3}
+    refuses(
+        server,
+        "/generate",
+        native,
+        f"logprob_start_len is 3, and MRP has no log-probabilities of the prompt, which has {len(prompt)}",
+    )
+    body = {"model": "default", "prompt": prompt, "max_tokens": 8, "echo": True, "logprobs": 1}
+    refuses(server, "/v1/completions", body, "logprob_start_len is 0")
+    reply = server.ask("/generate", {**native, "logprob_start_len": len(prompt), "sampling_params": {"max_new_tokens": 8}})
+    assert len(reply["meta_info"]["output_token_logprobs"]) == len(reply["output_ids"])
+
+
+def test_requests_are_not_taken_back(server: Server, asked: Asked, texts: list[str]) -> None:
+    """Pausing that would is refused, and pausing that goes on goes on."""
+    refuses(server, "/pause_generation", {"mode": "retract"}, "mode 'retract' is not served with MRP")
+    with ThreadPoolExecutor(4) as clients:
+        running = [clients.submit(native, server, asked, place) for place in range(4)]
+        server.ask("/pause_generation", {"mode": "in_place"})
+        server.ask("/continue_generation", {})
+        assert [each.result() for each in running] == texts[:4]
 
 
 def test_the_endpoint_of_metrics_counts(server: Server, asked: Asked) -> None:

@@ -64,19 +64,20 @@ def bare(folder: Path) -> Path:
 
 
 class Case(NamedTuple):
-    """An engine: how its checkpoint is made, flags beside those of a CPU, requests at once, and devices."""
+    """An engine: how its checkpoint is made, flags beside those of a CPU, requests at once, devices, and K."""
 
     make: Callable[[Path], Path]
     flags: tuple[str, ...] = ()
     requests: int = 64
     devices: int = 1
+    states: int | str = STATES
 
 
 CASES = {
     "published head, two devices": Case(published, ("--tp-size", "2"), requests=16, devices=2),
     "head repository, prompts in chunks": Case(head_alone, ("--chunked-prefill-size", "64")),
     "1,024 slots": Case(full, ("--max-total-tokens", "1024")),
-    "no radix cache": Case(full, ("--disable-radix-cache",)),
+    "no radix cache, drafts by the clock": Case(full, ("--disable-radix-cache",), states="auto"),
 }
 
 
@@ -89,11 +90,11 @@ def test_texts_stay_and_no_slot_is_lost(
     tmp_path: Path,
     report: Callable[[str], None],
 ) -> None:
-    make, flags, requests, devices = CASES[name]
+    make, flags, requests, devices, states = CASES[name]
     places = range(0, len(asked.prompts), len(asked.prompts) // requests)[:requests]
     some = Asked(*([each[place] for place in places] for each in (asked.problems, asked.prompts, asked.budgets)))
     expected = [measured("MRP", 0.9).ids[place] for place in places]
-    options = {"decoding": "mrp_spec", "num_draft_states": STATES, **target_of(0.9)}
+    options = {"decoding": "mrp_spec", "num_draft_states": states, **target_of(0.9)}
     environment = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": CORES} if devices > 1 else ENVIRONMENT
     with Server(make(tmp_path), tmp_path / "server", "MRP", options, (*CPU_FLAGS, *flags), environment) as server:
         served = server.measure(some.prompts, some.budgets, requests, BLOCK)

@@ -15,6 +15,7 @@ from modeling_mrp import MRPForCausalLM
 
 # Two steps an epoch, seven in all, so that runs are taken up in the middle of an epoch; lines of the log over three steps.
 OPTIONS = {"objective": "mrp", "unroll": 2, "logging_steps": 3, "max_steps": 7, "save_strategy": "steps", "save_steps": 2}
+OPTIONS |= {"muon_learning_rate": 1e-2}
 STEP, EVENT = random.Random(1).choice(
     [(step, event) for step in range(3, 7) for event in ("on_step_begin", "on_pre_optimizer_step", "on_step_end")]
 )

@@ -177,9 +177,9 @@ def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizer
     [
         ({"objective": None}, "objective is not given: 'mrp' trains the head on a frozen backbone, 'block_diffusion' trains"),
         ({"objective": "mpr"}, "objective is 'mpr': choose 'block_diffusion' or 'mrp'"),
-        ({"noisy_copies": 3}, "noisy_copies is 3: 1, or 2"),
+        ({"noisy_copies": 3}, "noisy_copies is 3: it must be from 1 to 2"),
         ({"max_length": 0}, "max_length is 0: it must be 1 or more"),
-        ({"eager_share": 1.5}, "eager_share is 1.5: it must be between 0 and 1"),
+        ({"eager_share": 1.5}, "eager_share is 1.5: it must be from 0 to 1"),
         ({"gradient_checkpointing": True, "objective": "mrp"}, "gradient_checkpointing drops the keys"),
         ({"torch_compile": True}, "torch_compile is True, which does nothing here: the objectives run in place of the forward"),
         ({"rows_per_step": 10}, "rows_per_step is 10: 1 processes with per_device_train_batch_size 4 take 4 rows at once"),

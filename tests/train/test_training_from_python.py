@@ -91,7 +91,7 @@ def test_what_trains_is_float32(objective: str, tiny_tokenizer: PreTrainedTokeni
         ({"train": []}, r"train_dataset: found no records"),
         ({"train": [*CHATS, {"messages": [{"role": "user", "content": "Hi."}]}]}, r"line 7, field messages: .* no assistant"),
         ({"train": {"train": CHATS}}, r"has the splits train: give one of them, train_dataset\['train'\]"),
-        ({"train": iter(CHATS)}, "a list_iterator, which comes in order only: write its records to a .jsonl file"),
+        ({"train": iter(CHATS)}, "a list_iterator, which comes in order only: give a list, or a .jsonl file"),
         ({"tokenizer": None}, "train_dataset holds records: give processing_class, the tokenizer"),
         ({"held_out": {"a": CHATS, "b": RECORDS[7:]}, "eval_prompts": 1}, "eval_prompts is 1, but no record to evaluate on"),
     ],

@@ -180,7 +180,7 @@ def test_flex_attention_sees_what_the_dense_mask_shows() -> None:
     random = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(1, 4, length, 16, generator=random) for _ in range(3))
     for queries in (length, 8):
-        dense = batch.attention_mask(BLOCK)[:, :, :queries]
+        dense = batch.rule(BLOCK).dense()[:, :, :queries]
         assert torch.equal(create_mask(rule, 1, 1, queries, length, device="cpu"), dense)
         expected = F.scaled_dot_product_attention(query[:, :, :queries], key, value, attn_mask=dense)
         close(flex_attention(query[:, :, :queries], key, value, block_mask=sparse_mask(rule, queries)), expected, 1e-6)

@@ -163,14 +163,11 @@ def card() -> None:
 @habit("a chat with mrp serve, streamed")
 def served() -> None:
     command = [str(Path(sys.executable).with_name("mrp")), "serve", CHECKPOINT, "--port", "0"]
-    with (
-        Path("server.log").open("w") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as server,
-    ):
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            assert server.stdout is not None
-            (address,) = re.findall(r"http://\S+", server.stdout.readline())
-            client = OpenAI(base_url=address, api_key="none", max_retries=0, timeout=120)
+            assert server.stderr is not None
+            address = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+", line)))
+            client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
             asked: Any = {"model": CHECKPOINT, "messages": CHAT, "max_tokens": 32, "temperature": 0, "stream": True}
             chunks = client.chat.completions.create(**asked)
             said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)

@@ -11,6 +11,3 @@ TINY = str(next((at for at in (_HERE / EMBEDDED, _HERE.parents[1] / "hub_configs
 def located(source: str) -> str:
     """Locate a checkpoint: a folder or a Hub id stays as it is, and the name of the embedded one becomes its folder."""
     return TINY if source == EMBEDDED and not os.path.isdir(source) else source
-
-
-__all__ = ["EMBEDDED", "TINY", "located"]

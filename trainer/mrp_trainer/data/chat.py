@@ -87,8 +87,8 @@ class RecordEncoder:
         self._check_no_mask(ids)
         return ids
 
-    def sample(self, raw: bytes | Mapping[str, Any], index: int) -> Sample | None:
-        """The sample of a record; None if nothing that is learned lies within `max_length`.
+    def sample(self, raw: bytes | Mapping[str, Any]) -> Sample | None:
+        """The sample of a record, of visit 0; None if nothing that is learned lies within `max_length`.
 
         A text that was cut has no end, and its sample no `length`.
 
@@ -112,7 +112,7 @@ class RecordEncoder:
             (ids, learned), ended, steps = self._encode(record), True, None
             self._check_no_mask(ids)
         pad = self.tokenizer.pad_token_id
-        return make_sample(index, ids, learned, self.block_size, pad, ended, self.capacity, steps)
+        return make_sample(ids, learned, self.block_size, pad, ended, self.capacity, steps)
 
     @cached_property
     def _end_tokens(self) -> list[str]:

@@ -94,21 +94,11 @@ class Backbone:
     mask_token_id: int
     digest: str | None = None
 
-    def check(self, ids: Sequence[int], start: int, steps: Sequence[int], decoder: Mapping[str, Any]) -> None:
-        """Refuse, with a `FieldError`, ids that it does not have, steps out of its blocks' order, and another decoder."""
+    def check(self, ids: Sequence[int], decoder: Mapping[str, Any]) -> None:
+        """Refuse, with a `FieldError`, ids that it does not have, and another block size or mask."""
         for token in ids:
             if not 0 <= token < self.vocab_size or token == self.mask_token_id:
                 raise FieldError("ids", f"found {token}: needed are ids from 0 to {self.vocab_size - 1}, and not the mask's")
-        blocks = [(start + place) // self.block_size for place in range(len(steps))]
-        latest: dict[int, int] = {}
-        for block, step in zip(blocks, steps, strict=True):
-            latest[block] = max(step, latest.get(block, -1))
-            if step <= latest.get(block - 1, -1):
-                raise FieldError(
-                    "reveal_step",
-                    f"found {step} in a block behind step {latest.get(block - 1, -1)}: steps count from 0, and decoding ends a "
-                    f"block of {self.block_size} before the next",
-                )
         for name in ("block_size", "mask_token_id"):
             if decoder.get(name, getattr(self, name)) != getattr(self, name):
                 raise FieldError(
@@ -240,10 +230,10 @@ class RecordParser:
             raise FieldError(
                 "reveal_step", "needed beside it are ids and response_start, a place in them: give what mrp decode writes"
             )
-        if len(steps) != len(ids) - start:
-            raise FieldError("reveal_step", f"found {len(steps)} steps: {len(ids) - start} ids of the response need one each")
+        if len(steps) != len(ids) - start or min(steps) < 0:
+            raise FieldError("reveal_step", f"found {len(steps)} steps: {len(ids) - start} ids need one each, from 0 on")
         if self.backbone is not None:
-            self.backbone.check(ids, start, steps, given.get("decoded_by") or {})
+            self.backbone.check(ids, given.get("decoded_by") or {})
         return Trajectory(ids, start, steps)
 
     def _pair(self, given: Mapping[str, Any]) -> Record:

@@ -1,6 +1,5 @@
 """Rows of samples by number, one sample each or several, in an order that (seed, epoch) decides."""
 
-from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -10,9 +9,8 @@ from torch.utils.data import Dataset
 from transformers.utils import logging
 
 from .chat import RecordEncoder
-from .records import FieldError, Problem, RecordError
 from .samples import Sample
-from .sources import Place, Source, checked
+from .sources import Source, checked
 
 logger = logging.get_logger(__name__)
 
@@ -20,11 +18,11 @@ _ORDER = 2 << 32  # keeps these draws apart from the noise's, which use the same
 
 
 class RecordRows(Dataset[list[Sample]]):
-    """Rows of samples of a user's records: one sample each, or several, at most the encoder's capacity of tokens together.
+    """Hold the samples of a user's records in rows: one each, or several, at most the encoder's capacity of tokens together.
 
-    Every record is checked and encoded once to learn its length; only places and lengths stay in memory, and the samples
-    that were last used. A row holds the same samples in every epoch, and the order of the rows is drawn anew in each: item
-    `visit` belongs to epoch `visit // len`. A sample's index is epoch * samples + its number.
+    Every record is checked and encoded once; its ids stay in memory, five bytes a token. A row holds the same samples in every
+    epoch, and the order of the rows is drawn anew in each: item `visit` belongs to epoch `visit // len`. A sample's index is
+    epoch * samples + its number.
 
     Args:
         source: The records.
@@ -33,11 +31,9 @@ class RecordRows(Dataset[list[Sample]]):
         seed: With the epoch's number, decides the order.
         shuffle: Whether to shuffle; if not, rows come in the records' order in every epoch.
         show_progress: Whether to show a progress bar on a terminal.
-        cache_size: How many samples are kept.
         window: How many samples are packed together.
 
     Attributes:
-        lengths: [records] int64, tokens of each one's whole blocks.
         dropped: How many records were left out, since their prompts alone fill `max_length`.
         cut: How many of the others lost their end to it.
 
@@ -54,32 +50,26 @@ class RecordRows(Dataset[list[Sample]]):
         seed: int = 0,
         shuffle: bool = True,
         show_progress: bool = False,
-        cache_size: int = 4096,
         window: int = 4096,
     ) -> None:
         if seed < 0:
             raise ValueError(f"seed is {seed}: 0 or more is needed")
-        self.source, self.encoder, self.seed, self.shuffle = source, encoder, seed, shuffle
-        self._cached = lru_cache(cache_size)(self._encode)
-        self._places, lengths = array("q"), array("q")
-        for place, length in checked(source, self._length, show_progress=show_progress):
-            self._places.extend(place)
-            lengths.append(length)
-        signed = np.asarray(lengths)
-        self._kept = signed.nonzero()[0]
-        self.lengths = np.abs(signed[self._kept])
-        self.dropped, self.cut = len(signed) - len(self._kept), int((signed < 0).sum())
-        _report_cuts(self.dropped, self.cut, len(signed), encoder, source)
-        count = len(self._kept)
-        order = _order(count, seed, 0) if shuffle and packed else np.arange(count)
-        rows = [] if packed else np.split(order, count)
-        for begin in range(0, count if packed else 0, window):
-            numbers = order[begin : begin + window]
-            rows += [numbers[row] for row in pack(self.lengths[numbers], encoder.capacity)]
-        self._slots, self._begins = np.concatenate(rows), np.cumsum([0, *map(len, rows)])
+        self.seed, self.shuffle = seed, shuffle
+        made = [sample for _, sample in checked(source, encoder.sample, show_progress=show_progress)]
+        self._samples = [sample for sample in made if sample is not None]
+        self.dropped, self.cut = len(made) - len(self._samples), sum(sample.length is None for sample in self._samples)
+        _report_cuts(self.dropped, self.cut, len(made), encoder, source)
+        count = len(self._samples)
+        if packed:
+            lengths = np.asarray([len(sample.ids) for sample in self._samples])
+            order = _order(count, seed, 0) if shuffle else np.arange(count)
+            windows = [order[begin : begin + window] for begin in range(0, count, window)]
+            self._rows = [numbers[row] for numbers in windows for row in pack(lengths[numbers], encoder.capacity)]
+        else:
+            self._rows = list(np.arange(count)[:, None])
 
     def __len__(self) -> int:
-        return len(self._begins) - 1
+        return len(self._rows)
 
     def __iter__(self) -> Iterator[list[Sample]]:
         return map(self.__getitem__, range(len(self)))
@@ -90,24 +80,8 @@ class RecordRows(Dataset[list[Sample]]):
         epoch, row = divmod(visit, len(self))
         if self.shuffle:
             row = int(_order(len(self), self.seed, epoch)[row])
-        numbers = self._slots[self._begins[row] : self._begins[row + 1]].tolist()
-        first = epoch * len(self._kept)
-        return [replace(self._cached(int(self._kept[number])), index=first + number) for number in numbers]
-
-    def _length(self, raw: object) -> int:
-        """A record's tokens, below 0 of one that is cut and 0 of one that is left out."""
-        sample = self.encoder.sample(raw, 0)  # type: ignore[arg-type]  # the parser looks what it is
-        return 0 if sample is None else -len(sample.ids) if sample.length is None else len(sample.ids)
-
-    def _encode(self, record: int) -> Sample:
-        place = Place(*self._places[3 * record : 3 * record + 3])
-        try:
-            sample = self.encoder.sample(self.source.at(place), record)
-        except FieldError as error:
-            raise RecordError([Problem(self.source.names[place.file], place.line, error.field_name, str(error))]) from error
-        if sample is None:
-            raise RuntimeError(f"{', '.join(self.source.names)} changed while it was trained on: start again")
-        return sample
+        first = epoch * len(self._samples)
+        return [replace(self._samples[number], index=first + number) for number in self._rows[row].tolist()]
 
 
 def pack(lengths: np.ndarray, max_length: int) -> list[np.ndarray]:

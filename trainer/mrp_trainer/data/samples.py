@@ -7,13 +7,13 @@ from typing import Protocol
 import numpy as np
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """A text as ids, padded to whole blocks.
 
     Attributes:
         index: The visit's number (another one in every epoch); with the seed it decides the noise.
-        ids: [tokens] int64, a whole number of blocks.
+        ids: [tokens] integers, a whole number of blocks.
         response: [tokens] bool, what is learned: the assistant's turns, and what lies behind the end of the text.
         length: Where the text ends and padding begins; None if it fills its blocks or goes on behind them.
         reveal_step: [tokens] when a decoder revealed each token, if one did: higher is later, below 0 in the prompt.
@@ -31,7 +31,6 @@ class Sample:
 
 
 def make_sample(
-    index: int,
     ids: Sequence[int],
     response: Sequence[bool],
     block_size: int,
@@ -40,14 +39,13 @@ def make_sample(
     capacity: int,
     reveal_step: Sequence[int] | None = None,
 ) -> Sample | None:
-    """Make a sample of a text.
+    """Make a sample of a text, of visit 0.
 
     The last block of a text that ends is filled with `pad_token_id`, and learned as what lies behind the end. One that does not
     end is cut to whole blocks: what would have followed in the last one is not known. So is one longer than `capacity`, which
     then has no `length`, and whose blocks behind the last that is learned are left out.
 
     Args:
-        index: The visit's number.
         ids: [n] of the text.
         response: [n] what is learned.
         block_size: Tokens per block.
@@ -69,11 +67,11 @@ def make_sample(
         length = (int(learned.nonzero()[0][-1]) // block_size + 1) * block_size
     padding = -length % block_size
     return Sample(
-        index,
-        np.asarray([*ids[:length], *[pad_token_id] * padding], dtype=np.int64),
+        0,
+        np.asarray([*ids[:length], *[pad_token_id] * padding], dtype=np.int32),
         np.asarray([*response[:length], *[True] * padding], dtype=bool),
         None if is_cut else length,
-        None if reveal_step is None else np.asarray([*reveal_step[:length], *[-1] * padding]),
+        None if reveal_step is None else np.asarray([*reveal_step[:length], *[-1] * padding], dtype=np.int32),
     )
 
 

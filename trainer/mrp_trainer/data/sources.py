@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -17,33 +17,8 @@ _BUILDERS = {".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "a
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-class Place(NamedTuple):
-    """Where a record is: number of the file, line from 1 on, and what finds it again (byte or row)."""
-
-    file: int
-    line: int
-    offset: int
-
-
-class Source(Protocol):
-    """Records by place, as bytes of JSON or as rows."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The files, by number."""
-        ...
-
-    def entries(self) -> Iterator[tuple[Place, Any]]:
-        """All of them, from the first."""
-        ...
-
-    def at(self, place: Place) -> Any:
-        """The record of a place that `entries` gave."""
-        ...
-
-
 class JsonLines:
-    """Files of one JSON object a line; lines without text are passed over.
+    """Read files of one JSON object a line, as (file, line from 1 on, bytes); lines without text are passed over.
 
     Args:
         paths: The files, read in this order.
@@ -58,44 +33,33 @@ class JsonLines:
         if missing:
             raise RecordError(missing)
 
-    def entries(self) -> Iterator[tuple[Place, bytes]]:
-        """Place and bytes of every line."""
-        for number, name in enumerate(self.names):
-            offset = 0
+    def __iter__(self) -> Iterator[tuple[str, int, bytes]]:
+        for name in self.names:
             with open(name, "rb") as file:
                 for line, raw in enumerate(file, start=1):
                     text = raw.removeprefix(_BYTE_ORDER_MARK) if line == 1 else raw
                     if text.strip():
-                        yield Place(number, line, offset + len(raw) - len(text)), text
-                    offset += len(raw)
-
-    def at(self, place: Place) -> bytes:
-        """The line of a place."""
-        with open(self.names[place.file], "rb") as file:  # a handle kept open would be shared by forked workers
-            file.seek(place.offset)
-            return file.readline()
+                        yield name, line, text
 
 
 class Rows:
-    """Rows of a `datasets.Dataset`, or of a sequence of dictionaries.
+    """Read the rows of a `datasets.Dataset`, or of a sequence of dictionaries, as (name, number from 1 on, row).
 
     Args:
-        table: The rows, by number.
-        name: What errors call it; a row's number from 1 on stands for its line.
+        table: The rows.
+        name: What errors call it.
     """
 
     def __init__(self, table: Any, name: str) -> None:
         self.table = table
         self.names = [name]
 
-    def entries(self) -> Iterator[tuple[Place, Any]]:
-        """Place and row, of every row."""
-        for number, row in enumerate(self.table):
-            yield Place(0, number + 1, number), row
+    def __iter__(self) -> Iterator[tuple[str, int, Any]]:
+        for number, row in enumerate(self.table, start=1):
+            yield self.names[0], number, row
 
-    def at(self, place: Place) -> Any:
-        """The row of a place."""
-        return self.table[place.offset]
+
+Source = JsonLines | Rows
 
 
 def open_source(paths: Sequence[str], split: str = "train") -> Source:
@@ -141,10 +105,7 @@ def source_of(dataset: Any, name: str) -> Source | None:
     if isinstance(dataset, JsonLines | Rows):
         return dataset
     if not hasattr(dataset, "__len__"):
-        raise ValueError(
-            f"{name} is a {type(dataset).__name__}, which comes in order only: write its records to a .jsonl file, of which "
-            "only places are kept in memory"
-        )
+        raise ValueError(f"{name} is a {type(dataset).__name__}, which comes in order only: give a list, or a .jsonl file")
     return Rows(dataset, name) if len(dataset) == 0 or isinstance(dataset[0], Mapping) else None
 
 
@@ -162,8 +123,8 @@ def is_hub_dataset(path: str) -> bool:
 
 def checked(
     source: Source, read: Callable[[Any], Any], most: int = 20, show_progress: bool = False
-) -> Iterator[tuple[Place, Any]]:
-    """Place of every entry of a source and what `read` makes of it; behind the first bad one they are only checked.
+) -> Iterator[tuple[int, Any]]:
+    """Read every record of a source: its line and what `read` makes of it; behind the first bad one they are only checked.
 
     Args:
         source: The records.
@@ -175,24 +136,24 @@ def checked(
         RecordError: Some record is malformed, or there is none.
     """
     problems: list[Problem] = []
-    used: set[int] = set()
-    entries = source.entries()
+    used: set[str] = set()
+    entries = iter(source)
     with tqdm(desc="Reading records", unit=" records", disable=None if show_progress else True) as bar:
-        for place, raw in entries:  # not through the bar, which would close them when the loop is left
+        for name, line, raw in entries:  # not through the bar, which would close them when the loop is left
             bar.update()
-            used.add(place.file)
+            used.add(name)
             try:
                 made = read(raw)
             except FieldError as error:
-                problems.append(Problem(source.names[place.file], place.line, error.field_name, str(error)))
+                problems.append(Problem(name, line, error.field_name, str(error)))
                 if len(problems) == most:
                     break
             else:
                 if not problems:
-                    yield place, made
+                    yield line, made
     more = len(problems) == most and next(entries, None) is not None
     if not more:
-        empty = [name for number, name in enumerate(source.names) if number not in used]
+        empty = [name for name in source.names if name not in used]
         problems += [Problem(name, None, None, "found no records: at least one is needed") for name in empty]
     if problems:
         raise RecordError(problems, more)

@@ -1,13 +1,10 @@
 """Synthetic, verifiable problems for small diffusion language models.
 
-Four families, each a pure function of ``(family, split, index)``:
+Three families, each a pure function of ``(family, split, index)``:
 
 * ``math``: a word problem with small numbers, answered by a chain of short equations and a final ``#### number``.
 * ``code``: a one-sentence specification, answered by a small Python function that is run on hidden inputs.
 * ``source``: a stretch of real Python source of the interpreter's standard library, to be continued. It has no right answer.
-* ``lists``: a list of names to copy, reverse, shuffle, or change in one place, after ParallelBench (arXiv 2510.04767). Held
-  out are lists of seven, which no training problem shuffles. A shuffled list may be any permutation, so that positions that
-  are decoded at once have to repeat names.
 
 The answers hold free choices whose pieces must agree (the order of operands, names of one to three tokens that
 recur, loop or comprehension): a decoder that reveals several positions at once without looking has to get them wrong.
@@ -29,9 +26,9 @@ from typing import Any, Literal, get_args
 
 from .sandbox import run_functions
 
-Family = Literal["math", "code", "source", "lists"]
+Family = Literal["math", "code", "source"]
 Split = Literal["train", "tune", "heldout"]
-FAMILIES: tuple[Family, ...] = ("math", "code", "source")  # what the embedded checkpoint learned
+FAMILIES: tuple[Family, ...] = get_args(Family)
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 # Share of prompts (in percent of the hash range) that a split owns.
@@ -43,12 +40,11 @@ class Problem:
     """One problem.
 
     Attributes:
-        family: ``math``, ``code``, ``source`` or ``lists``.
+        family: ``math``, ``code`` or ``source``.
         prompt: What the user says (``source``: the text to continue).
         answer: One right answer (others may be right too).
         number: ``math``: the number that must follow ``####``.
         cases: ``code``: ``(argument, result)`` pairs that the function must reproduce.
-        kind: ``lists``: ``copy``, ``reverse``, ``shuffle`` or ``replace``.
     """
 
     family: Family
@@ -56,7 +52,6 @@ class Problem:
     answer: str
     number: int | None = None
     cases: list[tuple[Any, Any]] = field(default_factory=list)
-    kind: str = ""
 
     def messages(self) -> list[dict[str, str]]:
         """The user's turn as a chat."""
@@ -302,27 +297,6 @@ def _source(rng: random.Random, split: Split) -> Problem:
     return Problem("source", text[start:middle], text[middle : middle + _SOURCE_ANSWER_CHARS])
 
 
-def _lists(rng: random.Random, split: Split) -> Problem:
-    kind = rng.choice(("copy", "reverse", "shuffle", "replace"))
-    lengths = (3, 4, 5, 6, 8) if kind == "shuffle" else (3, 4, 5, 6, 7, 8)
-    *names, new = rng.sample(_PEOPLE, 1 + (7 if split == "heldout" else rng.choice(lengths)))
-    made, asked = list(names), kind.capitalize()
-    if kind == "reverse":
-        made.reverse()
-    elif kind == "shuffle":
-        rng.shuffle(made)
-    elif kind == "replace":
-        place = rng.randrange(len(names))
-        made[place], asked = new, f"Replace {names[place]} by {new}"
-    return Problem("lists", f"{asked}: {' '.join(names)}", " ".join(made), kind=kind)
-
-
-def _judge_lists(problem: Problem, text: str) -> bool:
-    """The names are the answer's, in its order unless they were to be shuffled."""
-    made, right = text.split(), problem.answer.split()
-    return sorted(made) == sorted(right) if problem.kind == "shuffle" else made == right
-
-
 def _split_of(text: str) -> Split:
     bucket = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 100
     return next(split for split, buckets in _SPLIT_RANGES.items() if bucket in buckets)
@@ -334,13 +308,13 @@ def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Pro
     Raises:
         ValueError: if ``family`` or ``split`` is unknown.
     """
-    if family not in get_args(Family):
-        raise ValueError(f"unknown family {family!r}: choose one of {', '.join(get_args(Family))}")
+    if family not in FAMILIES:
+        raise ValueError(f"unknown family {family!r}: choose one of {', '.join(FAMILIES)}")
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
     rng = random.Random(f"{family}/{split}/{seed}/{index}")
-    make: dict[Family, Callable[[random.Random], Problem]] = {"math": _math, "code": _code}
-    make |= {"source": partial(_source, split=split), "lists": partial(_lists, split=split)}
+    make: dict[Family, Callable[[random.Random], Problem]]
+    make = {"math": _math, "code": _code, "source": partial(_source, split=split)}
     while True:
         problem = make[family](rng)
         if _split_of(problem.prompt) == split:
@@ -373,8 +347,7 @@ def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
 
     Returns:
         ``math``: the chain of equations is true and ends in the right number. ``code``: the text is one function, allowed by
-        the sandbox, that reproduces every hidden case. ``source``: None, since real text has no right continuation. ``lists``:
-        the names are right, in their order or in any.
+        the sandbox, that reproduces every hidden case. ``source``: None, since real text has no right continuation.
     """
     code = [(p, text) for p, text in zip(asked, texts, strict=True) if p.family == "code"]
     results = iter(run_functions([(text, [argument for argument, _ in p.cases]) for p, text in code]))
@@ -382,7 +355,7 @@ def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
     def right(problem: Problem, text: str) -> bool | None:
         if problem.family == "code":
             return next(results) == [result for _, result in problem.cases]
-        return {"math": _judge_math, "lists": _judge_lists}.get(problem.family, lambda *_: None)(problem, text)
+        return _judge_math(problem, text) if problem.family == "math" else None
 
     return [right(problem, text) for problem, text in zip(asked, texts, strict=True)]
 

@@ -13,7 +13,10 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp import __version__
-from modeling_mrp.kernels.dispatch import KERNEL_DTYPES, SAMPLES, check_close, kernels_usable, relative_error, triton
+from modeling_mrp.kernels.dispatch import KERNEL_DTYPES, check_close, kernels_usable, relative_error, triton
+from modeling_mrp.kernels.fused_layers import ROTATED, SUM_AND_NORM
+from modeling_mrp.kernels.pick import PICK, SOME_LOGITS
+from modeling_mrp.kernels.round_attention import ROUND_ATTENTION
 from modeling_mrp.modeling import MRPForCausalLM
 
 from ..loading import load_model, load_tokenizer
@@ -26,6 +29,7 @@ from .texts import check_drafts, check_ways, inputs_of, published_config, random
 
 # Rows of the texts that are compared, and the states of their rounds; parameters up to which a CPU compares in float64.
 ROWS, STATES, WIDENED = 3, 8, 500_000_000
+KERNELS = (PICK, SOME_LOGITS, ROUND_ATTENTION, SUM_AND_NORM, ROTATED)
 
 
 @dataclass
@@ -108,27 +112,27 @@ def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
     like = weight if weight.dtype in KERNEL_DTYPES else weight.float()
     if not (kernels_usable(like.device, like.dtype) or (triton is not None and triton.knobs.runtime.interpret)):
         why = "an NVIDIA GPU, triton and 16 or 32 bits are needed, or on a CPU TRITON_INTERPRET=1"
-        yield from (Check(f"kernel {name}", None, None, why) for name in SAMPLES)
+        yield from (Check(f"kernel {kernel.name}", None, None, why) for kernel in KERNELS)
         return
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     query, key = (like.new_empty(1, each, 1, dim) for each in (heads, kv_heads))
     hidden = like.new_empty(1, config.hidden_size)
-    given: dict[str, tuple[Any, ...]] = {
-        "pick": (like.new_empty(1, config.vocab_size, dtype=torch.float32),),
-        "shortlist": (like, hidden),
-        "round_attention": (query, key),
-        "sum_and_norm": (hidden,),
-        "rotated": (like.new_empty(1, 1, (heads + 2 * kv_heads) * dim), key[:, 0], None, None, None, key, None),
-    }
-    for name, samples in SAMPLES.items():
+    norm, cos = hidden[0, :dim], key[:, 0]
+    given = (
+        (like.new_empty(1, config.vocab_size, dtype=torch.float32),),
+        (like, hidden),
+        (query, key),
+        (hidden,),
+        (like.new_empty(1, 1, (heads + 2 * kv_heads) * dim), norm, norm, cos, cos, key, key),
+    )
+    for kernel, tensors in zip(KERNELS, given, strict=True):
         try:
-            with torch.no_grad():
-                pairs = list(samples(*given[name]))
+            pairs = list(kernel.compared(*tensors))
             for pair in pairs:
                 check_close("its results differ from PyTorch's", *pair)
-            yield Check(f"kernel {name}", True, max(relative_error(*pair) for pair in pairs))
+            yield Check(f"kernel {kernel.name}", True, max(relative_error(*pair) for pair in pairs))
         except Exception as error:  # the others are checked all the same
-            yield Check.raised(f"kernel {name}", error)
+            yield Check.raised(f"kernel {kernel.name}", error)
 
 
 def examine(options: DoctorOptions, tell: Callable[[str], None] = lambda text: None) -> Report:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.problems import encode
 from ..data.tasks import Family, Problem, judge
 
-NEW_TOKENS: dict[Family, int] = {"math": 64, "code": 80, "source": 64, "lists": 16}
+NEW_TOKENS: dict[Family, int] = {"math": 64, "code": 80, "source": 64}
 Judge = Callable[[list[str]], list[bool | None]]
 
 

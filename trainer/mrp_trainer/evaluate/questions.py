@@ -73,7 +73,7 @@ def read_questions(path: str | Path, judge: str = "exact", limit: int | None = N
     def read(raw: bytes) -> tuple[Chat | Text, str | None]:
         return parser.parse_prompt(raw), _answer(read_object(raw).get("answer"), judge)
 
-    return [Question(f"{path}, line {place.line}", *made) for place, made in checked(JsonLines([path]), read)][:limit]
+    return [Question(f"{path}, line {line}", *made) for line, made in checked(JsonLines([path]), read)][:limit]
 
 
 def _answer(answer: Any, judge: str) -> str | None:

@@ -1,6 +1,5 @@
 """Publishing: which folders are fit for it, their cards, and one commit with everything in it, or none."""
 
-from .command import push
-from .send import Publication, publish
+from .command import Publication, push
 
-__all__ = ["Publication", "publish", "push"]
+__all__ = ["Publication", "push"]

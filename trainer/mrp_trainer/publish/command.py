@@ -1,65 +1,170 @@
-"""What `mrp push` and `mrp card` do with a folder: push a full model, a head or an adapter, render a card."""
+"""`mrp push` and `mrp card`: a checkpoint's folder goes to the Hub in one commit, or none; a card is rendered."""
 
 import json
-import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
+from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from modeling_mrp.model.code import AUTO_MAP
 from modeling_mrp.model.layouts import is_hub_id
 
-from ..train.settings import RUN_FILE
-from .card import About, is_own_card, read_results, render_card
-from .folder import Folder, read_folder
-from .hub import CONFIGS, KINDS
-from .send import Publication, publish
+from .card import check_card, is_own_card, is_renamable, read_results, renamed, render_card
+from .folder import CONFIGS, KINDS, Folder, json_of, read_folder
+
+# What an earlier push left, and this one does not have, is removed in the same commit.
+_STALE = ["model*.safetensors*", "adapter_model*", "*_mrp.py", "custom_generate/*"]
 
 
-def _copy_with_base(checkpoint: Folder, target: Path, base: str, revision: str | None) -> None:
-    """Copies the files of a head or an adapter beside a config that names another base. A rendered card is left out: it tells
-    of the old one."""
-    config_name = CONFIGS[checkpoint.kind]
-    for name, file in checkpoint.files.items():
-        if name == config_name or (name == "README.md" and not is_own_card(file.read_text(encoding="utf-8"))):
-            continue
-        shutil.copyfile(file, target / name)
-    fields = json.loads(checkpoint.files[config_name].read_text(encoding="utf-8"))
-    named: dict[str, Any] = {
-        "base_model_name_or_path": base,
-        "revision" if checkpoint.kind == "adapter" else "base_model_revision": revision,
-    }
-    (target / config_name).write_text(json.dumps(fields | named, indent=2), encoding="utf-8")
-    if (checkpoint.path / RUN_FILE).is_file():  # which the card tells of
-        shutil.copyfile(checkpoint.path / RUN_FILE, target / RUN_FILE)
+@dataclass(frozen=True)
+class Publication:
+    """What a push sends, or sent.
+
+    Attributes:
+        repo_id: The repository.
+        kind: "full", "head" or "adapter".
+        sizes: Bytes of each file, by path in the repository.
+        left_out: Files of the folder that are not published.
+        commit: The commit; None of a dry run.
+    """
+
+    repo_id: str
+    kind: str
+    sizes: dict[str, int]
+    left_out: list[str]
+    commit: CommitInfo | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{KINDS[self.kind]} to {self.repo_id}"]
+        lines += [f"{size:>15,}  {path}" for path, size in self.sizes.items()]
+        lines += [f"{sum(self.sizes.values()):>15,}  bytes in {len(self.sizes)} files"]
+        lines += [f"left out: {', '.join(self.left_out)}"] if self.left_out else []
+        if self.commit is None:
+            return "\n".join([*lines, "Dry run: nothing was sent."])
+        return "\n".join([*lines, str(self.commit.pr_url or self.commit.commit_url)])
 
 
 def push(
-    folder: str, repo_id: str, base_model: str | None = None, base_revision: str | None = None, **options: Any
+    folder: Path | str,
+    repo_id: str,
+    base_model: str | None = None,
+    base_revision: str | None = None,
+    *,
+    private: bool = True,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    token: str | bool | None = None,
+    dry_run: bool = False,
+    new_card: bool = False,
+    results: Sequence[Path | str] = (),
+    about: Path | str | None = None,
+    tags: Sequence[str] = (),
 ) -> Publication:
-    """Publishes a checkpoint's folder.
+    """Push a saved checkpoint in one commit; the folder is only read. The remote code is what this package generates.
 
     Args:
-        folder: The folder.
-        repo_id: Where to, "org/name", or "name" for a repository of the user's own.
+        folder: What `save_pretrained` wrote: a full model, a head (`head_only=True`) or a peft adapter.
+        repo_id: "org/name", or "name" for a repository of the user's own.
         base_model: The repository of the base of a head or an adapter that names another, such as a folder.
         base_revision: The base's commit, branch or tag.
-        options: As `mrp_trainer.publish.publish` takes them.
+        private: Whether to create the repository private; one that is there stays as it is.
+        revision: The branch, created if it is not there; `main` by default.
+        create_pr: Opens a pull request instead of changing `main`.
+        commit_message: The commit's title.
+        token: As `huggingface_hub` takes it; the saved one by default.
+        dry_run: Only says what would be sent, without any connection.
+        new_card: Renders the card whatever there is. By default it is the folder's README.md, if a person wrote it or nothing
+            new is to be told; else one is rendered, which does not replace what a person wrote in the repository.
+        results: Result files for the rendered card (`read_results`).
+        about: A file that tells of the checkpoint, for the rendered card (`render_card`).
+        tags: More tags for it.
+
+    Returns:
+        What was sent, with the commit.
 
     Raises:
-        ValueError: as from `publish`, and for the base of a full model.
+        ValueError: if the folder, the card, the base or the id is not fit to be published.
+        OSError: if the Hub refused it. The folder and the branch are as they were.
     """
-    if base_model is None:
-        return publish(folder, repo_id, **options)
-    checkpoint = read_folder(folder)
-    if checkpoint.kind == "full":
+    validate_repo_id(repo_id)
+    found = read_folder(folder)
+    base = base_model or found.base
+    if base_model is not None and found.kind == "full":
         raise ValueError(f"the backbone is to be {base_model}, but {folder} holds {KINDS['full']}, which has its own")
-    with TemporaryDirectory() as copied:
-        _copy_with_base(checkpoint, Path(copied), base_model, base_revision)
-        return publish(copied, repo_id, **options)
+    if base is not None and not is_hub_id(base):
+        raise ValueError(
+            f"base_model is {base!r}: it must be the id of a model on the Hub, 'org/name', where others find it. Name it "
+            "when saving (base_model_name_or_path), or with --base-model of the command"
+        )
+    written = found.files["README.md"].read_text(encoding="utf-8") if "README.md" in found.files else None
+    is_rendered = written is None or new_card or not is_own_card(written)
+    if not is_rendered and (results or about):
+        raise ValueError(f"{folder}/README.md was written by a person: leave out results and about, or pass new_card=True")
+    told = bool(new_card or results or about or tags or base_model)
+    if written is None or (is_rendered and (told or not is_renamable(written))):
+        written = str(render_card(found.path, found.kind, repo_id, read_results(results), about, tags, base_model))
+    check_card(written)
+    api = HfApi(token=token)
+    with TemporaryDirectory() as name:
+        staged = Path(name)
+        _stage(found, staged, base_model, base_revision)
+        card = staged / "README.md"
+        card.write_text(renamed(written, repo_id) if is_rendered else written, encoding="utf-8")
+        sizes = {
+            path.relative_to(staged).as_posix(): path.stat().st_size for path in sorted(staged.rglob("*")) if path.is_file()
+        }
+        publication = Publication(repo_id, found.kind, sizes, found.left_out)
+        if dry_run:
+            return publication
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        if is_rendered:
+            card.write_text(renamed(written, repo_id), encoding="utf-8")
+            if not new_card and _has_own_card(api, repo_id, revision):
+                card.unlink()
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=staged,
+            commit_message=commit_message or f"Upload {KINDS[found.kind]}",
+            revision=revision,
+            create_pr=create_pr,
+            delete_patterns=_STALE,
+        )
+    return replace(publication, repo_id=repo_id, commit=commit)
+
+
+def _stage(found: Folder, staged: Path, base: str | None, revision: str | None) -> None:
+    """Lay out what is sent: links to the files, our code, and a config that names both the code and the base."""
+    config = CONFIGS[found.kind]
+    for name, file in found.files.items():
+        if name not in (config, "README.md"):
+            (staged / name).symlink_to(file.resolve())
+    for name, text in found.code.items():
+        (staged / name).parent.mkdir(exist_ok=True)
+        (staged / name).write_text(text, encoding="utf-8")
+    fields = json_of(found.path / config) | ({"auto_map": AUTO_MAP} if found.code else {})
+    if base is not None:
+        fields |= {"base_model_name_or_path": base}
+        fields |= {"revision" if found.kind == "adapter" else "base_model_revision": revision}
+    (staged / config).write_text(json.dumps(fields, indent=2), encoding="utf-8")
+
+
+def _has_own_card(api: HfApi, repo_id: str, revision: str | None) -> bool:
+    try:
+        there = api.hf_hub_download(repo_id, "README.md", revision=revision)
+    except EntryNotFoundError:
+        return False
+    return is_own_card(Path(there).read_text(encoding="utf-8"))
 
 
 def card(folder: str, name: str | None, results: list[str], about: str | None) -> str:
-    """The card of a checkpoint's folder, as a push would render it.
+    """Render the card of a checkpoint's folder, as a push would.
 
     Args:
         folder: The checkpoint.
@@ -67,6 +172,8 @@ def card(folder: str, name: str | None, results: list[str], about: str | None) -
         results: Files of measurements.
         about: A file that tells of the checkpoint.
     """
-    told = None if about is None else About.load(about)
     name = name or (f"./{folder}" if is_hub_id(folder) else folder)
-    return str(render_card(folder, read_folder(folder).kind, name, read_results(results), told))
+    return str(render_card(folder, read_folder(folder).kind, name, read_results(results), about))
+
+
+__all__ = ["Publication", "card", "push"]

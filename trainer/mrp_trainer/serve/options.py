@@ -28,7 +28,6 @@ class ServeOptions(ModelOptions):
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
     host: str = flag("Address; 0.0.0.0 lets other machines in, unasked.", "127.0.0.1", panel=_WHERE)
     port: int = flag("Port; 0 for any that is free.", 8000, panel=_WHERE, min=0, max=65535)
-    api_key: str | None = flag("What clients must send as their API key.", None, panel=_WHERE, metavar="KEY", shown="none")
 
     def __post_init__(self) -> None:
         self.extra()

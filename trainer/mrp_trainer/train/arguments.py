@@ -7,8 +7,8 @@ from typing import Any
 from transformers import TrainingArguments
 
 from .objectives import HeadObjective
-from .options import KEPT_CHECKPOINTS, LEARNING_RATES, MIN_RATE, SCHEDULER, TrainerFlags
-from .reveals import REVEAL_RULES, Reveals
+from .options import KEPT_CHECKPOINTS, LEARNING_RATES, MIN_RATE, SCHEDULER, TrainerFlags, check_declared
+from .reveals import Reveals
 
 OBJECTIVES = ("block_diffusion", "mrp")
 ATTENTIONS = ("auto", "flex_attention", "sdpa", "eager")
@@ -63,18 +63,18 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         ValueError: on values out of range or that do not go together.
     """
 
-    objective: str | None = field(default=None, metadata={"choices": OBJECTIVES})
+    objective: str | None = field(default=None, metadata={"one_of": OBJECTIVES})
     learning_rate: float = None  # type: ignore[assignment]  # the objective decides
     lr_scheduler_type: str = SCHEDULER
     lr_scheduler_kwargs: dict[str, Any] | str | None = None
     save_total_limit: int | None = KEPT_CHECKPOINTS
     inverse_level: bool = False
-    noise_per: str = field(default="block", metadata={"choices": ("block", "sample")})
-    eager_share: float = 0.5
-    order_weight: float = 0.0
-    reread_weight: float = 1.0
-    packed_attention: str = field(default="auto", metadata={"choices": ATTENTIONS})
-    eval_new_tokens: int = 64
+    noise_per: str = field(default="block", metadata={"one_of": ("block", "sample")})
+    eager_share: float = field(default=0.5, metadata={"min": 0, "max": 1})
+    order_weight: float = field(default=0.0, metadata={"min": 0})
+    reread_weight: float = field(default=1.0, metadata={"min": 0})
+    packed_attention: str = field(default="auto", metadata={"one_of": ATTENTIONS})
+    eval_new_tokens: int = field(default=64, metadata={"min": 1})
     rows_per_step: int | None = None
     hub_strategy: str = "end"
     hub_private_repo: bool | None = True
@@ -127,30 +127,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         for name, (needed, reason) in _LEFT_OUT.items():
             if getattr(self, name) != needed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave it out")
-        for name, choices in (
-            ("objective", OBJECTIVES),
-            ("noise_per", ("block", "sample")),
-            ("reveal_rule", REVEAL_RULES),
-            ("packed_attention", ATTENTIONS),
-        ):
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(f"{name} is {value!r}: choose {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
-        at_least: dict[str, Any] = {
-            "max_length": 1,
-            "unroll": 1,
-            "order_weight": 0,
-            "reread_weight": 0,
-            "eval_prompts": 0,
-            "eval_new_tokens": 1,
-        }
-        for name, least in at_least.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be {least} or more")
-        if self.noisy_copies not in (1, 2):
-            raise ValueError(f"noisy_copies is {self.noisy_copies}: 1, or 2 that complement each other")
-        if not 0 <= self.eager_share <= 1:
-            raise ValueError(f"eager_share is {self.eager_share}: it must be between 0 and 1")
+        check_declared(self)
         if self.muon_learning_rate is not None and (self.fsdp or self.deepspeed):
             raise ValueError(NO_MUON)
         # transformers 5.23 has renamed it

@@ -23,26 +23,6 @@ class SetEpoch(TrainerCallback):
         self.sampler.set_epoch(int(state.epoch or 0))
 
 
-class TellResumption(TrainerCallback):
-    """Prints which checkpoint a run goes on from, and where no step is left, what to do.
-
-    Args:
-        remedy: What to do to train further; "" for nothing.
-    """
-
-    def __init__(self, remedy: str) -> None:
-        self.remedy = remedy
-
-    def on_train_begin(  # noqa: D102 - the class says it
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if not state.global_step or not state.is_world_process_zero:
-            return
-        print(f"resuming from checkpoint-{state.global_step}")
-        if state.global_step >= state.max_steps:
-            print(f"all {state.max_steps} steps of this run are done.{self.remedy}")
-
-
 class LogAtSaves(TrainerCallback):
     """Ends a line of the log at every checkpoint, so that a resumed run's next line is over the same steps."""
 

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def read_prompts(source: Source, encoder: RecordEncoder, longest: int, limit: in
 
 
 def decode(options: DecodeOptions, state: PartialState | None = None) -> Written | None:
-    """Decode and write; run again with the same options, it makes the batches that are not there.
+    """Decode and write; run again with the same options, an interrupted call makes the batches that are not there.
 
     Under `torchrun` or `accelerate launch` the processes share the prompts, and write the file that one alone would.
 
@@ -85,12 +85,15 @@ def decode(options: DecodeOptions, state: PartialState | None = None) -> Written
 
     Raises:
         RecordError: Records are malformed, or there is none.
-        ValueError: The tokenizer is another model's; the model has no room for a block of new tokens; or the file is there, and
-            holds the answers to other prompts or options.
+        ValueError: The file is there already; the tokenizer is another model's; or the model has no room for a block of new
+            tokens.
         OSError: There is no such checkpoint.
     """
     if state is None:
         state = PartialState(cpu=options.device == "cpu" or not torch.cuda.is_available(), timeout=_PATIENCE)
+    path = Path(options.output)
+    if path.exists():
+        raise ValueError(f"{path} is there already: name another file, or remove it")
     source = open_source(options.data, options.split)
     run = RunOptions(options.model, options.revision, options.tokenizer)
     tokenizer = run_tokenizer(run)
@@ -124,33 +127,10 @@ def decode(options: DecodeOptions, state: PartialState | None = None) -> Written
         how |= {"max_new_tokens": options.max_new_tokens, "eos_token_id": ends}
         return decoded_lines(model, asked, padding_id(tokenizer), decoded_by, **how)
 
-    path = Path(options.output)
     told = json.dumps([prompts, {**decoded_by, "model": None}, options.batch_size])
     write_lines(path, sha256(told.encode()).hexdigest()[:16], lines, len(prompts), options.batch_size, state)
-    return _written(path, encoder, prompts, decoded_by) if state.is_main_process else None
-
-
-def _written(path: Path, encoder: RecordEncoder, prompts: list[list[int]], decoded_by: dict[str, Any]) -> Written:
-    """Count what a file holds.
-
-    Raises:
-        ValueError: It holds something else than the answers to these prompts.
-    """
-    cut = texts = 0
+    if not state.is_main_process:
+        return None
     with path.open() as file:
-        for texts, (line, prompt) in enumerate(zip_longest(file, prompts), 1):
-            try:
-                record = json.loads(line)
-                same = record["ids"][: record["response_start"]] == prompt
-                same &= all(record["decoded_by"][name] == value for name, value in decoded_by.items() if name != "model")
-            except (ValueError, KeyError, TypeError):
-                same = False
-            if not same:
-                raise ValueError(
-                    f"{path}, line {texts}: not what these prompts and options give: name another file, or remove it"
-                )
-            cut += record["ids"][-1] not in encoder.end_token_ids
-    return Written(path, texts, cut)
-
-
-__all__ = ["DecodeOptions", "Written", "decode", "read_prompts"]
+        cut = sum(json.loads(line)["ids"][-1] not in encoder.end_token_ids for line in file)
+    return Written(path, len(prompts), cut)

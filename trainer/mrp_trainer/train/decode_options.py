@@ -39,6 +39,3 @@ class DecodeOptions:
             raise ValueError(f"output is {self.output!r}: give a name that ends in .jsonl, so that training reads it")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}: it must be 0 (greedy) or more")
-
-
-__all__ = ["DecodeOptions"]

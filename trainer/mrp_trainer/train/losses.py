@@ -161,16 +161,3 @@ def _log_softmax_within(values: Tensor, group: Tensor, groups: int) -> Tensor:
     largest = values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values.detach(), "amax")
     total = values.new_zeros(groups).index_add(0, group, (values - largest[group]).exp())
     return values - largest[group] - total[group].log()
-
-
-__all__ = [
-    "BLANK",
-    "TokenLoss",
-    "cross_entropy",
-    "favourite_odds",
-    "forward_kl",
-    "order_kl",
-    "over_vocabulary",
-    "project",
-    "weighted_cross_entropy",
-]

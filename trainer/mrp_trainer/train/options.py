@@ -3,8 +3,8 @@
 Nothing here imports torch, so that help comes at once.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
 from ..embedded import located
 from ..flags import flag
@@ -48,15 +48,15 @@ class RunOptions:
     eval_split: str = flag("Split of a folder or id of --eval-data.", "test", panel=_DATA)
     head: str | None = flag("Head to go on from.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp")
     head_revision: str | None = field(default=None, metadata={"only": "mrp"})
-    head_layers: int = flag("Layers of a new head.", 3, panel=_HEAD, only="mrp")
+    head_layers: int = flag("Layers of a new head.", 3, panel=_HEAD, only="mrp", min=1)
     head_init: str = flag(
         "A new head's start: A + C = A, the last layers, or random.", "identity", panel=_HEAD, kind=HeadInit, only="mrp"
     )
     save: str = flag(
         "Save the head alone, or with the backbone.", "head", panel=_HEAD, kind=Literal["head", "full"], only="mrp"
     )
-    early_stopping_patience: int = flag("Evaluations without a lower loss before the end, 0: no end.", 0, panel=_WATCH)
-    lora_rank: int = flag("Train only an adapter of this rank, of --model or --head.", 0, panel=_ADAPTER)
+    early_stopping_patience: int = flag("Evaluations without a lower loss before the end, 0: no end.", 0, panel=_WATCH, min=0)
+    lora_rank: int = flag("Train only an adapter of this rank, of --model or --head.", 0, panel=_ADAPTER, min=0)
     lora_alpha: int | None = flag("Scale of the adapter.", None, panel=_ADAPTER, shown="2 x rank")
 
     def __post_init__(self) -> None:
@@ -70,9 +70,9 @@ class TrainerFlags:
 
     output_dir: str | None = flag("Folder for checkpoints and the result.", None, panel=_RUN, metavar="FOLDER")
     seed: int = flag("Seed of noise, order and new weights.", 42, panel=_RUN)
-    max_length: int = flag("Tokens of a row.", 2048, panel=_DATA)
+    max_length: int = flag("Tokens of a row.", 2048, panel=_DATA, min=1)
     packed: bool = flag("Several samples a row.", True, panel=_DATA, name="--packed/--not-packed")
-    unroll: int = flag("Head steps trained in a chain.", 1, panel=_LOSS, only="mrp")
+    unroll: int = flag("Head steps trained in a chain.", 1, panel=_LOSS, only="mrp", min=1)
     reveal_rule: str = flag("What is revealed before the head is asked.", "on_policy", panel=_LOSS, kind=RevealRule, only="mrp")
     noisy_copies: int = flag("Noisy copies of a sample.", 2, panel=_LOSS, min=1, max=2)
     num_train_epochs: float = flag("Passes over the data.", 1.0, panel=_OPTIMIZER, name="--epochs")
@@ -83,10 +83,27 @@ class TrainerFlags:
     muon_learning_rate: float | None = flag("Trains layer matrices with Muon.", None, panel=_OPTIMIZER, shown="no Muon")
     bf16: bool = flag("bfloat16 for passes and frozen weights.", False, panel=_OPTIMIZER, name="--bf16/--no-bf16")
     eval_steps: float = flag("Steps between evaluations.", 500, panel=_WATCH)
-    eval_prompts: int = flag("Held-out prompts decoded at each evaluation.", 0, panel=_WATCH, only="mrp")
+    eval_prompts: int = flag("Held-out prompts decoded at each evaluation.", 0, panel=_WATCH, only="mrp", min=0)
     save_steps: float = flag("Steps between checkpoints.", 500, panel=_WATCH)
     logging_steps: float = flag("Steps between log lines.", 10, panel=_WATCH)
     report_to: list[str] = flag("Trackers: tensorboard, trackio, ...", [], panel=_WATCH, shown="none")
+
+
+def check_declared(options: Any) -> None:
+    """Refuse values that are none of the choices, or outside of the range, that their fields declare.
+
+    Raises:
+        ValueError: for such a value.
+    """
+    for one in fields(options):
+        flagged = one.metadata.get("flag", {"kind": None, "more": one.metadata})
+        value, least, most = getattr(options, one.name), flagged["more"].get("min"), flagged["more"].get("max")
+        choices = one.metadata.get("one_of", get_args(flagged["kind"]))
+        if choices and value not in choices:
+            raise ValueError(f"{one.name} is {value!r}: choose {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
+        if least is not None and not least <= value <= (value if most is None else most):
+            needed = f"{least} or more" if most is None else f"from {least} to {most}"
+            raise ValueError(f"{one.name} is {value}: it must be {needed}")
 
 
 @dataclass
@@ -97,6 +114,3 @@ class TrainCommand:
     set: list[str] = flag("Any other field of MRPTrainingArguments.", [], panel=_RUN, metavar="NAME=VALUE")
     restart: bool = flag("Begin again, instead of going on from the last checkpoint.", False, panel=_RUN)
     dry_run: bool = flag("Only print parameters and memory; nothing is loaded.", False, panel=_RUN)
-
-
-__all__ = ["HeadInit", "RevealRule", "RunOptions", "TrainCommand", "TrainerFlags"]

@@ -75,10 +75,6 @@ class PackedBatch:
         """Make the rule of attention."""
         return PackedRule(self.view, self.position_ids // block_size, self.sample)
 
-    def attention_mask(self, block_size: int) -> Tensor:
-        """Write the rule of attention out, [batch, 1, length, length] bool: see `PackedRule`."""
-        return self.rule(block_size).dense()
-
     def before(self, block_size: int) -> Tensor:
         """Find the column before each one: [batch, length] long, -1 where there is none.
 

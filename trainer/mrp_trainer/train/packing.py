@@ -6,7 +6,8 @@ from torch import Tensor, cat
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.cache_utils import Cache
 
-from modeling_mrp.kernels.noise import mix32, noise_keys
+from modeling_mrp.kernels.noise import noise_keys
+from modeling_mrp.rules.noise import mix_bits
 
 from .packed import CLEAN_VIEW, PackedBatch, PackedRule
 
@@ -46,7 +47,7 @@ def uniform(batch: PackedBatch, purpose: int, of: Tensor) -> Tensor:
     """
     if batch.noise_key is None:
         raise ValueError("this batch has no noise_key to draw from: DiffusionCollator gives one")
-    return (noise_keys(batch.noise_key, of, mix32(batch.view + 1) ^ purpose).double() + 0.5) * 2.0**-32
+    return (noise_keys(batch.noise_key, of, mix_bits(batch.view + 1) ^ purpose).double() + 0.5) * 2.0**-32
 
 
 class CleanCache(Cache):

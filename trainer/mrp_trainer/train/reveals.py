@@ -1,7 +1,6 @@
 """Which masked positions of a noisy copy are revealed next, and with what: the states a head is trained on."""
 
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from .options import RevealRule
 from .packed import PackedBatch
 from .packing import uniform
 
-REVEAL_RULES: tuple[str, ...] = get_args(RevealRule)
 # Thresholds of eager reveals are drawn from here.
 _EAGER_FROM, _EAGER_TO = 0.2, 0.95
 

@@ -22,8 +22,7 @@ from ..data.sources import check_paths, open_source
 from ..heads import with_new_head
 from ..loading import WITHOUT_WEIGHTS, load_tokenizer
 from .arguments import MRPTrainingArguments
-from .callbacks import TellResumption
-from .checkpoints import under_own_class
+from .checkpoints import last_whole_checkpoint, step_of, under_own_class
 from .inputs import bare_model
 from .run_folder import check_folder, hold, how_to_go_on, take_over
 from .settings import RunOptions, Settings
@@ -58,8 +57,13 @@ class OpenRun:
     def train(self) -> Path:
         """Trains from the last whole checkpoint on, and saves what came out; gives the folder."""
         with self.lock:
+            newest = last_whole_checkpoint(self.folder)
+            if newest is not None and self.trainer.args.process_index == 0:
+                print(f"resuming from {newest.name}")
             self.trainer.train(resume_from_checkpoint=True)
             state = self.trainer.state
+            if newest is not None and step_of(newest) == state.global_step and self.trainer.args.process_index == 0:
+                print(f"all {state.global_step} steps of this run are done.{how_to_go_on(self.folder, self.settings)}")
             evaluated = [line["step"] for line in state.log_history if "eval_loss" in line]
             if self.trainer.eval_dataset is not None and evaluated[-1:] != [state.global_step]:
                 self.trainer.evaluate()
@@ -131,7 +135,6 @@ def _make_trainer(
     trainer = MRPTrainer(model, arguments, open_source(options.data, options.split), held_out, processing_class=tokenizer)
     if options.early_stopping_patience:
         trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
-    trainer.add_callback(TellResumption(how_to_go_on(Path(str(arguments.output_dir)), settings)))
     return trainer
 
 

@@ -12,7 +12,7 @@ from huggingface_hub.dataclasses import type_validator
 
 from ..flags import assigned, plain_number
 from .arguments import MRPTrainingArguments
-from .options import KEPT_CHECKPOINTS, LEARNING_RATES, MIN_RATE, SCHEDULER, HeadInit, RunOptions, TrainerFlags
+from .options import KEPT_CHECKPOINTS, LEARNING_RATES, MIN_RATE, SCHEDULER, RunOptions, TrainerFlags, check_declared
 
 RECIPES = Path(__file__).parent / "recipes"
 RUN_FILE = "run.yaml"
@@ -148,13 +148,7 @@ def _check(settings: Settings, given: Mapping[str, Any]) -> None:
     options, training = settings.options, settings.training
     if "output_dir" not in training:
         raise ValueError("no output folder: give --output-dir, or output_dir in the YAML file")
-    for name, least in (("head_layers", 1), ("lora_rank", 0), ("early_stopping_patience", 0)):
-        if getattr(options, name) < least:
-            raise ValueError(f"{name} is {getattr(options, name)}: it must be {least} or more")
-    if options.head_init not in get_args(HeadInit):
-        raise ValueError(f"head_init is {options.head_init!r}: choose one of {', '.join(get_args(HeadInit))}")
-    if options.save not in ("head", "full"):
-        raise ValueError(f"save is {options.save!r}: choose 'head' or 'full'")
+    check_declared(options)
     watched = {**training, "early_stopping_patience": options.early_stopping_patience}
     asked = [name for name in sorted(watched) if name in _WATCHED and watched[name] not in (0, None, "no")]
     if asked and not options.eval_data:

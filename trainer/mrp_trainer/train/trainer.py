@@ -21,7 +21,7 @@ from ..data.held_out import FilledUp, rows_of
 from ..data.sampler import LengthBucketSampler
 from ..data.samples import samples_of
 from ..evaluate.acceptance import measure_acceptance
-from ..publish import publish
+from ..publish import push
 from .arguments import NO_CHECKPOINTING, NO_MUON, MRPTrainingArguments
 from .attention import TRAINING_FLEX, attending
 from .callbacks import LogAtSaves, SetEpoch
@@ -326,8 +326,8 @@ class MRPTrainer(Trainer):
             The commit; None on other processes than the first.
 
         Raises:
-            ValueError: for another argument, and as `mrp_trainer.publish.publish`.
-            ConnectionError: if the Hub refused it or could not be reached.
+            ValueError: for another argument, and as `mrp_trainer.publish.push`.
+            OSError: if the Hub refused it.
         """
         if args or kwargs:
             raise ValueError(f"{', '.join(map(str, [*args, *kwargs]))} does nothing here: set it in MRPTrainingArguments")
@@ -337,7 +337,7 @@ class MRPTrainer(Trainer):
             self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
-        published = publish(
+        published = push(
             str(self.args.output_dir),
             str(self.hub_model_id),
             revision=self.args.hub_revision,

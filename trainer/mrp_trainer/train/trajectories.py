@@ -52,7 +52,7 @@ def write_lines(path: Path, key: str, decode: Callable[[range], list[str]], coun
     """Write lines that take long to make, a turn of them after the other.
 
     Every process makes each of its turns in a file of its own, `PATH.part/KEY-BEGIN.jsonl`; a call that finds some makes the
-    others, with any number of processes. The first process puts them together. A complete file is left alone.
+    others, with any number of processes. The first process puts them together.
 
     Args:
         path: The file, which all processes see.
@@ -62,8 +62,6 @@ def write_lines(path: Path, key: str, decode: Callable[[range], list[str]], coun
         turn: How many of them are made together.
         state: The processes that share the work.
     """
-    if path.exists():
-        return
     folder = path.with_suffix(".part")
     folder.mkdir(parents=True, exist_ok=True)
     begins = range(0, count, turn)

@@ -1,0 +1,79 @@
+"""The head in CUDA graphs, recorded and replayed by the engine's own runner, with attention metadata of its own.
+
+Nobody ran this on a GPU. So the first replays of each graph are compared with the head outside of graphs: where they differ, or
+nothing can be recorded, a warning says so once, and the head runs outside of them from then on.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from torch import Tensor
+
+from modeling_mrp.kernels.dispatch import CHECKED_ON, check_close
+
+log = logging.getLogger(__name__)
+
+_COMPARED = 2  # replays of each graph
+
+
+class HeadGraphs(DecodeCudaGraphRunner):
+    """The engine's runner of graphs by rows, each a block wide, with the head where the model is.
+
+    The backbone's graphs read metadata that lies in their attention backend, one set for each number of rows. The head's are
+    recorded on a second backend of the same kind, so that neither is laid out anew under the other.
+
+    Args:
+        engine: The engine's `ModelRunner`, whose own graphs are there.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.compared: Counter[Any] = Counter()
+        backend = engine._get_attention_backend()
+        engine.kv_index_translator.bind_and_verify_backends([backend])
+        super().__init__(engine, attn_backend=backend)
+
+    def capture_one_shape(self, size: int, forward: Any, *args: Any, **more: Any) -> None:
+        """Record the head in place of `forward`, for `size` rows."""
+        super().capture_one_shape(size, self._head, *args, **more)
+
+    def _head(self, ids: Tensor, positions: Tensor, batch: Any, **_: Any) -> LogitsProcessorOutput:
+        given = self.buffers.input_embeds[: len(ids)]
+        made = self.model_runner.model.residual(ids, positions, batch, given)
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=made)
+
+    def takes(self, batch: Any) -> bool:
+        """Tell if a graph was recorded that a batch fits in."""
+        return bool(batch.forward_mode.is_cuda_graph() and self.can_run_graph(batch))
+
+    def replay(self, batch: Any, hidden: Tensor, eagerly: Callable[[], Tensor]) -> Tensor:
+        """Compute h_C [tokens, hidden_size] of a batch, from hidden states of that shape.
+
+        Raises:
+            ArithmeticError: if it is not what is computed `eagerly`.
+        """
+        self.buffers.input_embeds[: len(hidden)].copy_(hidden)
+        made: Tensor = self.execute(batch).hidden_states.clone()  # the next replay of any graph writes there
+        if made.device.type in CHECKED_ON and self.compared[self.bs] < _COMPARED:
+            check_close("a replay of the head and the head differ", made, eagerly())
+            self.compared[self.bs] += 1
+        return made
+
+
+def record_head(engine: Any) -> HeadGraphs | None:
+    """Record the head where the engine recorded the backbone; None where it did not, or where that fails."""
+    if type(engine.decode_cuda_graph_runner) is not DecodeCudaGraphRunner:
+        return None
+    try:
+        return HeadGraphs(engine)
+    except Exception as error:
+        give_up("cannot be recorded", error)
+        return None
+
+
+def give_up(why: str, error: Exception) -> None:
+    """Warn that the head runs outside of graphs."""
+    log.warning("The head %s as CUDA graphs (%s): it runs outside of them. --disable-cuda-graph records none", why, error)
