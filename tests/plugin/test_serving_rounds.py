@@ -17,7 +17,7 @@ from mrp_trainer.data.tasks import make_problem
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.kernels.dispatch import Dispatch, triton
+from modeling_mrp.kernels.dispatch import Dispatch, Kernel, triton
 
 EOS = (2, 0)
 EXACT = Rules(rounds=False)  # in float64
@@ -239,9 +239,9 @@ def test_requests_end_with_kernels_as_without(
     """In float32, interpreted: the same texts at the same cost, and the kernel took part in every pick that has one."""
     model, names, run = MRPForCausalLM.from_pretrained(TINY, dtype=torch.float32), [], Dispatch.run
 
-    def noted(dispatch: Dispatch, name: str, *others: Any, **more: Any) -> Any:
-        names.append((name, dispatch.forced))
-        return run(dispatch, name, *others, **more)
+    def noted(dispatch: Dispatch, kernel: Kernel, *given: Any) -> Any:
+        names.append((kernel.name, dispatch.forced))
+        return run(dispatch, kernel, *given)
 
     monkeypatch.setattr(Dispatch, "run", noted)
     asked = {**options, "confidence_threshold": 0.7}

@@ -91,6 +91,8 @@ def push(
         ValueError: if the folder, the card, the base or the id is not fit to be published.
         OSError: if the Hub refused it. The folder and the branch are as they were.
     """
+    if revision is not None and create_pr:
+        raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
     validate_repo_id(repo_id)
     found = read_folder(folder)
     base = base_model or found.base
