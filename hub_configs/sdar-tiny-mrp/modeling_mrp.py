@@ -10,7 +10,6 @@ import numpy as np
 import os
 import re
 import reprlib
-import tempfile
 import threading
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
-from importlib import import_module
 from inspect import getdoc
 from math import inf, sqrt
 from pathlib import Path
@@ -36,16 +34,15 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, PreTrainedTokenizerBase, initialization as init
 from transformers.cache_utils import Cache
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import EosTokenCriteria, GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StopStringCriteria, StoppingCriteria, StoppingCriteriaList, TemperatureLogitsWarper, logits_process as kinds
 from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper, MinPLogitsWarper, TopHLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3Model, Qwen3RMSNorm, apply_rotary_pos_emb
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, ModelOutput, PushToHubMixin, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, can_return_tuple, extract_commit_hash, find_adapter_config_file, logging as transformers_logging
+from transformers.utils import CONFIG_NAME, ModelOutput, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, can_return_tuple, extract_commit_hash, logging as transformers_logging
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, get_args, get_type_hints
-from .configuration_mrp import DENSE, MRPConfig, backbone_of, family
+from .configuration_mrp import AUTO_MAP, MRPConfig, backbone_of, family, model_tags
 
 
 # ---------------------------------------------------------------------------------------------------- kernels.dispatch
@@ -6146,8 +6143,6 @@ def _said(unembedding: Unembedding, hidden: Tensor, token: Tensor) -> tuple[Tens
 
 
 
-TensorShape = tuple[int, ...]
-
 
 @family("sdar")
 class MRPBackbone(Qwen3Model):
@@ -6192,10 +6187,6 @@ class MRPBackbone(Qwen3Model):
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Translate a published config's fields into those of `MRPConfig`; the rest of them is dropped."""
         return dict(fields)
-
-    def published(self, name: str, shape: TensorShape) -> dict[str, TensorShape]:
-        """List the tensors, with their shapes, by which published checkpoints hold one of the model's state."""
-        return {name: shape}
 
     @classmethod
     def note(cls, source: str) -> str | None:
@@ -6315,7 +6306,7 @@ def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> Non
 
 # ---------------------------------------------------------------------------------------------------- model.layouts
 
-"""The layouts that checkpoints come in: names of tensors, and contents of the safetensors files.
+"""The layouts that checkpoints come in: names of tensors, and the files of a folder or a repository.
 
 | layout | `model_type` | head | written by |
 |---|---|---|---|
@@ -6338,15 +6329,6 @@ def our_name(name: str) -> str:
     return HEAD + name.removeprefix(PUBLISHED_HEAD) if name.startswith(PUBLISHED_HEAD) else name
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file: its name there, its shape and its type as safetensors spells it (`BF16`)."""
-
-    name: str
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
 def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Select the keyword arguments that say where and how a file is fetched."""
     return {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
@@ -6356,10 +6338,10 @@ def json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file; `ValueError` if it holds no object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON that is read here: save it again, or download it again ({error})") from error
+    except (ValueError, RecursionError):
+        found = None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, not an object: save it again, or download it again")
+        raise ValueError(f"{path} holds no JSON object: save it again, or download it again")
     return found
 
 
@@ -6381,59 +6363,21 @@ def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[Path,
     return Path(path), json_object(Path(path))
 
 
-def shards_of(index_file: Path) -> dict[str, str]:
-    """Read from an index in which file beside it each tensor lies; `ValueError` if it is none, or names another place."""
-    try:
-        shard_of = dict(json_object(index_file)["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index_file} is not an index of shards: download it again ({error!r})") from error
-    for shard in shard_of.values():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ValueError(
-                f"{index_file} names the shard {shard!r}: a shard is a .safetensors file beside the index, and nothing else "
-                "is read"
-            )
-    return shard_of
-
-
 def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
     """Find a checkpoint's safetensors files, fetched if they have to be: all, or those with tensors of these prefixes.
 
     Raises:
-        ValueError: if there are none, or if the index names a file outside the checkpoint.
+        ValueError: if there are none.
         OSError: if the Hub does not answer, or refuses, or a shard is not there.
     """
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     there = (cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub) for name in names)
     if (found := next(filter(None, there), None)) is None:
-        raise ValueError(
-            f"no {' and no '.join(names)} in {source}: only safetensors are read, never pickled weights (.bin, .pt). Check the "
-            "path, or convert the checkpoint to safetensors"
-        )
+        raise ValueError(f"no {' and no '.join(names)} in {source}: only safetensors are read. Check the path")
     if not found.endswith(SAFE_WEIGHTS_INDEX_NAME):
         return [Path(found)]
-    shards = {shard for name, shard in shards_of(Path(found)).items() if name.startswith(prefixes)}
+    shards = {shard for name, shard in json_object(Path(found))["weight_map"].items() if name.startswith(prefixes)}
     return [Path(cached_file(source, shard, **hub)) for shard in sorted(shards)]
-
-
-def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """List the tensors of safetensors files by our names, from their headers.
-
-    Raises:
-        ValueError: if a file is damaged or cut short, or a tensor comes twice.
-    """
-    found: dict[str, StoredTensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
-                    part = tensors.get_slice(name)
-                    if (ours := our_name(name)) in found:
-                        raise ValueError(f"{name} in {file} is also {found[ours].name} in {found[ours].file}: keep one of them")
-                    found[ours] = StoredTensor(name, file, tuple(part.get_shape()), str(part.get_dtype()))
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a whole safetensors file: download it again ({error})") from error
-    return found
 
 
 def is_hub_id(name: str) -> bool:
@@ -6533,21 +6477,25 @@ class HeadMixin:
 
     def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
         """Read the head of a checkpoint, its files as they lie on the disk."""
-        config, hub = type(self)._pinned(source, None, hub)
+        path, _ = stored_json(source, **hub)
+        if not os.path.isdir(source) and (commit := extract_commit_hash(str(path), None)):
+            hub = {**hub, "revision": commit}
+        config: Any = MRPConfig.from_pretrained(source, **hub)
         if not config.has_head:
             raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
         check_same_backbone(config, self.config, source)
-        found = stored_tensors(weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub))
-        if config.base_model_name_or_path is None:  # it holds the backbone too
-            found = {name: tensor for name, tensor in found.items() if name.startswith(HEAD)}
-        self.check_tensors(config, found, HEAD)
         with torch.device("meta"):
             head = MRPHead(config)
         state: dict[str, Tensor] = {}
-        for name, stored in found.items():
-            with safe_open(stored.file, framework="pt") as tensors:
-                state[name.removeprefix(HEAD)] = tensors.get_tensor(stored.name)
-        head.load_state_dict(state, assign=True)
+        try:
+            for file in weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub):
+                with safe_open(file, framework="pt") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
+                        if (ours := our_name(name)).startswith(HEAD):
+                            state[ours.removeprefix(HEAD)] = tensors.get_tensor(name)
+            head.load_state_dict(state, assign=True)
+        except (SafetensorError, RuntimeError) as error:
+            raise ValueError(f"the head of {source} is not whole, or does not fit its config: {error}") from error
         return head
 
     @classmethod
@@ -6587,65 +6535,6 @@ class HeadMixin:
         return model
 
 
-# ---------------------------------------------------------------------------------------------------- model.custom_generate
-
-"""`sdar.generate(custom_generate="org/head", trust_remote_code=True)`: a stock SDAR model decodes with a repository's head."""
-
-
-
-def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
-    """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in.
-
-    The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
-    repository and its commit by where transformers keeps the file.
-
-    Args:
-        inputs: [rows, length] long, the prompts (or `input_ids` among the others).
-        model: The stock model, with a Qwen3 decoder's parameters; or an MRP model, whose own head then decodes.
-        kwargs: What MRP's `generate` takes; `token`, `cache_dir` and the like are for finding the repository.
-
-    Raises:
-        ValueError: if the head does not fit the model; or the repository is a local folder.
-    """
-    import re
-    from pathlib import Path
-
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    for_downloads = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
-    download = {name: kwargs.pop(name) for name in (*for_downloads, "revision") if name in kwargs}
-    if not hasattr(model, "mrp_head"):
-        owner, name, commit = Path(__file__).parts[-5:-2]
-        if owner == "transformers_modules":
-            raise ValueError(
-                "custom_generate is a local folder, which cannot tell where its head lies: push it and name the repository, "
-                "or load both with MRPForCausalLM.from_backbone(backbone, head=folder)"
-            )
-        owner, name = (re.sub("^_(?=[0-9])", "", part) for part in (owner, name))  # as Python modules can be called
-        repository = f"{owner}/{name}".replace("_hyphen_", "-").replace("_dot_", ".")
-        download["revision"] = commit  # code is kept by commit: the weights are of the same
-        mrp = get_class_from_dynamic_module("modeling_mrp.MRPForCausalLM", repository, **download)
-        model = mrp.from_stock_model(model, repository, **download)
-    return type(model).generate(model, inputs, **kwargs)
-
-
-# ---------------------------------------------------------------------------------------------------- model.saving
-
-"""Writing of MRP models: heads on their own, and everything beside what is there before it is replaced."""
-
-
-
-
-CONFIGURATION, MODELING = "configuration_mrp.py", "modeling_mrp.py"
-CUSTOM_GENERATE = "custom_generate/generate.py"
-AUTO_MAP = {
-    "AutoConfig": "configuration_mrp.MRPConfig",
-    "AutoModel": "modeling_mrp.MRPForCausalLM",
-    "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
-}
-_WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-
-
 class BackboneSource(NamedTuple):
     """The origin of a model's backbone: a repository's id and commit, or a folder's absolute path and None."""
 
@@ -6659,8 +6548,7 @@ def head_to_save(
     """Select the tensors and the config of a head repository, whose backbone is the `named` or else the loaded one.
 
     Raises:
-        ValueError: if the model has no head, its backbone no name or, as loaded, other weights; or the head not just its own
-            tensors.
+        ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
     """
     backbone = named or model.backbone_source
     if model.mrp_head is None or backbone is None:
@@ -6678,97 +6566,13 @@ def head_to_save(
             f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... Merge adapters first "
             "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
         )
-    if named is None:
-        _check_unchanged(state, backbone)
     config = copy.deepcopy(model.config)
-    drafted = {"proposal_type": "greedy", "speculative_tokens": max(config.block_size - 1, 1)}  # of a block but its next one
-    config.speculators_model_type = "mrp"
-    config.speculators_config = {  # in the words of vLLM's library speculators, for its tools
-        "algorithm": "mrp",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{**drafted, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
-        "verifier": {"name_or_path": backbone.name, "architectures": config.architectures or [type(model).__name__]},
-    }
     config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
     config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
     config.base_model_name_or_path, config.base_model_revision = backbone
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the backbone's
     return head, config
-
-
-def _check_unchanged(state: Mapping[str, Tensor], backbone: BackboneSource) -> None:
-    """Refuse to name a checkpoint as the backbone that has other weights, such as those before an adapter was merged.
-
-    The first row of every tensor is compared, to the rounding of the 16-bit types. A checkpoint that is no longer here passes.
-    """
-    try:
-        files = stored_tensors(weight_files(backbone.name, revision=backbone.revision, local_files_only=True))
-    except (OSError, ValueError):
-        files = {}
-    for name, value in state.items():
-        if not name.startswith(HEAD) and (".lora_" in name or (name in files and _differ(value, files[name]))):
-            raise ValueError(
-                f"the head's backbone is no longer {backbone.name}: {name} is not of it. If an adapter was merged into it, "
-                "publish it as it is now and name that (base_model_name_or_path), or save the model whole"
-            )
-
-
-def _differ(value: Tensor, stored: StoredTensor) -> bool:
-    """Compare first rows; what is spread over devices, or quantized, cannot be compared."""
-    plain = type(value) in (Tensor, nn.Parameter) and value.is_floating_point() and not value.is_meta
-    if not plain or tuple(value.shape) != stored.shape or not value.numel():
-        return False
-    with safe_open(stored.file, framework="pt") as tensors:
-        row = tensors.get_slice(stored.name)[:1]
-    return not torch.allclose(value[:1].detach().cpu().double(), row.double(), rtol=2**-7, atol=1e-7, equal_nan=True)
-
-
-def model_tags(family: str) -> list[str]:
-    """List the tags of a model's repository, by its family."""
-    return ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", family, "mrp"]
-
-
-def code_files(family: str = DENSE) -> dict[str, str]:
-    """Collect the remote code that a repository carries, by path: these files, if they are it, or what `bundle` generates for a
-    model of that family."""
-    own = Path(__file__)
-    if own.name == MODELING:
-        files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (CONFIGURATION, MODELING)}
-    else:
-        files = import_module(f"{__name__.partition('.')[0]}.bundle").files(family)
-    return {**files, CUSTOM_GENERATE: f"from typing import Any\n\n\n{inspect.getsource(generate)}"}
-
-
-def write_code(folder: Path, family: str = DENSE) -> None:
-    """Put the remote code beside a checkpoint of that family."""
-    for name, text in code_files(family).items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def written_beside(folder: Path) -> Iterator[Path]:
-    """Lend a temporary folder whose files move into `folder` when all are written; weights of another split are removed."""
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as beside:
-            yield Path(beside)
-            files = [path for path in Path(beside).rglob("*") if path.is_file()]
-            for path in sorted(files, key=lambda path: path.suffix == ".json"):
-                target = folder / path.relative_to(beside)
-                target.parent.mkdir(exist_ok=True)
-                os.replace(path, target)
-        names = {path.name for path in files}
-        if any(map(_WEIGHT_FILES.fullmatch, names)):
-            for path in folder.iterdir():
-                if _WEIGHT_FILES.fullmatch(path.name) and path.name not in names:
-                    path.unlink()
-    except BaseException:
-        if made and not any(folder.iterdir()):
-            folder.rmdir()
-        raise
 
 
 # ---------------------------------------------------------------------------------------------------- model.loading
@@ -6780,9 +6584,7 @@ def written_beside(folder: Path) -> Iterator[Path]:
 
 log = logging.getLogger(__name__)
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _KEY_MAPPING = {r"^mrp_modules\.0\.model\.": HEAD}  # transformers renames by it while it loads
-_OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision", "tags")
 
 
 class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
@@ -6816,37 +6618,36 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         `subfolder` are then the head's. Only safetensors are read, and no code but this package's runs.
 
         Raises:
-            ValueError: before any weights are read, if the checkpoint lacks a tensor, has one too many, or one of another shape
-                (all are listed), has no safetensors, or is of another kind of model; if the backbone of a head repository may
-                not be followed or does not suit the head; for tensor parallelism of another family than SDAR's.
+            ValueError: if the checkpoint lacks a tensor, has one too many, or one of another shape (all are listed), or is cut
+                short, or is of another kind of model; if the backbone of a head repository may not be followed or does not
+                suit the head; for tensor parallelism of another family than SDAR's.
         """
-        if kwargs.get("gguf_file") is not None or kwargs.get("use_safetensors") is False:
-            raise ValueError("only safetensors are read: leave out gguf_file and use_safetensors=False")
         kwargs["key_mapping"] = {**_KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
         if pretrained_model_name_or_path is None:  # from a config and a state dict
             return super().from_pretrained(None, *args, config=config, **kwargs)
         source = os.fspath(pretrained_model_name_or_path)
-        config, kwargs = cls._pinned(source, config, kwargs)
-        if getattr(config, "base_model_name_or_path", None) is not None:
-            return cls._from_head_repository(source, config, kwargs)
-        divided = [name for name in ("tp_plan", "tp_size", "distributed_config") if kwargs.get(name)]
-        if divided and config.family != DENSE:
-            raise ValueError(
-                f"{', '.join(divided)}: a model of the family {config.family!r} is not divided over processes: use device_map, "
-                f"or a model of the family {DENSE!r}"
-            )
-        cls._check_files(source, config, kwargs)
-        if (note := backbone_of(config.family).note(source)) is not None:
-            log.warning(note)
+        path, fields = stored_json(source, **hub_options(kwargs))
+        local = os.path.isdir(source)
+        if not local and (commit := extract_commit_hash(str(path), None)):
+            kwargs["revision"] = commit  # all files come from one state
+        if fields.get("base_model_name_or_path") is not None:
+            return cls._from_head_repository(source, fields, config, kwargs)
         kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
         with_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(source, *args, config=config, output_loading_info=True, **kwargs)
-        if gaps := {name: sorted(info[name]) for name in ("missing_keys", "unexpected_keys") if info[name]}:
+        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are told below
+        try:
+            model, info = super().from_pretrained(source, *args, config=config, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"a safetensors file of {source} is not whole: download it again ({error})") from error
+        told = ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if misfits := {name: sorted(info[name]) for name in told if info[name]}:
             raise ValueError(
-                f"{source} does not fit its config: {gaps}. Check that it is whole, and quantized as its config says"
+                f"{source} does not fit its config: {misfits}. Check num_nextn_predict_layers (0: no head), the sizes in "
+                "config.json, that the download is whole, and that it is quantized as its config says"
             )
+        if (note := backbone_of(model.config.family).note(source)) is not None:
+            log.warning(note)
         if not kwargs.get("subfolder"):
-            local = os.path.isdir(source)
             where = os.path.abspath(source) if local else source
             model.backbone_source = BackboneSource(where, None if local else kwargs.get("revision"))
         return (model, info) if with_info else model
@@ -6876,58 +6677,11 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
             model._take_head(head, hub_options({**kwargs, "revision": head_revision, "subfolder": None}), kwargs)
         return model
 
-    @classmethod
-    def check_tensors(cls, config: MRPConfig, found: dict[str, StoredTensor], prefix: str = "") -> None:
-        """Compare a checkpoint's tensors with those of this prefix that its config calls for; nothing is allocated.
-
-        Raises:
-            ValueError: if they do not fit, all of which are listed; or if no tensor can have a shape that the config calls for.
-        """
-        try:
-            with torch.device("meta"):
-                model = cls(copy.deepcopy(config))
-                tensors = model.state_dict()
-        except (RuntimeError, TypeError, LookupError, AssertionError, OverflowError) as error:
-            raise ValueError(f"the values in the config are those of no model: correct config.json ({error!r})") from error
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, tensor in tensors.items():
-            if name.startswith(prefix):  # as it is, or in the parts that published checkpoints have
-                shape = tuple(tensor.shape)
-                known = name in found or not name.startswith("model.")
-                shapes |= {name: shape} if known else model.model.published(name, shape)
-        optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
-        misfits = [f"missing: {name}" for name in sorted(shapes.keys() - found.keys() - optional)]
-        for ours, (name, _, shape, dtype) in sorted(found.items()):
-            if ours not in shapes:
-                misfits.append(f"unexpected: {name}")
-            elif shape != shapes[ours]:
-                misfits.append(f"wrong shape: {name} is {list(shape)}, needs {list(shapes[ours])}")
-            elif not dtype.startswith(("F", "BF")):
-                misfits.append(f"wrong type: {name} holds {dtype} numbers")
-        if misfits:
-            raise ValueError(
-                f"the checkpoint does not fit its config ({len(misfits)} tensors):\n  " + "\n  ".join(misfits) + "\n"
-                "Check num_nextn_predict_layers (0: no head), the sizes in config.json, and that the download is whole"
-            )
-
-    def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Load a peft adapter as transformers does, but only from whole safetensors; `ValueError` where there are none."""
-        if peft_model_id is not None:
-            hub = hub_options({**(kwargs.get("adapter_kwargs") or {}), **kwargs})
-            weights = cached_file(peft_model_id, ADAPTER_WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
-            if weights is None:
-                raise ValueError(
-                    f"no {ADAPTER_WEIGHTS} in {peft_model_id}, and no pickled weights are read: save it as safetensors"
-                )
-            stored_tensors([Path(weights)])  # a damaged file would be found only when the model has been changed for it
-        return super().load_adapter(peft_model_id, *args, **kwargs)
-
     def save_pretrained(
         self,
         save_directory: Any,
         is_main_process: bool = True,
         state_dict: dict[str, Tensor] | None = None,
-        push_to_hub: bool = False,
         *,
         head_only: bool = False,
         base_model_name_or_path: str | None = None,
@@ -6936,93 +6690,44 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
     ) -> None:
         """Save weights, both configs and the remote code as transformers does, or the head alone.
 
-        A save that fails leaves the folder as it was, and a model may be saved into the folder it was loaded from.
-
         Args:
             save_directory: As in transformers, like the other arguments that are not named here.
             is_main_process: As in transformers.
             state_dict: As in transformers.
-            push_to_hub: Whether to push, too, to `repo_id` or a repository of the user's own with the folder's name.
             head_only: Whether to write the head alone, which names its backbone and loads it.
             base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path), if it is not what the
                 model was loaded from.
             base_model_revision: With it, the backbone's commit, branch or tag.
-            kwargs: As in transformers.
+            kwargs: As in transformers, for the whole model.
 
         Raises:
-            ValueError: for a generation config that `generate` would refuse; with `head_only`, as from `head_to_save`; without
-                it, if the backbone is named.
+            ValueError: for a generation config that `generate` would refuse; with `head_only`, as from `head_to_save`, or for
+                `push_to_hub`; without it, if the backbone is named.
         """
-        hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
         named: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "base_model_revision": base_model_revision}
         folder = Path(save_directory)
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         self.check_options()
+        self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
         if head_only:
+            if kwargs.get("push_to_hub"):
+                raise ValueError("push_to_hub with head_only=True: save the head to a folder, and push that with `mrp push`")
             source = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
             head, config = head_to_save(self, state_dict, source)
             if is_main_process:
-                with written_beside(folder) as beside:
-                    save_file(head, beside / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-                    config.save_pretrained(beside)
-                    self.generation_config.save_pretrained(beside)
-                    write_code(beside, config.family)
+                config.save_pretrained(folder)
+                self.generation_config.save_pretrained(folder)
+                save_file(head, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         elif any(named.values()):
             raise ValueError(f"{named}: a full checkpoint names none. Pass head_only=True, or leave them out")
         else:
             self.config.auto_map = dict(AUTO_MAP)
-            self.config.base_model_name_or_path = self.config.base_model_revision = None
             kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict}
             kwargs["save_original_format"] = False  # our names, also if the model came in a published layout
-            if not is_main_process or kwargs.get("distributed_checkpoint"):
-                super().save_pretrained(folder, **kwargs)
-            else:
-                with written_beside(folder) as beside:
-                    super().save_pretrained(beside, **kwargs)
-                    if (beside / "config.json").is_file():  # an adapter has none
-                        write_code(beside, self.config.family)
-        if push_to_hub and is_main_process:
-            self.push_to_hub(hub.pop("repo_id", folder.name), head_only=head_only, **named, **hub)
-
-    def push_to_hub(
-        self, repo_id: str, *, tokenizer: Any = None, private: bool = True, tags: str | Sequence[str] = (), **kwargs: Any
-    ) -> Any:
-        """Push what `save_pretrained` saves, as transformers does, into a private repository if it is new.
-
-        `mrp push` does it with care: a card with facts and a picture, nothing of another kind overwritten, old shards removed.
-
-        Args:
-            repo_id: "org/name", or "name" for a repository of the user's own.
-            tokenizer: Is pushed beside the model.
-            private: Whether a new repository is private.
-            tags: Of the card, beside those of MRP models.
-            kwargs: Those of `save_pretrained` for a head alone; or as in transformers, `revision`, `create_pr`, `token`, ...
-
-        Returns:
-            The commit.
-
-        Raises:
-            ValueError: as from `save_pretrained`, or if the backbone of a head has no name on the Hub.
-        """
-        of_head = ("head_only", "base_model_name_or_path", "base_model_revision")
-        how = {name: kwargs.pop(name) for name in of_head if name in kwargs}
-        base = how.get("base_model_name_or_path") or (self.backbone_source.name if self.backbone_source else None)
-        if how.get("head_only") and base is not None and not is_hub_id(base):
-            raise ValueError(
-                f"base_model_name_or_path is {base!r}, and a head on the Hub needs a backbone that others find: push the "
-                "backbone, then name it here as 'org/name'"
-            )
-
-        def save(folder: str, **options: Any) -> None:
-            self.save_pretrained(folder, **how, **options)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-
-        pushed: Any = PushToHubMixin()
-        pushed.save_pretrained = save
-        kwargs.setdefault("commit_message", "Upload an MRP head" if how.get("head_only") else "Upload model")
-        tags = [*model_tags(self.config.family), *([tags] if isinstance(tags, str) else tags)]
-        return pushed.push_to_hub(repo_id, private=private, tags=tags, **kwargs)
+            super().save_pretrained(folder, **kwargs)
+        both = [path for path in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME) if path.is_file()]
+        if is_main_process and len(both) == 2:  # transformers leaves those of an earlier save, and loads them first
+            min(both, key=lambda path: path.stat().st_mtime_ns).unlink()
 
     @torch.no_grad()
     def _init_weights(self: Any, module: nn.Module) -> None:
@@ -7033,55 +6738,15 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
             super()._init_weights(module)
 
     @classmethod
-    def _pinned(cls, source: str, config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Read the config, and pin the arguments' revision to its commit: all files then come from one state."""
-        path, _ = stored_json(source, **hub_options(kwargs))
-        if not os.path.isdir(source) and (commit := extract_commit_hash(str(path), None)):
-            kwargs = {**kwargs, "revision": commit}
-        if isinstance(config, PreTrainedConfig):
-            return config, kwargs
-        dtypes = {name: kwargs[name] for name in ("dtype", "torch_dtype") if name in kwargs}
-        others = {name: value for name, value in kwargs.items() if name not in dtypes}
-        config, unused = cls.config_class.from_pretrained(config or source, return_unused_kwargs=True, **others)
-        return config, {**unused, **dtypes, **hub_options(kwargs)}
-
-    @classmethod
-    def _check_files(cls, source: str, config: Any, kwargs: dict[str, Any]) -> None:
-        """Compare the files' headers with the config, before a config that lies can make anything be allocated."""
-        hub = hub_options(kwargs)
-        if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
-            raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
-        cls._stored_options(source, hub)  # transformers would pass over damaged ones
-        adapter = kwargs.get("adapter_kwargs") or {}
-        if not os.path.isdir(source) and "_adapter_model_path" not in adapter and find_adapter_config_file(source, **hub):
-            raise ValueError(  # transformers would load the base that adapter_config.json names, whatever that is
-                f"{source} holds an adapter beside its model: load the adapter from a repository of its own with load_adapter"
-            )
-        if getattr(config, "quantization_config", None) is None:  # or it has the tensors that its quantizer makes
-            cls.check_tensors(config, stored_tensors(weight_files(source, **hub)))
-
-    @classmethod
-    def _stored_options(cls, source: str, hub: dict[str, Any]) -> Any:
-        """Read the generation config of a checkpoint, None if it has none; `ValueError` for a damaged one or a wrong value."""
-        try:
-            path, fields = stored_json(source, GENERATION_CONFIG_NAME, **hub)
-        except OSError:
-            return None
-        try:
-            return cls.generation_config_class.from_dict(fields)
-        except (AttributeError, TypeError, ValueError) as error:  # transformers compares some fields of any type
-            raise ValueError(f"{path}: {error}") from error
-
-    @classmethod
-    def _from_head_repository(cls, source: str, config: Any, kwargs: dict[str, Any]) -> Any:
+    def _from_head_repository(cls, source: str, fields: dict[str, Any], config: Any, kwargs: dict[str, Any]) -> Any:
         """Load the backbone that a head repository names, and give it the head."""
-        where = backbone_location(config.base_model_name_or_path, source)
+        where = backbone_location(fields["base_model_name_or_path"], source)
         ours = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
         adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
-        if config._attn_implementation is not None:  # AutoModel has put it there
-            ours.setdefault("attn_implementation", config._attn_implementation)
-        if config.base_model_revision is not None and not os.path.isdir(where):
-            ours["revision"] = config.base_model_revision
+        if (attention := getattr(config, "_attn_implementation", None)) is not None:  # AutoModel has put it there
+            ours.setdefault("attn_implementation", attention)
+        if fields.get("base_model_revision") is not None and not os.path.isdir(where):
+            ours["revision"] = fields["base_model_revision"]
         loaded = cls._open_backbone(where, ours)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
         model._take_head(source, hub_options(kwargs), kwargs)
@@ -7110,7 +6775,11 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         """Attach a head; take over the options that its repository comes with, unless others were given."""
         self.attach_head(head, **hub)
         if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
-            self.generation_config = self._stored_options(os.fspath(head), hub) or self.generation_config
+            try:
+                stored = GenerationConfig.from_pretrained(head, **hub)
+            except OSError:  # it comes with none
+                return
+            self.generation_config = self.generation_config_class.from_dict(stored.to_dict())
 
 
 # ---------------------------------------------------------------------------------------------------- modeling
@@ -7146,6 +6815,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         self.model = backbone_of(config.family)(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mrp_head = MRPHead(config) if config.has_head else None
+        self.add_model_tags(model_tags(config.family))
         self.post_init()
 
     def backbone(
