@@ -1,4 +1,4 @@
-"""An engine of SGLang in which a seeded coin says whether a draft is right: `sglang.launch_server`, for `serving_load` alone.
+"""An engine of SGLang in which a seeded coin says whether a draft is right: `sglang.launch_server`, for `serving --shape`.
 
 Drafts of random weights are right never or always; so the time of a published acceptance is measured by forcing it. The
 networks compute what they would: only what they say of a draft is overwritten before it is accepted or not. The engine's

@@ -80,11 +80,13 @@ def test_scores_side_by_side_and_one_by_one(capsys: pytest.CaptureFixture[str]) 
 
 def served(lengths: list[int], forwards: int, token: int = 5) -> Measured:
     """A turn whose answers have so many tokens."""
-    return Measured([{"output_ids": [token] * length} for length in lengths], 1.0, forwards)
+    cost = {"meta_info": {"mrp": {"accepted": 1, "drafted": 4}}}
+    return Measured([{"output_ids": [token] * length, **cost} for length in lengths], 1.0, forwards)
 
 
 def test_turns_of_a_served_model_are_counted_together() -> None:
     """30 tokens over 12 forwards, against 30 over 30."""
     stock, mrp = [served([6, 4], 10)] * 3, [served([6, 4], forwards) for forwards in (5, 4, 3)]
-    assert compared(stock, mrp) == {"tokens_per_forward": [1.0, 2.5], "ratio": 2.5, "texts_that_differ": 0, "texts": 2}
+    counts = {"tokens_per_forward": [1.0, 2.5], "ratio": 2.5, "acceptance": 0.25, "texts_that_differ": 0, "texts": 2}
+    assert compared(stock, mrp) == counts
     assert compared([served([8], 8)], [served([4], 2, token=7)])["texts_that_differ"] == 1

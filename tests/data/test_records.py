@@ -110,6 +110,7 @@ MALFORMED = [
     (chat(USER, {**REPLY, "content": "\n"}), f"{MESSAGE}.content", r"found '\n': there is nothing to learn"),
     (chat(USER, {**REPLY, "content": "3<end>"}), f"{MESSAGE}.content", "found <end>, which ends a turn: remove"),
     (chat(USER), "messages", "found no assistant turn: there is nothing to learn"),
+    ({"prompt": [USER, REPLY], "completion": [USER]}, "completion", "found no assistant turn: there is nothing to learn"),
     ({"prompt": [USER, REPLY], "completion": [REPLY]}, "completion[0].role", "found a second assistant turn in a row: join"),
     (chat(REPLY), "messages[0].role", "found 'assistant' in the first message: a turn that answers it must come"),
     ({"text": "a<mask>b"}, "text", "found the mask token <mask>: clean text must not hold it"),

@@ -160,7 +160,7 @@ def test_random_weights_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [line.split(" | ") for line in report.page().splitlines() if line.startswith("| 1 | ")]
     assert [row[1] for row in rows] == ["1", "2"]
     first, second = report.rounds
-    assert rows[1][5] == f"{second.seconds / first.seconds:.2f}"
+    assert rows[1][3] == f"{second.seconds / first.seconds:.2f}"
     assert "num_draft_states" not in report.page()
 
 
@@ -169,8 +169,8 @@ def test_an_unknown_shape_is_refused() -> None:
 
 
 def test_the_width_that_is_proposed() -> None:
-    timed = [Timed(1, 1, 1.0, 0.5, 1.0, 90.0), Timed(1, 4, 1.2, 0.5, 2.5, 200.0), Timed(4, 1, 1.0, 0.5, 1.0, 300.0)]
-    assert proposed([*timed, Timed(4, 4, 3.0, 0.5, 2.5, 250.0)]) == {1: 4, 4: 1}
+    timed = [Timed(1, 1, 1.0, 1.0, 90.0), Timed(1, 4, 1.2, 2.5, 200.0), Timed(4, 1, 1.0, 1.0, 300.0)]
+    assert proposed([*timed, Timed(4, 4, 3.0, 2.5, 250.0)]) == {1: 4, 4: 1}
 
 
 def outputs(tokens: list[list[int]], logprobs: list[list[float]], steps: list[list[int]] | None = None) -> MRPGenerateOutput:

@@ -46,8 +46,7 @@ def models() -> dict[int | str, MRPForCausalLM]:
     return found | {"fast_dllm_v2": make_model(family="fast_dllm_v2"), "sdar_moe": make_model(family="sdar_moe", **sizes)}
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("most", [1, 512])
+@pytest.mark.parametrize(("most", "side"), [(1, "left"), (512, "right")])
 @pytest.mark.parametrize("kind", [BLOCK, 32, "fast_dllm_v2", "sdar_moe"])
 def test_a_forward_for_each_token_says_the_same(
     models: dict[int | str, MRPForCausalLM], kind: int | str, most: int, side: str
@@ -75,9 +74,10 @@ def test_how_many_forwards_it_takes(models: dict[int | str, MRPForCausalLM]) -> 
     assert models[BLOCK].score(**inputs, tokens_per_forward=1).forwards == {"prefill": 2, "score": 2}
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("decoding", ["sequential", "mrp_spec"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("attention", "decoding", "temperature"),
+    [("eager", "sequential", 0.7), ("sdpa", "sequential", 1.0), ("sdpa", "mrp_spec", 0.7)],
+)
 def test_what_generate_reports_of_its_text(attention: str, decoding: str, temperature: float) -> None:
     """Of sampled texts behind prompts of three lengths, some with an end within a block."""
     model = make_model()
@@ -110,6 +110,9 @@ def test_greedy_texts_are_the_likeliest_token_by_token(models: dict[int | str, M
     assert out.greedy[1:, 10:].all()
     assert not out.greedy[0, 14]
     assert not out.greedy[:, :10].any()
+    labels = made.sequences.clone()
+    labels[0, :-1] = -100  # of the others more are scored
+    assert model.score(made.sequences, real, labels.where(real == 1, -100)).greedy[0].nonzero().tolist() == [[18]]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -191,10 +191,7 @@ class RecordEncoder:
         if any(token in after[len(before) :] for token in self._end_tokens):
             ends = [whole.find(token, len(before)) + len(token) for token in self._end_tokens if token in whole[len(before) :]]
             return (len(before), min(ends)) if ends else None
-        if not whole.startswith(after):
-            return None
-        between = [len(token) for token in self._end_tokens if whole.startswith(token, len(after))]  # not behind the last turn
-        return len(before), len(after) + max(between, default=0)
+        return (len(before), len(after)) if whole.startswith(after) else None
 
     def _render(self, record: Chat, count: int, add_generation_prompt: bool = False) -> str:
         try:

@@ -23,8 +23,7 @@ from ..loading import load_model, load_tokenizer
 from ..publish.card import markdown_table
 from .options import DoctorOptions
 from .report import Check
-from .roofline import Shape
-from .rounds import Timed, ceilings, proposed, time_rounds
+from .rounds import Timed, proposed, time_rounds
 from .texts import check_drafts, check_ways, inputs_of, published_config, random_model
 
 # Rows of the texts that are compared, and the states of their rounds; parameters up to which a CPU compares in float64.
@@ -75,13 +74,12 @@ class Report:
         for one in self.rounds:
             base = alone.get(one.batch)
             speed = [f"{one.tokens_per_forward:.2f}", f"{one.tokens_per_second:.0f}"] if self.proposed else ["", ""]
-            times = [f"{1e3 * one.seconds:.2f}", f"{1e3 * one.floor:.3g}", f"{one.seconds / one.floor:.2f}"]
             pays = "" if base is None or one.states == 1 else f"{one.seconds / base:.2f}"
-            rows.append([str(one.batch), str(one.states), *times, pays, *speed])
-        head = ["rows", "K", "round, ms", "floor, ms", "over floor", "pays from", "tokens a forward", "tokens a second"]
+            rows.append([str(one.batch), str(one.states), f"{1e3 * one.seconds:.2f}", pays, *speed])
+        head = ["rows", "K", "round, ms", "pays from", "tokens a forward", "tokens a second"]
         return (
-            f"{markdown_table(head, rows)}\n\n*floor*: bytes and FLOPs at the rates measured above. *pays from*: the width is "
-            "faster than K = 1 if it makes more than so many times its tokens a forward."
+            f"{markdown_table(head, rows)}\n\n*pays from*: the width is faster than K = 1 if it makes more than so many times "
+            "its tokens a forward."
         )
 
 
@@ -154,9 +152,9 @@ def examine(options: DoctorOptions, tell: Callable[[str], None] = lambda text: N
     else:
         name, model = options.model, load_model(options.model, options.dtype).to(device)
         tokenizer = load_tokenizer(options.tokenizer or options.model)
-    shape, dtype_of = Shape.of(name, model.config), model.dtype
+    shape = model.config
     layers = f"{shape.num_hidden_layers} layers of {shape.hidden_size}, vocabulary {shape.vocab_size}"
-    report.machine["model"] = f"{name}: {layers}, blocks of {shape.block_size}, {str(dtype_of)[6:]}"
+    report.machine["model"] = f"{name}: {layers}, blocks of {shape.block_size}, {str(model.dtype)[6:]}"
 
     def gather(title: str, checks: Iterable[Check]) -> None:
         tell(title)
@@ -171,14 +169,10 @@ def examine(options: DoctorOptions, tell: Callable[[str], None] = lambda text: N
     widened = device.type == "cpu" and model.num_parameters() <= WIDENED
     gather("drafts", check_drafts(copy.deepcopy(model).double() if widened else model, inputs, STATES))
     try:
-        limits = ceilings(device, dtype_of)
-        report.machine["bandwidth, products"] = f"{limits.bandwidth / 1e9:.0f} GB/s, {limits.peak / 1e12:.2f} TFLOP/s"
         for batch in options.batch:
             tell(f"rounds of {batch} rows")
-            timed = time_rounds(
-                model, shape, limits, inputs_of(model, tokenizer, batch, options.prefix), options.states, options.turns
-            )
-            report.rounds += timed
+            inputs = inputs_of(model, tokenizer, batch, options.prefix)
+            report.rounds += time_rounds(model, inputs, options.states, options.turns)
         report.proposed = proposed(report.rounds) if tokenizer is not None else {}
     except Exception as error:  # what was checked is told all the same
         report.checks.append(Check.raised("times", error))

@@ -1,4 +1,4 @@
-"""A round's time beside the least that its bytes and FLOPs take on this device, and the number of drafts that pays."""
+"""A round's time by batch and number of states, and the number of drafts that pays."""
 
 import statistics
 import time
@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.modeling import MRPForCausalLM
 
-from .roofline import BYTES, Counts, Device, Shape, round_seconds
 from .texts import TOKENS, WARM_UPS, decode, drafters
 
 # Tokens of the shorter of two calls; what they differ by is rounds alone.
@@ -27,7 +25,6 @@ class Timed:
     Attributes:
         batch, states: Rows, and K, the states of a row; 1: the target alone.
         seconds: Of a round, the median of all turns.
-        floor: The least that bytes and FLOPs take.
         tokens_per_forward: Of the whole call.
         tokens_per_second: Of the whole call, with its prompts.
     """
@@ -35,27 +32,8 @@ class Timed:
     batch: int
     states: int
     seconds: float
-    floor: float
     tokens_per_forward: float
     tokens_per_second: float
-
-
-def ceilings(device: torch.device, dtype: torch.dtype) -> Device:
-    """Measure a device: bytes a second of a large copy, and FLOPs a second of a product of two large matrices.
-
-    The bandwidth is that of numbers of 16 bits, as the floor counts them: of larger ones fewer come through.
-    """
-    size, side = (1 << 31, 8192) if device.type == "cuda" else (1 << 24, 256)
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    names = {"a": a, "b": b, "source": source, "target": target}
-    copy, product = (_seconds(code, names) for code in ("target.copy_(source)", "a @ b"))
-    return Device(str(device), 2 * size / copy * BYTES / dtype.itemsize, 2 * side**3 / product, achievable=1.0)
-
-
-def _seconds(code: str, names: dict[str, Any]) -> float:
-    return float(Timer(code, globals=names).blocked_autorange(min_run_time=0.1).median)
 
 
 def mode_of(model: MRPForCausalLM, states: int) -> dict[str, Any]:
@@ -65,12 +43,10 @@ def mode_of(model: MRPForCausalLM, states: int) -> dict[str, Any]:
     return {"decoding": target} if states == 1 else drafted
 
 
-def time_rounds(
-    model: MRPForCausalLM, shape: Shape, device: Device, inputs: dict[str, Tensor], every: Sequence[int], turns: int
-) -> Iterator[Timed]:
+def time_rounds(model: MRPForCausalLM, inputs: dict[str, Tensor], every: Sequence[int], turns: int) -> Iterator[Timed]:
     """Time rounds of each width on a batch, in turns: the difference of two calls over that of their rounds, so that prompts
     drop out."""
-    batch, length = inputs["input_ids"].shape
+    batch = len(inputs["input_ids"])
     rounds: dict[int, list[float]] = {states: [] for states in every}
     whole: dict[int, list[tuple[float, float]]] = {states: [] for states in every}
     for turn in range(-WARM_UPS if model.device.type == "cuda" else 0, turns):
@@ -88,11 +64,8 @@ def time_rounds(
                 tokens = int((out.reveal_step >= 0).sum())
                 whole[states].append((tokens / int(out.stats.row_forwards.sum()), tokens / seconds))
     for states in every:
-        passes = float(states > 1 and model.config.has_head)
-        counts = Counts(1.0, states, passes, max(1, states - 1))
-        floor = round_seconds(shape, device, counts, batch, length + TOKENS // 2)
         forwards, speed = (statistics.median(values) for values in zip(*whole[states], strict=True))
-        yield Timed(batch, states, statistics.median(rounds[states]), floor, forwards, speed)
+        yield Timed(batch, states, statistics.median(rounds[states]), forwards, speed)
     model.release_graphs()
 
 

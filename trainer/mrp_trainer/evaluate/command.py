@@ -152,42 +152,6 @@ def _percent(interval: Interval) -> list[float]:
     return [round(100 * interval.low, 1), round(100 * interval.high, 1)]
 
 
-class Evaluation:
-    """Decodes one set of problems with several settings and reports each.
-
-    Args:
-        model: An `MRPForCausalLM`.
-        tokenizer: Its tokenizer.
-        asked: The problems.
-        batch_size: Prompts per `generate`.
-    """
-
-    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, asked: ProblemSet, batch_size: int) -> None:
-        self.model, self.tokenizer, self.asked, self.batch_size = model, tokenizer, asked, batch_size
-        self.done: dict[str, Decoded] = {}
-
-    def decoded(self, settings: dict[str, Any]) -> Decoded:
-        """What a setting makes of the problems, kept for the settings to come."""
-        key = json.dumps(settings)
-        if key not in self.done:
-            asked = self.asked
-            self.done[key] = decode_prompts(
-                self.model,
-                self.tokenizer,
-                asked.prompts,
-                asked.judge,
-                asked.max_new_tokens,
-                self.batch_size,
-                **generate_options(settings),
-            )
-        return self.done[key]
-
-    def line(self, settings: dict[str, Any], every: list[dict[str, Any]]) -> dict[str, Any]:
-        """One setting's measurements; `every` are all settings of the command."""
-        line = measurements(self.decoded(settings), self.decoded(every[0]))
-        return {**line, "charged_as": charged_as(self.model.config.hidden_size)}
-
-
 def evaluate(options: EvaluateOptions) -> None:
     """Prints a row or a JSON line per problem set and setting. Everything is checked before the model's weights are read.
 
@@ -250,8 +214,8 @@ def report(
     every = options.settings()
     with printing(options.json) as (print_line, print_text):
         for asked in sets:
-            evaluation = Evaluation(model, tokenizer, asked, options.batch_size)
-            question = _question(options, model, asked)
+            question, first = _question(options, model, asked), None
+            given = (model, tokenizer, asked.prompts, asked.judge, asked.max_new_tokens, options.batch_size)
             for setting in every:
                 identity = {**asked.name, **setting, "set": setting.get("set"), "asked": question}
                 known = None if results is None else results.find(**identity, first=every[0])
@@ -260,11 +224,13 @@ def report(
                     if not options.json:
                         print_line(known)
                     continue
-                line = {**asked.name, **setting, **evaluation.line(setting, every), "first": every[0], "asked": question}
+                first = first or decode_prompts(*given, **generate_options(every[0]))
+                decoded = first if setting is every[0] else decode_prompts(*given, **generate_options(setting))
+                line = {**asked.name, **setting, **measurements(decoded, first)}
+                line |= {"charged_as": charged_as(model.config.hidden_size), "first": every[0], "asked": question}
                 print_line(line)
                 if results is not None:
                     results.add(line)
-                decoded = evaluation.decoded(setting)
                 for shown, text, right in list(zip(asked.shown, decoded.texts, decoded.right, strict=True))[: options.show]:
                     print_text(f"--- {shown}\n{text}\n[{'not judged' if right is None else 'right' if right else 'wrong'}]")
 
@@ -277,4 +243,4 @@ def _question(options: EvaluateOptions, model: Any, asked: ProblemSet) -> dict[s
     return {**{name: getattr(options, name) for name in names}, **of_model, **of_set}
 
 
-__all__ = ["Evaluation", "ProblemSet", "check_setting", "evaluate", "family_set", "file_set", "measurements"]
+__all__ = ["ProblemSet", "check_setting", "evaluate", "family_set", "file_set", "measurements"]
