@@ -126,6 +126,12 @@ def test_the_oldest_gpu(capability: tuple[int, int], recent: bool, monkeypatch: 
         assert kernels_usable(torch.device("cuda", 0), torch.float32) is recent
 
 
+def test_what_both_write_to_one_place_is_compared() -> None:
+    target = torch.zeros(1)
+    wrong = Kernel("k", lambda into: into.fill_(1), lambda into: into.fill_(2), lambda *_: [(target,)])
+    assert [[one.item() for one in pair] for pair in wrong.compared()] == [[1, 2]]
+
+
 WITHOUT_TRITON = """
 import sys
 
