@@ -19,6 +19,7 @@ from .generate.generation import MRPGenerationMixin, logger
 from .generate.options import MRPGenerationConfig
 from .generate.score import MRPScoringMixin
 from .kernels.round_attention import RoundMask
+from .model.code import model_tags
 from .model.configuration import MRPConfig
 from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask, taken_from
 from .model.families.registry import backbone_of
@@ -49,6 +50,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         self.model = backbone_of(config.family)(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mrp_head = MRPHead(config) if config.has_head else None
+        self.add_model_tags(model_tags(config.family))
         self.post_init()
 
     def backbone(

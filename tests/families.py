@@ -34,14 +34,12 @@ class Family:
     Attributes:
         twin: The config of a tiny model; `block_field` is the field that says the size of its blocks, None: always 4.
         published: Configs as they are published, and how many numbers their tensors hold, in 10^9.
-        refused: Changes of the twin's config, and what is said of them.
         shapes: The published tensors of a config.
         logits: Of a twin's folder, config and tensors what it computes.
     """
 
     twin: dict[str, Any]
     published: list[tuple[dict[str, Any], float]]
-    refused: list[tuple[dict[str, Any], str]]
     shapes: Callable[[dict[str, Any]], Shapes]
     logits: Callable[[Path, dict[str, Any], dict[str, Tensor]], Logits]
     block_field: str | None = "block_size"
@@ -257,37 +255,22 @@ DIFFCODER |= {"intermediate_size": 14336, "max_position_embeddings": 8192, "mode
 DIFFCODER |= {"num_hidden_layers": 32, "num_key_value_heads": 8, "rope_theta": 500000.0, "vocab_size": 155136}
 
 FAMILIES: dict[str, Family] = {
-    "sdar": Family(backbone_config(), [], [], lambda config: decoder_shapes(config, norms=True), sdar_logits),
+    "sdar": Family(backbone_config(), [], lambda config: decoder_shapes(config, norms=True), sdar_logits),
     "sdar_moe": Family(
         SDAR_MOE,
         [(LARGE_MOE, 30.5)],
-        [
-            ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, num_experts 8"),
-            ({"num_experts": "8"}, "num_experts is '8'"),
-            ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-            ({"norm_topk_prob": 1}, "norm_topk_prob is 1"),
-        ],
         lambda config: decoder_shapes(config, norms=True, experts=True),
         stock_logits(Qwen3MoeForCausalLM, "qwen3_moe", "block_size"),
     ),
     "llada2_moe": Family(
         LLADA2_TWIN,
         [(LLADA2, 16.3), (LLADA2_FLASH, 102.9)],
-        [
-            ({"use_qkv_bias": True}, "the config has {'use_qkv_bias': True}"),
-            ({"score_function": "softmax"}, "the config has {'score_function': 'softmax'}"),
-            ({"n_group": 5}, "n_group is 5"),
-            ({"topk_group": 5}, "topk_group 5"),
-            ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
-            ({"num_shared_experts": 0}, "n_shared_experts 0"),
-        ],
         llada2_shapes,
         llada2_logits,
     ),
     "fast_dllm_v2": Family(
         FAST_TWIN,
         [(FAST, 7.62), (FAST_SMALL, 1.54)],
-        [],
         lambda config: decoder_shapes(config, bias=True),
         stock_logits(Qwen2ForCausalLM, "qwen2", "bd_size", shifted=True),
         "bd_size",
@@ -295,7 +278,6 @@ FAMILIES: dict[str, Family] = {
     "stable_diffcoder": Family(
         {**DIFFCODER, **TINY},
         [(DIFFCODER, 8.25)],
-        [],
         decoder_shapes,
         stock_logits(LlamaForCausalLM, "llama", 4),
         None,
@@ -303,7 +285,6 @@ FAMILIES: dict[str, Family] = {
     # Of docs/own_backbone.md: a Llama made block-causal.
     "my_llama": Family(
         {**DIFFCODER, **TINY, "architectures": ["LlamaForCausalLM"], "head_dim": 8},
-        [],
         [],
         decoder_shapes,
         stock_logits(LlamaForCausalLM, "llama", 8),

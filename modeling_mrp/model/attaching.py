@@ -1,15 +1,19 @@
 """Heads on models: put on, taken off, and read from the checkpoints that have one."""
 
+import copy
 import os
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers.utils import extract_commit_hash
 
+from .code import AUTO_MAP
+from .configuration import MRPConfig
 from .head import MRPHead, check_same_backbone
-from .layouts import HEAD, HUB_OPTIONS, PUBLISHED_HEAD, hub_options, stored_tensors, weight_files
+from .layouts import HEAD, HUB_OPTIONS, PUBLISHED_HEAD, hub_options, our_name, stored_json, weight_files
 from .offloading import device_of
 
 try:
@@ -80,21 +84,25 @@ class HeadMixin:
 
     def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
         """Read the head of a checkpoint, its files as they lie on the disk."""
-        config, hub = type(self)._pinned(source, None, hub)
+        path, _ = stored_json(source, **hub)
+        if not os.path.isdir(source) and (commit := extract_commit_hash(str(path), None)):
+            hub = {**hub, "revision": commit}
+        config: Any = MRPConfig.from_pretrained(source, **hub)
         if not config.has_head:
             raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
         check_same_backbone(config, self.config, source)
-        found = stored_tensors(weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub))
-        if config.base_model_name_or_path is None:  # it holds the backbone too
-            found = {name: tensor for name, tensor in found.items() if name.startswith(HEAD)}
-        self.check_tensors(config, found, HEAD)
         with torch.device("meta"):
             head = MRPHead(config)
         state: dict[str, Tensor] = {}
-        for name, stored in found.items():
-            with safe_open(stored.file, framework="pt") as tensors:
-                state[name.removeprefix(HEAD)] = tensors.get_tensor(stored.name)
-        head.load_state_dict(state, assign=True)
+        try:
+            for file in weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub):
+                with safe_open(file, framework="pt") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
+                        if (ours := our_name(name)).startswith(HEAD):
+                            state[ours.removeprefix(HEAD)] = tensors.get_tensor(name)
+            head.load_state_dict(state, assign=True)
+        except (SafetensorError, RuntimeError) as error:
+            raise ValueError(f"the head of {source} is not whole, or does not fit its config: {error}") from error
         return head
 
     @classmethod
@@ -132,3 +140,43 @@ class HeadMixin:
         model.mrp_head.requires_grad_(False)
         _MADE[stock] = source, model
         return model
+
+
+class BackboneSource(NamedTuple):
+    """The origin of a model's backbone: a repository's id and commit, or a folder's absolute path and None."""
+
+    name: str
+    revision: str | None
+
+
+def head_to_save(
+    model: Any, state_dict: dict[str, Tensor] | None, named: BackboneSource | None
+) -> tuple[dict[str, Tensor], MRPConfig]:
+    """Select the tensors and the config of a head repository, whose backbone is the `named` or else the loaded one.
+
+    Raises:
+        ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
+    """
+    backbone = named or model.backbone_source
+    if model.mrp_head is None or backbone is None:
+        raise ValueError(
+            "head_only=True needs a head, and a checkpoint that it can name as its backbone: the model has "
+            f"{'no MRP head' if model.mrp_head is None else 'one, and was not loaded from any'}. Give it one with attach_head, "
+            "pass base_model_name_or_path (and base_model_revision), or save it whole"
+        )
+    state = model.state_dict() if state_dict is None else state_dict
+    head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
+    with torch.device("meta"):
+        own = {HEAD + name for name in MRPHead(model.config).state_dict()}
+    if others := (head.keys() ^ own) | {name for name, tensor in head.items() if type(tensor) is not Tensor}:
+        raise ValueError(
+            f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... Merge adapters first "
+            "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
+        )
+    config = copy.deepcopy(model.config)
+    config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
+    config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
+    config.base_model_name_or_path, config.base_model_revision = backbone
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the backbone's
+    return head, config

@@ -1,19 +1,16 @@
 """Configuration of a block-diffusion backbone with an optional MRP head."""
 
-import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from .families.registry import DENSE, backbone_of, family_reading, refuse_look_alikes
-
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
-_LARGEST = (1 << 31) - 1
-_MOST_LAYERS = 1024  # a list of them, and their modules, are made before any weights are looked at
+from .code import write_code
+from .families.registry import DENSE, backbone_of, family_reading, refuse_causal
 
 # How transformers 4.52, which wrote the published configs, spelled three of today's fields.
 _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
@@ -28,7 +25,7 @@ def our_fields(fields: dict[str, Any], known: Collection[str], source: str = "")
     kind = fields.get("model_type", "sdar_mrp")
     if kind == "sdar_mrp":
         return fields
-    refuse_look_alikes(fields, source)
+    refuse_causal(fields, source)
     extra: dict[str, Any] = {}
     if kind != DENSE:
         if (backbone := family_reading(fields)) is None:
@@ -62,10 +59,9 @@ class MRPConfig(Qwen3Config):
         base_model_revision: The backbone's commit, branch or tag.
 
     Raises:
-        ValueError: if a size, a number of layers or an id is out of bounds; the dtype is unknown; the base of the
-            rotary embedding or an epsilon is no number above 0; `head_predicts` is unknown; a layer uses sliding-window
-            attention (the block-causal mask has no window); the attention is another repository's; when read from a file or
-            dict, also for the config of another kind of model, and for values of the wrong type.
+        ValueError: if a block, an id or a number of heads is out of bounds; `head_predicts` is unknown; a layer uses
+            sliding-window attention (the block-causal mask has no window); the attention is another repository's; when read
+            from a file or dict, also for the config of another kind of model, and for values of the wrong type.
     """
 
     model_type = "sdar_mrp"
@@ -88,17 +84,24 @@ class MRPConfig(Qwen3Config):
     family: str = DENSE
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for dtype in (self.dtype, kwargs.get("torch_dtype")):
-            name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-            if dtype is not None and name not in _DTYPES:
-                raise ValueError(f"dtype is {dtype!r}: use one of {', '.join(_DTYPES)}, or leave it out")
-        for name, least, most, why in self._bounds():
-            value = vars(self).get(name, kwargs.get(name))
-            unset = value is None and name in ("num_key_value_heads", "num_labels", "pad_token_id")
-            if not unset and not (isinstance(value, int) and least <= value <= most):
-                raise ValueError(f"{name} is {value!r}: it must be an int of at least {least} and at most {most}{why}")
+        largest_id = self.vocab_size - 1
+        for name, value, least, most, why in (
+            ("block_size", self.block_size, 1, self.max_position_embeddings, "max_position_embeddings"),
+            ("mask_token_id", self.mask_token_id, 0, largest_id, "the tokenizer's mask token, inside the vocabulary"),
+            (
+                "pad_token_id",
+                self.pad_token_id or 0,
+                0,
+                largest_id,
+                "the tokenizer's pad token, inside the vocabulary, or null",
+            ),
+            ("num_nextn_predict_layers", self.num_nextn_predict_layers, 0, 1024, "0: no head"),
+            ("num_mrp_heads", self.num_mrp_heads, 1, 1, "one head serves every draft depth"),
+        ):
+            if not least <= value <= most:
+                raise ValueError(f"{name} is {value}: it must be at least {least} and at most {most} ({why})")
         other = None if self.family == DENSE else backbone_of(self.family)
-        super().__post_init__(**(kwargs if other is None else other.completed(kwargs)))
+        super().__post_init__(**(kwargs if other is None else {**other.fields, **kwargs}))
         if self.layer_types != ["full_attention"] * self.num_hidden_layers:
             raise ValueError(
                 f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in each of the "
@@ -109,27 +112,8 @@ class MRPConfig(Qwen3Config):
                 f"attn_implementation is {self._attn_implementation!r}, code of another repository, which is not run (and "
                 "knows no block-causal mask): use 'sdpa' or 'eager'"
             )
-        theta = (self.rope_parameters or {}).get("rope_theta")
-        for name, number in (("rope_theta in rope_parameters", theta), ("rms_norm_eps", self.rms_norm_eps)):
-            if not isinstance(number, int | float) or not 0 < number < math.inf:
-                raise ValueError(f"{name} is {number!r}: it must be a number above 0")
         if self.head_predicts not in ("residual", "hidden"):
             raise ValueError(f"head_predicts is {self.head_predicts!r}: choose 'residual' or 'hidden'")
-        if other is not None:
-            other.check(self)
-
-    def _bounds(self) -> Iterator[tuple[str, int, int, str]]:
-        """Iterate over fields with their least and greatest value, and why."""
-        yield from ((name, 1, _LARGEST, "") for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim"))
-        yield from ((name, 1, _LARGEST, "") for name in ("num_attention_heads", "num_key_value_heads"))
-        yield "max_position_embeddings", 1, _LARGEST, ""
-        yield "num_hidden_layers", 1, _MOST_LAYERS, ""
-        yield "num_labels", 0, _LARGEST >> 16, ""
-        yield "block_size", 1, self.max_position_embeddings, ", max_position_embeddings (published checkpoints use 4 to 64)"
-        yield "mask_token_id", 0, self.vocab_size - 1, ": the id of the tokenizer's mask token, inside the vocabulary"
-        yield "pad_token_id", 0, self.vocab_size - 1, ": the id of the tokenizer's pad token, inside the vocabulary, or null"
-        yield "num_nextn_predict_layers", 0, _MOST_LAYERS, " (0: no head)"
-        yield "num_mrp_heads", 1, 1, ": one head serves every draft depth"
 
     @classmethod
     def get_config_dict(
@@ -148,6 +132,13 @@ class MRPConfig(Qwen3Config):
         except (StrictDataclassError, AttributeError, TypeError, LookupError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(f"the config holds a value of the wrong type: correct config.json ({reason})") from error
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Save as transformers does, with the code that the config names, if it names any."""
+        if getattr(self, "auto_map", None):
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            write_code(Path(save_directory), self.family)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Select the fields to save; a backbone is named where there is a name, and a family where it is another."""

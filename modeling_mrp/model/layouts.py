@@ -1,4 +1,4 @@
-"""The layouts that checkpoints come in: names of tensors, and contents of the safetensors files.
+"""The layouts that checkpoints come in: names of tensors, and the files of a folder or a repository.
 
 | layout | `model_type` | head | written by |
 |---|---|---|---|
@@ -12,11 +12,10 @@ The backbone's tensors have Qwen3's names in all of them.
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 HEAD = "mrp_head."
@@ -29,15 +28,6 @@ def our_name(name: str) -> str:
     return HEAD + name.removeprefix(PUBLISHED_HEAD) if name.startswith(PUBLISHED_HEAD) else name
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file: its name there, its shape and its type as safetensors spells it (`BF16`)."""
-
-    name: str
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
 def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Select the keyword arguments that say where and how a file is fetched."""
     return {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
@@ -47,10 +37,10 @@ def json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file; `ValueError` if it holds no object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON that is read here: save it again, or download it again ({error})") from error
+    except (ValueError, RecursionError):
+        found = None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, not an object: save it again, or download it again")
+        raise ValueError(f"{path} holds no JSON object: save it again, or download it again")
     return found
 
 
@@ -72,59 +62,21 @@ def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[Path,
     return Path(path), json_object(Path(path))
 
 
-def shards_of(index_file: Path) -> dict[str, str]:
-    """Read from an index in which file beside it each tensor lies; `ValueError` if it is none, or names another place."""
-    try:
-        shard_of = dict(json_object(index_file)["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index_file} is not an index of shards: download it again ({error!r})") from error
-    for shard in shard_of.values():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ValueError(
-                f"{index_file} names the shard {shard!r}: a shard is a .safetensors file beside the index, and nothing else "
-                "is read"
-            )
-    return shard_of
-
-
 def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
     """Find a checkpoint's safetensors files, fetched if they have to be: all, or those with tensors of these prefixes.
 
     Raises:
-        ValueError: if there are none, or if the index names a file outside the checkpoint.
+        ValueError: if there are none.
         OSError: if the Hub does not answer, or refuses, or a shard is not there.
     """
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     there = (cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub) for name in names)
     if (found := next(filter(None, there), None)) is None:
-        raise ValueError(
-            f"no {' and no '.join(names)} in {source}: only safetensors are read, never pickled weights (.bin, .pt). Check the "
-            "path, or convert the checkpoint to safetensors"
-        )
+        raise ValueError(f"no {' and no '.join(names)} in {source}: only safetensors are read. Check the path")
     if not found.endswith(SAFE_WEIGHTS_INDEX_NAME):
         return [Path(found)]
-    shards = {shard for name, shard in shards_of(Path(found)).items() if name.startswith(prefixes)}
+    shards = {shard for name, shard in json_object(Path(found))["weight_map"].items() if name.startswith(prefixes)}
     return [Path(cached_file(source, shard, **hub)) for shard in sorted(shards)]
-
-
-def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """List the tensors of safetensors files by our names, from their headers.
-
-    Raises:
-        ValueError: if a file is damaged or cut short, or a tensor comes twice.
-    """
-    found: dict[str, StoredTensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
-                    part = tensors.get_slice(name)
-                    if (ours := our_name(name)) in found:
-                        raise ValueError(f"{name} in {file} is also {found[ours].name} in {found[ours].file}: keep one of them")
-                    found[ours] = StoredTensor(name, file, tuple(part.get_shape()), str(part.get_dtype()))
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a whole safetensors file: download it again ({error})") from error
-    return found
 
 
 def is_hub_id(name: str) -> bool:

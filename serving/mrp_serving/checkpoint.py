@@ -10,16 +10,11 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.generation import GenerationConfig
 
-from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp import MRPConfig
+from modeling_mrp.headers import check_tensors, stored_tensors
 from modeling_mrp.model.families.registry import DENSE
 from modeling_mrp.model.head import check_same_backbone
-from modeling_mrp.model.layouts import (
-    HEAD,
-    backbone_location,
-    our_name,
-    stored_tensors,
-    weight_files,
-)
+from modeling_mrp.model.layouts import HEAD, backbone_location, our_name, weight_files
 
 ARCHITECTURES = ("MRPForCausalLM", "SDARMRPForCausalLM")
 
@@ -88,10 +83,10 @@ def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> 
 def _check_tensors(config: Any, source: str, revision: str | None, backbone: Backbone | None) -> None:
     found = stored_tensors(weight_files(source, revision=revision))
     if backbone is not None:
-        MRPForCausalLM.check_tensors(config, found, HEAD)
+        check_tensors(config, found, HEAD)
         of_backbone = stored_tensors(weight_files(backbone.where, revision=backbone.revision))
         found |= {name: tensor for name, tensor in of_backbone.items() if not name.startswith(HEAD)}
-    MRPForCausalLM.check_tensors(config, found)
+    check_tensors(config, found)
 
 
 def named_backbone(config: Any, source: str) -> Backbone | None:

@@ -1,7 +1,6 @@
 """peft adapters on the head: saved and loaded with peft's own calls and with `load_adapter`, here and from the Hub's cache."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,38 +79,6 @@ def test_merging_changes_nothing(saved: tuple[Path, Path], tmp_path: Path) -> No
         assert speculate(again, PROMPT) == drafts
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_a_head_does_not_name_a_backbone_that_an_adapter_changed(
-    saved: tuple[Path, Path], tmp_path: Path, merged: bool
-) -> None:
-    """Merged or not; unless the user says where the backbone is that it belongs to."""
-    torch.manual_seed(1)
-    model = MRPForCausalLM.from_pretrained(saved[0])
-    tuned = get_peft_model(model, LoraConfig(r=2, target_modules=r"model\.layers\.1\.self_attn\.q_proj"))
-    for name, parameter in tuned.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.01)
-    if merged:
-        model = tuned.merge_and_unload()
-    with pytest.raises(ValueError, match=r"is no longer .*full: model\.layers\.1\.self_attn\.q_proj\..* is not of it"):
-        model.save_pretrained(tmp_path / "head", head_only=True)
-    assert not (tmp_path / "head").exists()
-    model.save_pretrained(tmp_path / "head", head_only=True, base_model_name_or_path="org/tuned")
-    assert json.loads((tmp_path / "head" / "config.json").read_text())["base_model_name_or_path"] == "org/tuned"
-
-
-def test_rounding_is_no_change(saved: tuple[Path, Path], tmp_path: Path) -> None:
-    """A backbone that was loaded or turned into a 16-bit type is the same one, also where its files are gone."""
-    MRPForCausalLM.from_pretrained(saved[0]).bfloat16().float().save_pretrained(tmp_path / "head", head_only=True)
-    MRPForCausalLM.from_pretrained(saved[0], dtype=torch.bfloat16).save_pretrained(tmp_path / "again", head_only=True)
-    copy = shutil.copytree(saved[0], tmp_path / "copy")
-    model = MRPForCausalLM.from_pretrained(copy)
-    shutil.rmtree(copy)
-    model.save_pretrained(tmp_path / "third", head_only=True)
-    names = [json.loads((tmp_path / name / "config.json").read_text())["base_model_name_or_path"] for name in ("head", "third")]
-    assert names == [str(saved[0]), str(copy)]
-
-
 def test_offline_in_a_fresh_process(saved: tuple[Path, Path], fresh: Fresh, tmp_path: Path) -> None:
     """`AutoModel` on a head repository, on it with another backbone, and on an adapter for it: all from the cache."""
     full, adapter = saved
@@ -141,10 +108,3 @@ def test_offline_in_a_fresh_process(saved: tuple[Path, Path], fresh: Fresh, tmp_
         tuned,
         "org/backbone org/head transformers_modules",
     ]
-
-
-def test_a_pickled_adapter_is_not_read(saved: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text((saved[1] / "adapter_config.json").read_text())
-    torch.save({}, tmp_path / "adapter_model.bin")
-    with pytest.raises(ValueError, match=r"no adapter_model\.safetensors in .*no pickled weights are read"):
-        MRPForCausalLM.from_pretrained(saved[0]).load_adapter(str(tmp_path))

@@ -47,18 +47,7 @@ def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
     assert all(torch.equal(full[name], tensor) for name, tensor in head.items())
     config = json.loads((folders["head"] / "config.json").read_text())
     whole = json.loads((folders["full"] / "config.json").read_text())
-    told = {name: config.pop(name) for name in list(config) if name.startswith("speculators_")}
     assert config == whole | {"base_model_name_or_path": str(folders["backbone"])}  # of a folder there is no revision
-    greedy = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    assert told == {
-        "speculators_model_type": "mrp",
-        "speculators_config": {
-            "algorithm": "mrp",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [greedy],
-            "verifier": {"name_or_path": str(folders["backbone"]), "architectures": ["MRPForCausalLM"]},
-        },
-    }
     code = {path.name for path in folders["full"].glob("*_mrp.py")}
     others = {"config.json", "generation_config.json", "model.safetensors", "generate.py"}
     assert {path.name for path in folders["head"].rglob("*") if path.is_file()} == code | others
@@ -75,7 +64,7 @@ def test_a_head_repository_loads_its_backbone(folders: dict[str, Path], tmp_path
     assert not model.mrp_head.training
     model.save_pretrained(tmp_path / "whole")
     saved = json.loads((tmp_path / "whole" / "config.json").read_text())
-    assert not [name for name in saved if name.startswith(("base_model", "speculators_"))]
+    assert not [name for name in saved if name.startswith("base_model")]
     assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path / "whole"), full)
     model.save_pretrained(tmp_path / "head", head_only=True)
     again = json.loads((tmp_path / "head" / "config.json").read_text())
@@ -151,18 +140,6 @@ def test_names_of_backbones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert backbone_location(absolute, local) == absolute
     with pytest.raises(ValueError, match=r"is not followed.*from_backbone"):
         backbone_location(absolute, hub)
-
-
-def test_an_adapter_in_a_downloaded_repository_redirects_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
-    """transformers takes the base that `adapter_config.json` names for the model to load."""
-    poisoned = Path(shutil.copytree(folders["full"], tmp_path / "poisoned"))
-    (poisoned / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folders["other"])}))
-    in_hub_cache(poisoned, tmp_path, "org/poisoned")
-    with pytest.raises(ValueError, match=r"org/poisoned holds an adapter beside its model"):
-        MRPForCausalLM.from_pretrained("org/poisoned", cache_dir=tmp_path)
-    (poisoned / "config.json").unlink()
-    with pytest.raises(OSError, match=r"has no config\.json.*model\.load_adapter"):
-        MRPForCausalLM.from_pretrained(poisoned)
 
 
 def test_a_head_repository_is_no_backbone(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -255,14 +232,13 @@ def test_heads_that_do_not_fit(folders: dict[str, Path], tmp_path: Path) -> None
         model.attach_head(folders["backbone"])
     shutil.copytree(folders["head"], tmp_path / "head")
     stored = load_file(tmp_path / "head" / "model.safetensors")
-    stored["model.norm.weight"] = torch.ones(32)  # a head repository holds nothing else
     del stored["mrp_head.norm.weight"]
     save_file(stored, tmp_path / "head" / "model.safetensors")
-    with pytest.raises(ValueError, match=r"(?s)missing: mrp_head\.norm\.weight.*unexpected: model\.norm\.weight"):
+    with pytest.raises(ValueError, match=r"(?s)the head of .*does not fit its config: .*norm\.weight"):
         model.attach_head(tmp_path / "head")
     data = (folders["head"] / "model.safetensors").read_bytes()
     (tmp_path / "head" / "model.safetensors").write_bytes(data[:-5])
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"the head of .* is not whole"):
         MRPForCausalLM.from_pretrained(tmp_path / "head")
     assert model.mrp_head is before
 
@@ -342,10 +318,8 @@ def test_an_autoregressive_checkpoint_as_a_backbone(tied: bool, both: bool, tmp_
 
 def test_the_mask_of_an_autoregressive_checkpoint(tmp_path: Path) -> None:
     qwen3(tmp_path / "small", tied=False)
-    with pytest.raises(ValueError, match=r"mask_token_id is 151669: it must be an int of at least 0 and at most 63: the id"):
+    with pytest.raises(ValueError, match=r"mask_token_id is 151669: it must be at least 0 and at most 63 \(the"):
         MRPForCausalLM.from_backbone(tmp_path / "small")
-    with pytest.raises(ValueError, match=r"mask_token_id is 64: it must be an int of at least 0 and at most 63"):
-        MRPForCausalLM.from_backbone(tmp_path / "small", mask_token_id=64)
     qwen3(tmp_path / "large", tied=True, vocab_size=151936, hidden_size=4, head_dim=2, intermediate_size=4)
     model = MRPForCausalLM.from_backbone(tmp_path / "large")
     assert (model.config.block_size, model.config.mask_token_id) == (16, 151669)
@@ -358,6 +332,8 @@ def test_a_head_that_cannot_be_saved_alone(folders: dict[str, Path], tmp_path: P
     backbone = MRPForCausalLM.from_pretrained(folders["backbone"])
     with pytest.raises(ValueError, match=r"the model has no MRP head\. Give it one with attach_head"):
         backbone.save_pretrained(tmp_path / "x", head_only=True)
+    with pytest.raises(ValueError, match=r"save the head to a folder, and push that with `mrp push`"):
+        backbone.save_pretrained(tmp_path / "x", head_only=True, push_to_hub=True)
     with pytest.raises(ValueError, match=r"pass base_model_name_or_path"):
         make_model().save_pretrained(tmp_path / "x", head_only=True)
     for named in ({"base_model_name_or_path": "org/x"}, {"base_model_revision": "main"}):
@@ -371,7 +347,7 @@ def test_a_head_that_cannot_be_saved_alone(folders: dict[str, Path], tmp_path: P
 
 @pytest.mark.parametrize("head_only", [False, True])
 def test_a_save_that_fails_leaves_what_was_there(head_only: bool, folders: dict[str, Path], tmp_path: Path) -> None:
-    """The generation config, which is written after the weights or the config, is refused by transformers."""
+    """The generation config, which is written after the config, is refused by transformers."""
     folder = Path(shutil.copytree(folders["other"], tmp_path / "mine"))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     model = MRPForCausalLM.from_pretrained(folders["full"])

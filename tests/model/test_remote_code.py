@@ -10,7 +10,7 @@ from fresh import Fresh
 from helpers import in_hub_cache
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.saving import code_files
+from modeling_mrp.model.code import code_files
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 

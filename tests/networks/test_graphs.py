@@ -235,8 +235,11 @@ def test_a_failing_recorder_is_reported_once(monkeypatch: pytest.MonkeyPatch) ->
     assert recording_report(model)["failed"] == 1
 
 
-def test_a_call_runs_once_and_returns_a_copy(tapes: type[TapeRecorder]) -> None:
-    """Five runs of a key are one as it is, one recorded and three replayed; another shape or dtype is another key."""
+@pytest.mark.parametrize("compared", [0, 2])
+def test_a_call_runs_once_and_returns_a_copy(compared: int, tapes: type[TapeRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five runs of a key are one as it is, one recorded and three replayed; on a GPU two are compared with ordinary runs.
+    Another shape or dtype is another key."""
+    monkeypatch.setattr(graphs_file, "CHECKED_ON", {"cpu"} if compared else set())
     total, graphs = torch.zeros(1), graphs_of_nothing()
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -245,11 +248,11 @@ def test_a_call_runs_once_and_returns_a_copy(tapes: type[TapeRecorder]) -> None:
 
     results = [graphs.call("twice", step, torch.full((2,), float(n))) for n in range(5)]
     assert [result.tolist() for result in results] == [[2.0 * n] * 2 for n in range(5)]
-    assert (total.item(), graphs.replays, len(tapes.tapes)) == (5, 4, 1)
+    assert (total.item(), graphs.replays, len(tapes.tapes), graphs.failed) == (5 + compared, 4, 1, False)
     assert graphs.call("twice", step, torch.ones(3)).tolist() == [2.0] * 3
     assert graphs.call("twice", step, torch.ones(2, dtype=torch.long)).tolist() == [2] * 2
     assert graphs.call("other", step, torch.ones(2)).tolist() == [2.0] * 2
-    assert (graphs.replays, total.item()) == (4, 8)
+    assert (graphs.replays, total.item()) == (4, 8 + compared)
 
 
 def test_another_thread_begins_with_an_ordinary_run(tapes: type[TapeRecorder]) -> None:

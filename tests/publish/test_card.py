@@ -114,7 +114,7 @@ def test_cards_of_heads_and_adapters_name_their_base(tmp_path: Path, kind: str) 
     card = render_card(tmp_path, kind, "org/mine")
     data, text = metadata(card), str(card)
     assert (data["base_model"], data["base_model_relation"]) == ("org/base", "adapter")
-    assert data["tags"][6:] == (["speculators", "draft-model"] if kind == "head" else [])
+    assert data["tags"][6:] == (["draft-model"] if kind == "head" else [])
     assert data["library_name"] == {"head": "transformers", "adapter": "peft"}[kind]
     assert {"head": "holds the head alone", "adapter": 'model.load_adapter("org/mine")'}[kind] in text
     assert 'AutoTokenizer.from_pretrained("org/base"' in text

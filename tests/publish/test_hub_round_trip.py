@@ -16,6 +16,7 @@ import torch
 from conftest import make_model
 from hub_server import HubServer, run_python, using
 from mrp_trainer.heads import with_new_head
+from mrp_trainer.publish import push
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load as load_safetensors
 from tokenizers import Tokenizer
@@ -24,7 +25,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.saving import code_files
+from modeling_mrp.model.code import code_files
 
 KINDS = ("full", "head", "adapter", "load_adapter")
 CODE = {name: text.encode() for name, text in code_files().items()}
@@ -36,7 +37,6 @@ DECLARED = {
     "again": ({"model.safetensors", *CONFIGS, *CODE}, ("model.", "lm_head.", "mrp_head.")),
     "backbone": ({"model.safetensors", *CONFIGS, *CODE}, ("model.", "lm_head.")),
     "head": ({"model.safetensors", *CONFIGS, *TOKENIZER, *CODE}, ("mrp_head.",)),
-    "head_again": ({"model.safetensors", *CONFIGS, *CODE}, ("mrp_head.",)),
     "adapter": ({"adapter_model.safetensors", "adapter_config.json"}, ("base_model.model.mrp_head.",)),
 }
 OF_THE_HUB = {".gitattributes", "README.md"}
@@ -53,22 +53,25 @@ def outputs(model: Any) -> Any:
     return found
 
 
-def pushed() -> dict[str, Any]:
+def pushed(folder: Path) -> dict[str, Any]:
     """The outputs of what is pushed, float32 models of random weights whose heads have something to say."""
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(64)}, unk_token="w63"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", mask_token="w60")
     model = make_model().float()
     expected = {"full": outputs(model)}
-    model.push_to_hub("org/full", tokenizer=tokenizer)
+    model.push_to_hub("org/full", private=True)
+    tokenizer.push_to_hub("org/full")
 
     backbone = make_model(1, num_nextn_predict_layers=0).float()
-    backbone.push_to_hub("org/backbone")
+    backbone.push_to_hub("org/backbone", private=True)
     headed: Any = MRPForCausalLM.from_pretrained("org/backbone")
     with_new_head(headed, 2)
     torch.nn.init.normal_(headed.mrp_head.norm.weight, std=0.3)
     expected["head"] = outputs(headed)
-    headed.push_to_hub("org/head", head_only=True, tokenizer=tokenizer)
+    headed.save_pretrained(folder / "head", head_only=True)
+    tokenizer.save_pretrained(folder / "head")
+    push(folder / "head", "org/head")
     torch.nn.init.normal_(backbone.lm_head.weight)
     backbone.push_to_hub("org/backbone")  # later than the head: not what the head was trained on
     both = MRPForCausalLM.from_backbone("org/backbone", revision=headed.backbone_source.revision, head="org/head")
@@ -118,11 +121,9 @@ print("FOUND:" + json.dumps(found))
 """
 # With remote code only: saved, loaded again from there, and pushed.
 PUSH_AGAIN = """
-load("org/full").push_to_hub("org/again")
+load("org/full").push_to_hub("org/again", private=True)
 load("org/head").save_pretrained("saved", head_only=True)
-again = load("./saved")
-assert outputs(again) == found["head"]
-again.push_to_hub("org/head_again", head_only=True)
+assert outputs(load("./saved")) == found["head"]
 """
 
 
@@ -138,11 +139,11 @@ def trips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with HubServer() as hub:
         hub.add_user("alice", token="hf_alice", organizations=["org"])
         with using(hub, folder, "hf_alice"):
-            expected = pushed()
+            expected = pushed(folder)
         there = hub.environment(folder, "hf_alice")
         online = run_python(COMMON + LOAD + PUSH_AGAIN, folder, there)
         files = {name.removeprefix("org/"): hub.files(name) for name in hub.repositories}
-        titles = [commit.title for commit in hub.repository("org/head_again").history("main")]
+        titles = [commit.title for commit in hub.repository("org/again").history("main")]
         private = {name: repository.private for name, repository in hub.repositories.items()}
         servers = [hub.url]
     offline = run_python(COMMON + LOAD, folder, there | {"HF_HUB_OFFLINE": "1"})
@@ -173,8 +174,8 @@ def test_every_file_of_a_pushed_repository(trips: dict[str, Any], kind: str) -> 
     was pushed by models that had themselves been loaded as remote code."""
     files, (declared, prefixes) = dict(trips["files"][kind]), DECLARED[kind]
     assert set(files) == declared | OF_THE_HUB
-    if kind.endswith("again"):
-        assert files["model.safetensors"] == trips["files"][{"again": "full", "head_again": "head"}[kind]]["model.safetensors"]
+    if kind == "again":
+        assert files["model.safetensors"] == trips["files"]["full"]["model.safetensors"]
     assert {name: content for name, content in files.items() if name.endswith(".py")} == (CODE if kind != "adapter" else {})
     for name, content in files.items():
         if name.endswith(".safetensors"):
@@ -191,8 +192,7 @@ def test_every_file_of_a_pushed_repository(trips: dict[str, Any], kind: str) -> 
 
 
 def test_remote_code_pushes_in_one_commit(trips: dict[str, Any]) -> None:
-    assert trips["titles"] == ["Upload an MRP head", "initial commit"]
-    assert json.loads(trips["files"]["head_again"]["config.json"])["base_model_name_or_path"] == "org/backbone"
+    assert trips["titles"] == ["Upload MRPForCausalLM", "initial commit"]
 
 
 def test_repositories_are_private(trips: dict[str, Any]) -> None:

@@ -150,7 +150,8 @@ def pushed_by_the_trainer() -> None:
 @habit("a head is pushed; its card names its base model, and has the tags by which it is found")
 def card() -> None:
     model, tokenizer = loaded()
-    model.push_to_hub("org/whole", tokenizer=tokenizer)
+    model.push_to_hub("org/whole")
+    tokenizer.push_to_hub("org/whole")
     whole, _ = loaded("org/whole")
     whole.save_pretrained("head", head_only=True)
     mrp("push", "head", "by-command")

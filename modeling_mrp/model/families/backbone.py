@@ -1,6 +1,6 @@
 """Backbones of other layers than Qwen3's: a family is a subclass that says what differs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-from .sdar import MRPBackbone, TensorShape
+from .sdar import MRPBackbone
 
 # How transformers puts the matrices of experts, which published checkpoints hold one by one, into one tensor.
 EXPERTS = (
@@ -58,6 +58,11 @@ class FamilyBackbone(MRPBackbone):
             register_checkpoint_conversion_mapping(cls.__name__, list(cls.conversions), overwrite=True)
 
     def __init__(self, config: Any) -> None:
+        if getattr(config, "distributed_config", None) is not None:
+            raise ValueError(
+                f"distributed_config: a model of the family {self.family!r} is not divided over processes: use device_map, or "
+                "a model of SDAR's layers"
+            )
         super(Qwen3Model, self).__init__(config)  # its own __init__ would make Qwen3's layers
         self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -80,43 +85,3 @@ class FamilyBackbone(MRPBackbone):
         if isinstance(module, self.own_weights):
             for weight in module.parameters(recurse=False):
                 init.normal_(weight, mean=0.0, std=self.config.initializer_range)
-
-    @classmethod
-    def completed(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill in the fields that a config leaves out.
-
-        Raises:
-            ValueError: for a value of another type.
-        """
-        for name, default in cls.fields.items():
-            value = given.get(name, default)
-            number = isinstance(default, int | float) and not isinstance(default, bool)
-            fits = isinstance(value, int | float) and value >= 0 if number else isinstance(value, type(default))
-            if not fits or (isinstance(default, int) and not isinstance(value, int)):
-                raise ValueError(f"{name} is {value!r}: a model of the family {cls.family!r} has it of the kind of {default!r}")
-        return {**cls.fields, **given}
-
-    @classmethod
-    def check(cls, config: Any) -> None:
-        """Raise `ValueError` for a config that describes no model of the family."""
-
-
-def published_experts(name: str, shape: TensorShape) -> dict[str, TensorShape]:
-    """List the matrices of single experts that make up a tensor of all; the tensor itself if it is none of experts."""
-    if name.endswith("mlp.experts.gate_up_proj"):
-        parts, size = ["gate_proj", "up_proj"], (shape[1] // 2, *shape[2:])
-    elif name.endswith("mlp.experts.down_proj"):
-        parts, size = ["down_proj"], shape[1:]
-    else:
-        return {name: shape}
-    start = name.rpartition(".")[0]
-    return {f"{start}.{expert}.{part}.weight": size for expert in range(shape[0]) for part in parts}
-
-
-def check_experts(config: Any) -> None:
-    """Raise `ValueError` for more experts a token than there are, or experts without a size."""
-    if not 0 < config.num_experts_per_tok <= config.num_experts or not config.moe_intermediate_size:
-        raise ValueError(
-            f"num_experts_per_tok is {config.num_experts_per_tok}, num_experts {config.num_experts} and moe_intermediate_size "
-            f"{config.moe_intermediate_size}: a token goes to one expert or more, and to no more than there are"
-        )

@@ -21,9 +21,8 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeTopkRouter,
 )
 
-from .backbone import EXPERTS, FamilyBackbone, check_experts, published_experts
+from .backbone import EXPERTS, FamilyBackbone
 from .registry import family
-from .sdar import TensorShape
 
 # What published configs say of parts that there is one kind of here.
 _FIXED = {"use_bias": False, "use_qkv_bias": False, "use_qk_norm": True, "norm_head": False, "score_function": "sigmoid"}
@@ -130,22 +129,6 @@ class LLaDA2Backbone(FamilyBackbone):
             },
         }
 
-    def published(self, name: str, shape: TensorShape) -> dict[str, TensorShape]:
-        """Map a tensor of this model to those of a published checkpoint: shapes by name.
-
-        Published attention holds queries, keys and values in one tensor, which is listed for the queries; keys and values
-        give nothing.
-        """
-        layer, _, part = name.partition(".self_attn.")
-        if part in ("k_proj.weight", "v_proj.weight"):
-            return {}
-        if part == "q_proj.weight":
-            heads = self.config.num_attention_heads + 2 * self.config.num_key_value_heads
-            return {f"{layer}.attention.query_key_value.weight": (heads * self.config.head_dim, *shape[1:])}
-        for theirs, ours in _NAMES.items():
-            name = name.replace(f".{ours}", f".{theirs}")
-        return published_experts(name, shape)
-
     @classmethod
     def note(cls, source: str) -> str | None:
         """Return a warning for versions that were trained to edit their own text, which is off here; None for others."""
@@ -155,19 +138,3 @@ class LLaDA2Backbone(FamilyBackbone):
             f"{source} was trained to edit tokens that are already there (LLaDA2.1: to replace them, 2.2: also to delete and "
             "insert). It decodes here with editing off, each token final once it is revealed, as LLaDA2.0 does"
         )
-
-    @classmethod
-    def check(cls, config: Any) -> None:
-        """Raise `ValueError` for a config that describes no model of the family."""
-        check_experts(config)
-        groups, size = config.n_group, config.num_experts
-        if not groups or size % groups or not 0 < config.topk_group <= groups or size // groups < 2:
-            raise ValueError(
-                f"n_group is {groups}, topk_group {config.topk_group} and num_experts {size}: experts come in groups of equal "
-                "size, two or more each, and a token looks at one group or more"
-            )
-        if config.num_experts_per_tok > config.topk_group * (size // groups) or not config.n_shared_experts:
-            raise ValueError(
-                f"num_experts_per_tok is {config.num_experts_per_tok} and n_shared_experts {config.n_shared_experts}: a token "
-                "has no more experts than its groups, and there is a shared one"
-            )

@@ -1,4 +1,4 @@
-"""Families of backbones by name; and models that declare themselves one of them, or look like one, and are none."""
+"""Families of backbones by name; and models that declare themselves SDAR and are not."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,11 +10,6 @@ DENSE = "sdar"  # the family of a config that names none
 
 _FAMILIES: dict[str, Any] = {}
 _FOLDER = Path(__file__).parent if Path(__file__).stem == "registry" else None  # the families' files, if this is one of them
-
-_CAUSAL = (
-    "each token of it sees the tokens before it alone, and its logits at a position are those of the next token, where SDAR "
-    "sees its whole block and predicts the position itself"
-)
 
 
 def family(name: str) -> Callable[[Any], Any]:
@@ -59,33 +54,20 @@ def family_reading(fields: Mapping[str, Any]) -> Any:
     return next((backbone for backbone in families().values() if backbone.reads(fields)), None)
 
 
-def refuse_look_alikes(fields: Mapping[str, Any], source: str = "") -> None:
-    """Refuse the published config of a model that looks like one of ours and decodes otherwise.
+def refuse_causal(fields: Mapping[str, Any], source: str = "") -> None:
+    """Refuse I-DLM and UNO, which declare themselves SDAR and decode otherwise.
 
     Args:
-        fields: Of its `config.json`.
+        fields: Of the published `config.json`.
         source: The folder or repository, as some say in their name alone what they are.
 
     Raises:
         ValueError: names the model, and what differs.
     """
-    kind, name = str(fields.get("model_type", "")), Path(source).name.lower()
-    found = None
-    if kind in ("sdar", "sdar_moe"):
-        if fields.get("use_regular_causal"):
-            found = "I-DLM or UNO (use_regular_causal)", _CAUSAL
-        elif re.match(r"(i-dlm|uno)\b", name):
-            found = "I-DLM" if name.startswith("i") else "UNO", _CAUSAL
-    if kind.startswith("mineru") or any(fields.get(one) for one in ("vision_config", "vision_model_config")):
-        found = "MinerU-Diffusion or another with a vision tower", "its prompts hold images, which nothing here reads"
-    if kind.startswith("diffusion_gemma"):
-        why = "it has no mask token: its canvas of random tokens is renoised, and no token is final before the last step"
-        found = "DiffusionGemma", why
-    elif kind.startswith("lfm2"):
-        why = "its short convolutions carry a state from token to token, which no cache of keys and values by position holds"
-        found = "LFM2 diffusion", why
-    if found is not None:
+    named = re.match(r"(i-dlm|uno)\b", Path(source).name.lower()) is not None
+    if str(fields.get("model_type")).startswith("sdar") and (named or fields.get("use_regular_causal")):
         raise ValueError(
-            f"the config's model_type is {kind!r}, and it is that of {found[0]}: {found[1]}. It does not load; models that do "
-            "are in docs/models.md"
+            f"{source or 'the config'} is of I-DLM or UNO, by its name or by use_regular_causal: each token of it sees the "
+            "tokens before it alone, and its logits at a position are those of the next token, where SDAR sees its whole block "
+            "and predicts the position itself. It does not load; models that do are in docs/models.md"
         )

@@ -8,8 +8,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from .registry import family
 
-TensorShape = tuple[int, ...]
-
 
 @family("sdar")
 class MRPBackbone(Qwen3Model):
@@ -54,10 +52,6 @@ class MRPBackbone(Qwen3Model):
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Translate a published config's fields into those of `MRPConfig`; the rest of them is dropped."""
         return dict(fields)
-
-    def published(self, name: str, shape: TensorShape) -> dict[str, TensorShape]:
-        """List the tensors, with their shapes, by which published checkpoints hold one of the model's state."""
-        return {name: shape}
 
     @classmethod
     def note(cls, source: str) -> str | None:

@@ -12,9 +12,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeTopKRouter,
 )
 
-from .backbone import EXPERTS, FamilyBackbone, check_experts, published_experts
+from .backbone import EXPERTS, FamilyBackbone
 from .registry import family
-from .sdar import TensorShape
 
 
 @family("sdar_moe")
@@ -43,16 +42,3 @@ class SDARMoeBackbone(FamilyBackbone):
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Translate a published config; the first checkpoints, of blocks of 4, name no block size."""
         return {"block_size": 4, **{name: value for name, value in fields.items() if value is not None}}
-
-    def published(self, name: str, shape: TensorShape) -> dict[str, TensorShape]:
-        """List the tensors by which published checkpoints hold one of the model's state."""
-        return published_experts(name, shape)
-
-    @classmethod
-    def check(cls, config: Any) -> None:
-        """Raise `ValueError` for a config that describes no model of the family."""
-        check_experts(config)
-        if config.decoder_sparse_step < 1:
-            raise ValueError(
-                f"decoder_sparse_step is {config.decoder_sparse_step}: every how many layers one has experts, 1 or more"
-            )

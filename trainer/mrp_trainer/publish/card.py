@@ -10,9 +10,9 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, RepoCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+from modeling_mrp.model.code import model_tags
 from modeling_mrp.model.families.registry import DENSE, backbone_of
 from modeling_mrp.model.layouts import HEAD, is_hub_id
-from modeling_mrp.model.saving import model_tags
 
 from ..evaluate.cost import CHARGED, charged, charged_as
 from ..evaluate.results import mode_name
@@ -163,7 +163,7 @@ def render_card(
     base = base or (model_of(folder) if kind == "full" else config.get("base_model_name_or_path"))
     person = None if about is None else RepoCard.load(about)
     given = {} if person is None else person.data.to_dict()
-    tags = [*model_tags(config.get("family", DENSE)), *(["speculators", "draft-model"] if kind == "head" else [])]
+    tags = [*model_tags(config.get("family", DENSE)), *(["draft-model"] if kind == "head" else [])]
     metadata = {
         "library_name": "peft" if kind == "adapter" else "transformers",
         "pipeline_tag": "text-generation",

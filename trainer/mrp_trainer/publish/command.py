@@ -10,8 +10,8 @@ from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from modeling_mrp.model.code import AUTO_MAP
 from modeling_mrp.model.layouts import is_hub_id
-from modeling_mrp.model.saving import AUTO_MAP
 
 from .card import check_card, is_own_card, is_renamable, read_results, renamed, render_card
 from .folder import CONFIGS, KINDS, Folder, json_of, read_folder
@@ -154,8 +154,6 @@ def _stage(found: Folder, staged: Path, base: str | None, revision: str | None) 
     if base is not None:
         fields |= {"base_model_name_or_path": base}
         fields |= {"revision" if found.kind == "adapter" else "base_model_revision": revision}
-        if isinstance(told := fields.get("speculators_config"), dict):
-            fields["speculators_config"] = {**told, "verifier": {**told.get("verifier", {}), "name_or_path": base}}
     (staged / config).write_text(json.dumps(fields, indent=2), encoding="utf-8")
 
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from modeling_mrp.headers import StoredTensor, check_tensors, stored_tensors
+from modeling_mrp.model.code import code_files
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.families.registry import DENSE
-from modeling_mrp.model.layouts import HEAD, StoredTensor, json_object, stored_tensors, weight_files
-from modeling_mrp.model.saving import code_files
-from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.model.layouts import HEAD, json_object, weight_files
 
 from ..loading import load_tokenizer
 
@@ -100,7 +100,7 @@ def _checked_weights(path: Path, kind: str) -> set[str]:
         return names
     config = MRPConfig.from_pretrained(path)
     if getattr(config, "quantization_config", None) is None:  # or it has the tensors that its quantizer makes
-        MRPForCausalLM.check_tensors(config, tensors, HEAD if kind == "head" else "")
+        check_tensors(config, tensors, HEAD if kind == "head" else "")
     return names | ({"model.safetensors.index.json"} if "model.safetensors" not in names else set())
 
 

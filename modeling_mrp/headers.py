@@ -1,0 +1,58 @@
+"""Checkpoints compared with their configs by the headers of their files, before anything is pushed or served."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .model.configuration import MRPConfig
+from .model.layouts import our_name
+from .modeling import MRPForCausalLM
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file: its name there, its shape and its type as safetensors spells it (`BF16`)."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """List the tensors of safetensors files by our names; `ValueError` for a file that is damaged or cut short."""
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
+                    part = tensors.get_slice(name)
+                    found[our_name(name)] = StoredTensor(name, file, tuple(part.get_shape()), str(part.get_dtype()))
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a whole safetensors file: download it again ({error})") from error
+    return found
+
+
+def check_tensors(config: MRPConfig, found: Mapping[str, StoredTensor], prefix: str = "") -> None:
+    """Compare a checkpoint's tensors, by our names, with those of this prefix that its config calls for.
+
+    Raises:
+        ValueError: if they do not fit, all of which are listed.
+    """
+    with torch.device("meta"):
+        state: dict[str, Any] = MRPForCausalLM(config).state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name.startswith(prefix)}
+    optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    misfits = [f"missing: {name}" for name in sorted(shapes.keys() - found.keys() - optional)]
+    for ours, stored in sorted(found.items()):
+        if ours not in shapes:
+            misfits.append(f"unexpected: {stored.name}")
+        elif stored.shape != shapes[ours]:
+            misfits.append(f"wrong shape: {stored.name} is {list(stored.shape)}, needs {list(shapes[ours])}")
+    if misfits:
+        raise ValueError(
+            f"the checkpoint does not fit its config ({len(misfits)} tensors):\n  " + "\n  ".join(misfits) + "\n"
+            "Check num_nextn_predict_layers (0: no head), the sizes in config.json, and that the download is whole"
+        )
