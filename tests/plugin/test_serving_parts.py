@@ -225,6 +225,11 @@ def test_a_head_repository_is_served_with_the_backbone_that_it_names(head_folder
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_a_published_head_is_told_from_its_backbone() -> None:
+    assert head_weight("mrp_modules.0.model.eh_proj.weight") == "eh_proj.weight"
+    assert head_weight("lm_head.weight") is None
+
+
 def changed_config(folder: Path, **fields: Any) -> str:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
