@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
+from importlib import import_module
 from inspect import getdoc
 from math import inf, sqrt
 from pathlib import Path
@@ -42,7 +43,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3Model, Qwen3RMSNorm, apply_rotary_pos_emb
 from transformers.utils import CONFIG_NAME, ModelOutput, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, can_return_tuple, extract_commit_hash, logging as transformers_logging
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, get_args, get_type_hints
-from .configuration_mrp import AUTO_MAP, MRPConfig, backbone_of, family, model_tags
+from .configuration_mrp import DENSE, MRPConfig, backbone_of, family
 
 
 # ---------------------------------------------------------------------------------------------------- kernels.dispatch
@@ -6136,6 +6137,86 @@ def _said(unembedding: Unembedding, hidden: Tensor, token: Tensor) -> tuple[Tens
     return torch.cat(logprobs), torch.cat(likeliest)
 
 
+# ---------------------------------------------------------------------------------------------------- model.custom_generate
+
+"""`sdar.generate(custom_generate="org/head", trust_remote_code=True)`: a stock SDAR model decodes with a repository's head."""
+
+
+
+def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
+    """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in.
+
+    The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
+    repository and its commit by where transformers keeps the file.
+
+    Args:
+        inputs: [rows, length] long, the prompts (or `input_ids` among the others).
+        model: The stock model, with a Qwen3 decoder's parameters; or an MRP model, whose own head then decodes.
+        kwargs: What MRP's `generate` takes; `token`, `cache_dir` and the like are for finding the repository.
+
+    Raises:
+        ValueError: if the head does not fit the model; or the repository is a local folder.
+    """
+    import re
+    from pathlib import Path
+
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    for_downloads = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
+    download = {name: kwargs.pop(name) for name in (*for_downloads, "revision") if name in kwargs}
+    if not hasattr(model, "mrp_head"):
+        owner, name, commit = Path(__file__).parts[-5:-2]
+        if owner == "transformers_modules":
+            raise ValueError(
+                "custom_generate is a local folder, which cannot tell where its head lies: push it and name the repository, "
+                "or load both with MRPForCausalLM.from_backbone(backbone, head=folder)"
+            )
+        owner, name = (re.sub("^_(?=[0-9])", "", part) for part in (owner, name))  # as Python modules can be called
+        repository = f"{owner}/{name}".replace("_hyphen_", "-").replace("_dot_", ".")
+        download["revision"] = commit  # code is kept by commit: the weights are of the same
+        mrp = get_class_from_dynamic_module("modeling_mrp.MRPForCausalLM", repository, **download)
+        model = mrp.from_stock_model(model, repository, **download)
+    return type(model).generate(model, inputs, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------- model.code
+
+"""The remote code that a repository carries."""
+
+
+
+CONFIGURATION, MODELING = "configuration_mrp.py", "modeling_mrp.py"
+CUSTOM_GENERATE = "custom_generate/generate.py"
+AUTO_MAP = {
+    "AutoConfig": "configuration_mrp.MRPConfig",
+    "AutoModel": "modeling_mrp.MRPForCausalLM",
+    "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
+}
+
+
+def code_files(family: str = DENSE) -> dict[str, str]:
+    """Collect the remote code that a repository carries, by path: these files, if they are it, or what `bundle` generates for a
+    model of that family."""
+    own = Path(__file__)
+    if own.name == MODELING:
+        files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (CONFIGURATION, MODELING)}
+    else:
+        files = import_module(f"{__name__.partition('.')[0]}.bundle").files(family)
+    return {**files, CUSTOM_GENERATE: f"from typing import Any\n\n\n{inspect.getsource(generate)}"}
+
+
+def write_code(folder: Path, family: str = DENSE) -> None:
+    """Put the remote code beside a checkpoint of that family."""
+    for name, text in code_files(family).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def model_tags(family: str) -> list[str]:
+    """List the tags of a model's repository, by its family."""
+    return ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", family, "mrp"]
+
+
 # ---------------------------------------------------------------------------------------------------- model.families.sdar
 
 """SDAR's backbone (`sdar`): Qwen3, and a mask that has to be given. The other families begin here."""
@@ -6584,6 +6665,7 @@ def head_to_save(
 
 log = logging.getLogger(__name__)
 
+_OF_PUSHES = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
 _KEY_MAPPING = {r"^mrp_modules\.0\.model\.": HEAD}  # transformers renames by it while it loads
 
 
@@ -6705,12 +6787,13 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
                 `push_to_hub`; without it, if the backbone is named.
         """
         named: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "base_model_revision": base_model_revision}
-        folder = Path(save_directory)
+        folder, pushed = Path(save_directory), kwargs.pop("push_to_hub", False)
+        hub = {name: kwargs.pop(name) for name in _OF_PUSHES if name in kwargs}
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         self.check_options()
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
         if head_only:
-            if kwargs.get("push_to_hub"):
+            if pushed:
                 raise ValueError("push_to_hub with head_only=True: save the head to a folder, and push that with `mrp push`")
             source = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
             head, config = head_to_save(self, state_dict, source)
@@ -6728,6 +6811,10 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         both = [path for path in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME) if path.is_file()]
         if is_main_process and len(both) == 2:  # transformers leaves those of an earlier save, and loads them first
             min(both, key=lambda path: path.stat().st_mtime_ns).unlink()
+        if is_main_process:
+            write_code(folder, self.config.family)
+            if pushed:
+                self.push_to_hub(hub.pop("repo_id", folder.name), token=kwargs.get("token"), **hub)
 
     @torch.no_grad()
     def _init_weights(self: Any, module: nn.Module) -> None:

@@ -20,7 +20,7 @@ def code_files(family: str = DENSE) -> dict[str, str]:
     """Collect the remote code that a repository carries, by path: these files, if they are it, or what `bundle` generates for a
     model of that family."""
     own = Path(__file__)
-    if own.name == CONFIGURATION:
+    if own.name == MODELING:
         files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (CONFIGURATION, MODELING)}
     else:
         files = import_module(f"{__name__.partition('.')[0]}.bundle").files(family)

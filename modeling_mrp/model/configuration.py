@@ -3,13 +3,11 @@
 import os
 from collections.abc import Collection
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, ClassVar
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from .code import write_code
 from .families.registry import DENSE, backbone_of, family_reading, refuse_causal
 
 # How transformers 4.52, which wrote the published configs, spelled three of today's fields.
@@ -98,8 +96,8 @@ class MRPConfig(Qwen3Config):
             ("num_nextn_predict_layers", self.num_nextn_predict_layers, 0, 1024, "0: no head"),
             ("num_mrp_heads", self.num_mrp_heads, 1, 1, "one head serves every draft depth"),
         ):
-            if not least <= value <= most:
-                raise ValueError(f"{name} is {value}: it must be at least {least} and at most {most} ({why})")
+            if not isinstance(value, int) or not least <= value <= most:
+                raise ValueError(f"{name} is {value!r}: it must be an int from {least} to {most} ({why})")
         other = None if self.family == DENSE else backbone_of(self.family)
         super().__post_init__(**(kwargs if other is None else {**other.fields, **kwargs}))
         if self.layer_types != ["full_attention"] * self.num_hidden_layers:
@@ -132,13 +130,6 @@ class MRPConfig(Qwen3Config):
         except (StrictDataclassError, AttributeError, TypeError, LookupError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(f"the config holds a value of the wrong type: correct config.json ({reason})") from error
-
-    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Save as transformers does, with the code that the config names, if it names any."""
-        if getattr(self, "auto_map", None):
-            Path(save_directory).mkdir(parents=True, exist_ok=True)
-            write_code(Path(save_directory), self.family)
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Select the fields to save; a backbone is named where there is a name, and a family where it is another."""

@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, extract_commit_hash
 
 from .attaching import BackboneSource, HeadMixin, head_to_save
-from .code import AUTO_MAP
+from .code import AUTO_MAP, write_code
 from .configuration import MRPConfig
 from .families.registry import backbone_of
 from .head import MRPHead
@@ -23,6 +23,7 @@ from .layouts import HEAD, backbone_location, hub_options, stored_json
 
 log = logging.getLogger(__name__)
 
+_OF_PUSHES = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
 _KEY_MAPPING = {r"^mrp_modules\.0\.model\.": HEAD}  # transformers renames by it while it loads
 
 
@@ -144,12 +145,13 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
                 `push_to_hub`; without it, if the backbone is named.
         """
         named: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "base_model_revision": base_model_revision}
-        folder = Path(save_directory)
+        folder, pushed = Path(save_directory), kwargs.pop("push_to_hub", False)
+        hub = {name: kwargs.pop(name) for name in _OF_PUSHES if name in kwargs}
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         self.check_options()
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
         if head_only:
-            if kwargs.get("push_to_hub"):
+            if pushed:
                 raise ValueError("push_to_hub with head_only=True: save the head to a folder, and push that with `mrp push`")
             source = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
             head, config = head_to_save(self, state_dict, source)
@@ -167,6 +169,10 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         both = [path for path in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME) if path.is_file()]
         if is_main_process and len(both) == 2:  # transformers leaves those of an earlier save, and loads them first
             min(both, key=lambda path: path.stat().st_mtime_ns).unlink()
+        if is_main_process:
+            write_code(folder, self.config.family)
+            if pushed:
+                self.push_to_hub(hub.pop("repo_id", folder.name), token=kwargs.get("token"), **hub)
 
     @torch.no_grad()
     def _init_weights(self: Any, module: nn.Module) -> None:

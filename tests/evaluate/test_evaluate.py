@@ -194,7 +194,7 @@ def test_other_options_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("", "only safetensors are read"),
+        ("", "no file named model.safetensors"),
         ("--model none", "is no folder here, and as a repository it could not be read"),
         ("--prompts BAD", "bad.jsonl, line 2, field prompt: found 7"),
         ("--prompts GOOD --max-new-tokens 9000", "line 1: a prompt of 3 tokens and 9000 new ones exceed the model's"),

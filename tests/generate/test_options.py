@@ -83,7 +83,7 @@ def test_a_wrong_value_is_refused_where_it_enters(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             config.save_pretrained(tmp_path / "bad")
         (tmp_path / "good" / "generation_config.json").write_text(json.dumps({name: {}}))
-        with pytest.raises(ValueError, match=f"generation_config.json: {said[1:]}"):
+        with pytest.raises(ValueError, match=said):
             MRPForCausalLM.from_pretrained(tmp_path / "good")
     (tmp_path / "good" / "generation_config.json").unlink()
     loaded = MRPForCausalLM.from_pretrained(tmp_path / "good")

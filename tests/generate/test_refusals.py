@@ -347,10 +347,10 @@ def test_processors_that_return_the_wrong_thing(random_model: MRPForCausalLM, an
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "mask_token_id": 60}
 CONFIGS: dict[str, tuple[list[Any], str]] = {
-    "block_size": ([0, -4, 2.5, "x"], "at least 1|an int"),
-    "mask_token_id": ([64, 1000, -1, None], "the id of the tokenizer's mask token"),
+    "block_size": ([0, -4, 2.5, "x"], "an int from 1 to"),
+    "mask_token_id": ([64, 1000, -1, None], "the tokenizer's mask token, inside"),
     "num_nextn_predict_layers": ([-1, 1.5], "0: no head"),
-    "num_mrp_heads": ([2], "at most 1: one head serves every draft depth"),
+    "num_mrp_heads": ([2], r"an int from 1 to 1 \(one head serves every draft depth"),
     "layer_types": ([["sliding_attention", "full_attention"]], "needs 'full_attention' in each of the 2 layers"),
 }
 

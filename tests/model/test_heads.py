@@ -318,7 +318,7 @@ def test_an_autoregressive_checkpoint_as_a_backbone(tied: bool, both: bool, tmp_
 
 def test_the_mask_of_an_autoregressive_checkpoint(tmp_path: Path) -> None:
     qwen3(tmp_path / "small", tied=False)
-    with pytest.raises(ValueError, match=r"mask_token_id is 151669: it must be at least 0 and at most 63 \(the"):
+    with pytest.raises(ValueError, match=r"mask_token_id is 151669: it must be an int from 0 to 63 \(the"):
         MRPForCausalLM.from_backbone(tmp_path / "small")
     qwen3(tmp_path / "large", tied=True, vocab_size=151936, hidden_size=4, head_dim=2, intermediate_size=4)
     model = MRPForCausalLM.from_backbone(tmp_path / "large")

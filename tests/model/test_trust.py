@@ -68,11 +68,11 @@ def test_damaged_weights_are_refused_and_no_pickle_is_read(copy: Callable[[str],
 LIES: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 16}, "'mismatched_keys': [('lm_head.weight'"),
     ({"num_nextn_predict_layers": 3}, "'missing_keys': ['mrp_head.layers.2."),
-    ({"block_size": 513}, "block_size is 513: it must be at least 1 and at most 512 (max_position_embeddings)"),
-    ({"mask_token_id": -4}, "mask_token_id is -4: it must be at least 0"),
-    ({"pad_token_id": 64}, "pad_token_id is 64: it must be at least 0 and at most 63"),
+    ({"block_size": 513}, "block_size is 513: it must be an int from 1 to 512 (max_position_embeddings)"),
+    ({"mask_token_id": -4}, "mask_token_id is -4: it must be an int from 0"),
+    ({"pad_token_id": 64}, "pad_token_id is 64: it must be an int from 0 to 63"),
     ({"id2label": 3}, "holds a value of the wrong type: correct config.json"),
-    ({"block_size": "4"}, "holds a value of the wrong type: correct config.json"),
+    ({"block_size": "4"}, "block_size is '4': it must be an int from 1 to 512"),
 ]
 
 
