@@ -110,6 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
         drafted = {"decoding": "mrp_spec", "target": "dynamic", "confidence_threshold": both.threshold}
         drafted |= {"target": "static"} if both.threshold == 1 else {}
         drafted["num_draft_states"] = options.states if options.states == "auto" else int(options.states)
+        drafted |= {"draft_branches": 1} if options.shape else {}  # the coin is tossed along a chain
         more = {**both.server, "max_running_requests": max(options.concurrency)}
         more["flags"] = options.flag or more["flags"]
         more["environment"] = {**({} if torch.cuda.is_available() else CPU_ENVIRONMENT), **more.get("environment", {})}
