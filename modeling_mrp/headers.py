@@ -36,7 +36,7 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def check_tensors(config: MRPConfig, found: Mapping[str, StoredTensor], prefix: str = "") -> None:
-    """Compare a checkpoint's tensors, by our names, with those of this prefix that its config calls for.
+    """Check that a checkpoint has just the tensors, by our names, that its config calls for under a prefix, in their shapes.
 
     Raises:
         ValueError: if they do not fit, all of which are listed.

@@ -360,7 +360,9 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     dispatch = Dispatch(config.kernels)
     usable = dispatch.allows("they", model.lm_head.weight)
     sample, weight = bool(config.do_sample), model.lm_head.weight
-    shaped = words or ngram or before  # what is barred or processed differs from state to state, of all tokens
+    # No shortlist then: it is taken from the scores of one state, and a processor or a ban may raise or bar other tokens at the
+    # states that follow.
+    shaped = words or ngram or before
     few = mode.drafting.listed(len(weight), sample) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
     return Picker(
         *(weight, model.config.mask_token_id, temperature, sample, before or None),

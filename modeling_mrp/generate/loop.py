@@ -7,8 +7,8 @@ last state scored. A round (`Decoder.round`) goes
    the all-mask state of the next block, which looks at the clean one; head passes (device) tell which ones are likely;
 2. **score** (device): one backbone forward over all of them, and picks at their masked positions;
 3. **accept** (host): the reveal rule leads from state to state; as far as it meets what this round or the one before scored,
-   that is accepted. The reveal at the last accepted state, refined by the mode, makes the row's next state;
-4. **commit** (device): the KV of accepted clean blocks becomes prefix.
+   that is accepted, and at its end the backbone's KV of accepted clean blocks becomes prefix (`Networks.commit`, device);
+4. **write** (host): the reveal at the last accepted state, refined by the mode, makes the row's next state.
 
 A mode that drafts nothing submits one state a round (two where a block ends) and is otherwise the same code.
 """
@@ -46,7 +46,7 @@ class Drafting:
     shortlist: int | None = None
 
     def listed(self, vocab_size: int, sample: bool) -> int:
-        """Say how many tokens of a position a head pass chooses among in a vocabulary; 0: all, or no pass is made."""
+        """Choose the size of a position's shortlist for a vocabulary; 0: a head pass scores all tokens, or none runs."""
         if not self.passes or self.shortlist == 0:
             return 0
         usual = LIKELIEST if sample else SHORTLIST
@@ -143,6 +143,7 @@ class Decoder:
         drafts = self.draft(rows, amount)
         scores = self.networks.score(rows, drafts)
         self.slots += len(rows)
+        # Drafts are the nodes behind the row's own that have no parent; those with one are first states of next blocks.
         self.verified += any(node.parent < 0 for nodes in drafts for node in nodes[1:])
         self.write(rows, self.accept(rows, drafts, scores, amount.states > 1))
         return [row.steps - steps for row, steps in zip(rows, before, strict=True)]
@@ -166,7 +167,11 @@ class Decoder:
         return grown(amount.states)
 
     def read(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
-        """Let the head read drafted states in one pass: an estimate for each, from what its source has."""
+        """Run the head once over drafted states, and store in `estimates` what it says that the backbone would score at each.
+
+        A state is read from the hidden states of its source, the state before it. Left out are clean states (nothing is
+        picked there) and first states of blocks (they have no source).
+        """
         asked = [
             (at, node.state, hidden, said.shortlist)
             for at, nodes in enumerate(drafts)

@@ -166,7 +166,7 @@ OPTION_NAMES = frozenset(name for name in _FIELDS if not name.startswith("_"))
 
 
 def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
-    """Select the fields that are set, without those that are transformers' own affair."""
+    """Select the fields that are set: those that are not None, nor private to transformers (a leading underscore)."""
     return {str(name): value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
 
 

@@ -29,7 +29,7 @@ class Reveal:
         self.drawn: dict[int, tuple[State, Hidden]] = {}
 
     def shown(self, where: Sequence[int]) -> State:
-        """The state with the reveal at some columns, for the head to read."""
+        """Make the state in which the given columns hold this reveal's tokens, for the head to read."""
         return self.row.after(self.state, where, self.token)
 
     def keep(self, passed: Sequence[int], asked: Sequence[float]) -> None:

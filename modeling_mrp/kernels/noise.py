@@ -12,7 +12,10 @@ _UINT32 = 0xFFFFFFFF
 
 
 def scattered(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
-    """Make numbers of mean 0 and variance 1 of a shape, with the device and dtype of a tensor; no generator moves on."""
+    """Make pseudo-random numbers of a shape, of mean 0 and variance 1, with the device and dtype of a tensor.
+
+    They come from a hash: torch's generators are not used, so that what is drawn elsewhere stays the same.
+    """
     numbers = mix_bits(torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=like.device))
     return ((numbers.float() * 2.0**-31 - 1) * 3**0.5).view(shape).to(like.dtype)
 

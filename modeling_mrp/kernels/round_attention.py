@@ -47,7 +47,7 @@ class RoundMask:
     _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
 
     def to(self, *args: Any, **kwargs: Any) -> "RoundMask":
-        """On another device: accelerate moves what a layer is given to where the layer is."""
+        """Return a copy with its tensors on another device; accelerate moves what a layer is given to where the layer is."""
         return replace(self, committed=self.committed.to(*args, **kwargs), parent=self.parent.to(*args, **kwargs))
 
     def dense(self, used: int) -> Tensor:

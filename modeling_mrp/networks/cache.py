@@ -217,8 +217,10 @@ class BlockCache(Cache):
             part[at, to] = part[at, of]
 
     def blank(self, layers: range, row: int, begin: int, end: int) -> None:
-        """Zero the slots of a row from `begin` to `end` in some layers: what is masked still enters attention with its weight
-        of 0, which what is not finite would survive."""
+        """Zero the slots of a row from `begin` to `end` in some layers.
+
+        Masked slots have weight 0 in attention, but 0 times NaN or infinity is NaN.
+        """
         for _, part in self._of(layers):
             part[row, begin:end] = 0
 

@@ -28,8 +28,8 @@ from .cache import BlockCache
 _NOTES_ONLY = "transformers.utils.output_capturing"
 # Where the classes are defined that kernels stand for.
 _OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
-# What `attn_implementation` is during a decode under `RoundMask`s. Each copy of this file (remote code of two repositories in
-# one process) has masks of its own class, so also a name of its own.
+# The value of `config._attn_implementation` during a decode under `RoundMask`s, in place of `sdpa` (`round_attention_of`). Each
+# copy of this file (remote code of two repositories in one process) has masks of its own class, so also a name of its own.
 IN_ROUNDS = f"{__name__}.round_attention"
 REPLACED = "sdpa"  # the implementation that it stands in for
 
@@ -58,7 +58,7 @@ def takes_round_masks(model: Any, dispatch: Dispatch) -> bool:
 
 @contextmanager
 def round_attention_of(model: Any) -> Iterator[None]:
-    """Let the layers of a model know what a `RoundMask` is.
+    """Put into the model's config the name of an attention that accepts a `RoundMask`, and the old name back at the end.
 
     Layers look their attention up by the name in the config that they all share, so there is no way around a name of
     our own there. What it names computes SDPA as before for everything but a `RoundMask`, so that other threads that
@@ -236,5 +236,8 @@ def _plain(linear: Any) -> bool:
 
 
 def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor | list[Tensor]:
-    """Compute the results of linear layers, [..., out_features] each; by their `packed` weight, if any, side by side in one."""
+    """Apply linear layers to one input: a list of results, [..., out_features] each.
+
+    With their `packed` weight it is one product, and the results lie side by side in one tensor.
+    """
     return [linear(hidden) for linear in linears] if weight is None else F.linear(hidden, weight)

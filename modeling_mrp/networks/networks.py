@@ -71,7 +71,9 @@ class Networks:
         self.shifted = cache.every > 0  # hidden states of the backbone are those of the next position
         self._scored: Tensor | None = None  # hidden states of the last `score`
         self._ends: Tensor | None = None  # where they are shifted, the last one of each state, which predicts what comes next
-        self._begin = 0  # first slot of the last forward of a round, which is `score` when `commit` is called
+        # The cache's slot where the last forward over states wrote the first of them; set by `_network`, for `head` and `score`
+        # alike. The loop calls `commit` right behind `score`, so that there it is where scored states lie.
+        self._begin = 0
         self._plans: dict[Any, Any] = {}
         cache.active = cache.rows
 
@@ -204,7 +206,9 @@ class Networks:
         kept = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
         packed: list[list[tuple[State, int]]] = []
         given: list[list[Hidden]] = []
-        leads: list[int] = []  # rows whose first state is a clean block that the head has not read
+        # Rows that lack the head's keys and values of one clean block: it leads their states, each of which sees it as its
+        # parent, and its keys and values are copied to the text below.
+        leads: list[int] = []
         for at, (row, states) in enumerate(zip(rows, asked, strict=True)):
             row.counts.head_forwards += bool(states)
             lead: list[tuple[State, int]] = []

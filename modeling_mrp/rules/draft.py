@@ -39,8 +39,8 @@ class Node:
     source: Scores | None
 
 
-# A state that may be drafted: the one before it, the columns revealed there and the name of what they make (no columns: it is
-# the one before), what told of it, and its parent.
+# A state that may be drafted, and is made once it is (`State.revealing`): the state before it; the columns revealed there; the
+# key of the state that they make; `source` and `parent` of its `Node`. Without columns the first is the state itself.
 Follower = tuple[State, Sequence[int], Key, Scores | None, int]
 
 

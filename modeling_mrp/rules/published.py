@@ -347,7 +347,7 @@ class Coherent(RevealRule):
         return where, (state.start, tuple([(column, token[column]) for column in rest]))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: one in a block's first step, then about as many as the buffer has."""
+        """See `RevealRule`: one in a block's first step, then about `few`, as if all of the last step's buffer stayed."""
         room = min(self.few, len(state.free)) if state.step else 1
         return likely_first(state.free, odds, lambda *_: room, count)
 

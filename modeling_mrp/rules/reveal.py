@@ -51,8 +51,9 @@ class RevealRule(ABC):
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """Choose the columns that are revealed, one at least, of `state.free`, which is not empty; and the memo behind it.
 
-        What a ban or the head takes back later is in that memo all the same. Drafting calls it too, of a remembered state with
-        the memo of an earlier one, and drops the result's: None, or any memo that it gave, may come with any state.
+        The memo covers all columns chosen here, also those that a ban or the head takes back later. Drafting calls this, too:
+        for a remembered state, with the memo of the row's accepted path so far, and keeps the columns alone. So a rule must
+        take any memo, None or one of its own of another state, with any state.
         """
 
     @abstractmethod

@@ -48,7 +48,7 @@ class State:
 
 @dataclass(slots=True, eq=False)
 class Scores:
-    """What the backbone said at a state, or the head thinks that it will say.
+    """Token and log-odds by column of one state, picked from the backbone's logits or from the head's estimate of them.
 
     Attributes:
         token: By column, the token picked there; anything where the state has no mask.
@@ -57,7 +57,8 @@ class Scores:
         entropy: By column, in nats; None unless the rule needs it.
         likeliest: Where tokens are sampled and drafts are made: ids [block, m] and log-odds [block, m] of the likeliest ones,
             as numpy arrays; else None.
-        hidden: Where the hidden states lie: a tensor [n, block, hidden_size], and the place in it; None for a given one.
+        hidden: Where the hidden states lie: a tensor [n, block, hidden_size], and the place in it; None where
+            scores were made by hand, without a network.
         shortlist: Where the tokens lie among which the head's drafts choose: a tensor [n, block, 2 m + 1] of `Picks.shortlist`,
             and the place in it; None: they choose among all.
     """

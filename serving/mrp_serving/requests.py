@@ -83,7 +83,7 @@ class Progress:
         return max(self.step, default=-1) + 1
 
     def finish(self, row: Row, end: int) -> int:
-        """Note the tokens of a row before `end`, and tell how many are new."""
+        """Record the log-confidence and step of a row's tokens before `end`, as of finished blocks; return how many are new."""
         begin, size = len(self.step), max(0, end - row.prompt)
         self.logprob += row.logprob[begin:size]
         self.step += row.step[begin:size]

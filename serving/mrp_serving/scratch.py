@@ -16,7 +16,7 @@ class Borrowed:
     Attributes:
         rows: By row of the batch `width` rows of the pool that maps positions to slots.
         slots: [rows * width, block] long, slots of the KV pool: whole pages.
-        swapped: By place in `slots` what is given back in its place, [block] long; what it held stays with a request.
+        swapped: By place in `slots` what goes back to the pool in its stead, [block] long: a request keeps the lent ones.
     """
 
     rows: list[list[int]]
@@ -29,7 +29,7 @@ class Borrowed:
         return len(self.rows[0]) if self.rows else 0
 
     def given_back(self) -> Tensor:
-        """Join the slots that go back, [rows * width * block]."""
+        """List the slots to return to the engine's pool when the round is over, [rows * width * block]."""
         if not self.swapped:
             return self.slots.flatten()
         return torch.cat([self.swapped.get(place, slots) for place, slots in enumerate(self.slots.unbind())])

@@ -218,6 +218,24 @@ def test_every_link_leads_somewhere(name: str) -> None:
         assert not anchor or anchor in anchors(found.read_text(encoding="utf-8")), link
 
 
+# Where paths of the pages about the code begin, beside the root; names of files alone are looked for in the folders below.
+BEGINS = [ROOT / begin for begin in ("modeling_mrp", "trainer/mrp_trainer", "hub_configs/sdar-tiny-mrp")]
+
+
+@pytest.mark.parametrize("name", ["docs/code.md", "docs/own_backbone.md", "CONTRIBUTING.md"])
+def test_paths_of_the_pages_about_the_code_exist(name: str) -> None:
+    """Those in backticks, in full or as the pages shorten them."""
+
+    def exists(path: str) -> bool:
+        inside = path if "/" in path else f"**/{path}"
+        return (ROOT / path).exists() or any(next(begin.glob(inside), None) for begin in BEGINS)
+
+    prose = re.sub(r"^```.*?^```$", "", DOCUMENTS[name], flags=re.MULTILINE | re.DOTALL)
+    paths = [text for text in re.findall(r"`([\w./-]+)`", prose) if "/" in text or text.endswith((".py", ".json", ".md"))]
+    assert paths
+    assert [path for path in paths if not exists(path)] == []
+
+
 def test_every_page_is_in_the_sites_contents() -> None:
     told = re.findall(r": ([\w/.]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = {name.removeprefix("docs/") for name in DOCUMENTS if name.startswith("docs/")}

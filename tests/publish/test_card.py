@@ -13,7 +13,7 @@ from conftest import ROOT, TINY, make_model
 from huggingface_hub import ModelCard
 from mrp_trainer.evaluate.cost import charged
 from mrp_trainer.publish import push
-from mrp_trainer.publish.card import is_own_card, read_results, renamed, render_card, results_table
+from mrp_trainer.publish.card import is_users_card, read_results, renamed, render_card, results_table
 from mrp_trainer.publish.folder import PICTURE
 from mrp_trainer.train.settings import read_settings
 
@@ -204,9 +204,9 @@ def test_lines_that_are_no_results(tmp_path: Path) -> None:
 
 def test_who_wrote_a_card(folder: Path) -> None:
     ours = str(render_card(folder, "full", "org/m"))
-    assert not is_own_card(ours)
-    assert is_own_card(re.sub("<!--.*-->\n", "", ours)), "without its line it is a person's"
-    assert not is_own_card("# Model Card for Model ID\n[More Information Needed]")
+    assert not is_users_card(ours)
+    assert is_users_card(re.sub("<!--.*-->\n", "", ours)), "without its line it is a person's"
+    assert not is_users_card("# Model Card for Model ID\n[More Information Needed]")
     assert renamed(ours, "org/other") == str(render_card(folder, "full", "org/other"))
 
 

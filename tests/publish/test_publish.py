@@ -15,7 +15,7 @@ from helpers import hashes
 from hub_server import HubServer
 from huggingface_hub import ModelCard, snapshot_download
 from mrp_trainer.publish import push
-from mrp_trainer.publish.card import is_own_card
+from mrp_trainer.publish.card import is_users_card
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -95,7 +95,7 @@ def test_a_loaded_model_pushes_itself_as_transformers_does(hub: HubServer, folde
     assert code_of(hub.files(REPO)) == PACKAGE
     assert hub.repository(REPO).private is True
     card = hub.files(REPO)["README.md"].decode()
-    assert not is_own_card(card)
+    assert not is_users_card(card)
     assert {"mrp", "speculative-decoding", "mine"} <= set(ModelCard(card).data.tags)
 
 

@@ -82,7 +82,7 @@ def takes_flags(
                 name: [getattr(one, "value", one) for one in value] if isinstance(value, list | tuple) else value
                 for name, value in given.items()
             }
-            with told():
+            with reported_errors():
                 return function(**{name: value for name, value in plain.items() if value not in (None, [])})
 
         described: Any = command
@@ -134,8 +134,8 @@ def for_typer(kind: Any) -> Any:
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """End a command with what is wrong, without a traceback, for errors that name a value and the remedy."""
+def reported_errors() -> Iterator[None]:
+    """Turn errors that name a value and the remedy into one red line and exit code 1, without a traceback."""
     try:
         yield
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
@@ -182,4 +182,4 @@ def plain_number(value: Any) -> Any:
         return value
 
 
-__all__ = ["assigned", "flag", "for_typer", "plain_number", "shown_default", "takes_flags", "told"]
+__all__ = ["assigned", "flag", "for_typer", "plain_number", "reported_errors", "shown_default", "takes_flags"]

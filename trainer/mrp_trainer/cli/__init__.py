@@ -17,7 +17,7 @@ from ..data.tasks import Family, Split
 from ..doctor.options import DoctorOptions
 from ..embedded import located
 from ..evaluate.options import EvaluateOptions
-from ..flags import for_typer, takes_flags, told
+from ..flags import for_typer, reported_errors, takes_flags
 from ..picture.options import ShowOptions
 from ..serve.options import ServeOptions
 from ..train.decode_options import DecodeOptions
@@ -156,7 +156,7 @@ def tasks(
     output: Annotated[Path | None, typer.Option(metavar="FILE", show_default="standard output", help="File to write.")] = None,
 ) -> None:
     """Make synthetic problems as JSON lines that mrp train reads (source: text and its continuation)."""
-    with told():
+    with reported_errors():
         from ..data.tasks import training_lines
 
         lines = [line for one in family for line in training_lines(one.value, split, count, seed)]
@@ -200,8 +200,8 @@ def push(
     results: Results = None,
     about: About = None,
 ) -> None:
-    """Push a full model, a head or an adapter to the Hub in one commit, private unless told."""
-    with told():
+    """Push a full model, a head or an adapter to the Hub in one commit, private unless reported_errors."""
+    with reported_errors():
         from ..publish.command import push as push_checkpoint
 
         done = push_checkpoint(
@@ -230,7 +230,7 @@ def card(
     about: About = None,
 ) -> None:
     """Print the model card of a checkpoint, as a push would render it."""
-    with told():
+    with reported_errors():
         from ..publish.command import card as rendered_card
 
         text = rendered_card(located(folder), name, results or [], about)

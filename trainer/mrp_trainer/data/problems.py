@@ -6,7 +6,10 @@ from .tasks import Problem
 
 
 def encode(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Prompt ids and response ids of a problem: a chat turn that ends with the eos token, or plain text for `source`."""
+    """Encode a problem as prompt ids and response ids: a chat turn that ends with the eos token.
+
+    Problems of the family `source` are plain text, without a chat and an eos.
+    """
     if problem.family == "source":
         return tokenizer.encode(problem.prompt, add_special_tokens=False), tokenizer.encode(
             problem.answer, add_special_tokens=False

@@ -86,7 +86,7 @@ def open_source(paths: Sequence[str], split: str = "train") -> Source:
 
 
 def source_of(dataset: Any, name: str) -> Source | None:
-    """Find the records in a dataset that a program has.
+    """Make a source of whatever a caller passed as a dataset.
 
     Args:
         dataset: A `datasets.Dataset`; a list of records, or any other dataset by number whose first item is one; a path that
@@ -94,7 +94,7 @@ def source_of(dataset: Any, name: str) -> Source | None:
         name: What errors call it.
 
     Returns:
-        Its records; None of a dataset of something else.
+        Its records; None if its first item is no record.
 
     Raises:
         RecordError: A path is missing, or cannot be read.
@@ -124,7 +124,9 @@ def is_hub_dataset(path: str) -> bool:
 def checked(
     source: Source, read: Callable[[Any], Any], most: int = 20, show_progress: bool = False
 ) -> Iterator[tuple[int, Any]]:
-    """Read every record of a source: its line and what `read` makes of it; behind the first bad one they are only checked.
+    """Iterate over the records of a source, each its line and what `read` makes of it.
+
+    Behind the first malformed record none is yielded: the others are read only for their problems, raised together at the end.
 
     Args:
         source: The records.

@@ -14,7 +14,7 @@ HEAD_SHARES = {name: shape.head_share() for name, shape in PUBLISHED.items()}
 
 
 def charged_as(hidden_size: int | None) -> str:
-    """Name the published shape at whose rate a model's head is charged: its own, and of any other model that of 4B."""
+    """Choose the published shape whose head cost is used for a model: the one of its `hidden_size`, else that of 4B."""
     return next((name for name, shape in PUBLISHED.items() if shape.hidden_size == hidden_size), CHARGED)
 
 
@@ -25,9 +25,9 @@ def charge(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
 
 
 def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
-    """Add `tokens_per_unit` to a measurement.
+    """Add `tokens_per_unit` to a measurement, a unit being a backbone forward with its head passes charged.
 
-    Its interval is that of the tokens a forward at the same charge: the head's passes a forward hardly vary.
+    The interval of the tokens a forward is divided by the same units: the head's passes a forward hardly vary.
     """
     units = charge(line, shape)
     speed, interval = line["tokens_per_forward"], line.get("tokens_per_forward_95")

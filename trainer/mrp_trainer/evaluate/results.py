@@ -33,7 +33,7 @@ def with_headers(lines: Iterable[Line]) -> Iterator[tuple[Line, Line]]:
 
 
 def other_weights(header: Mapping[str, Any], line: Mapping[str, Any], weights: Mapping[str, Any]) -> str | None:
-    """Return the part, `backbone`, `head` or `deciding`, that a line was not measured with; None where it holds.
+    """Name the part of today's model, `backbone`, `head` or `deciding` (code), with which a stored line was not measured.
 
     A line that counts no head pass (`head_per_token`) is not about the head. A header whose `backbone` is None measured no
     checkpoint, and one whose `head` is None had none or several of its own.
@@ -43,6 +43,9 @@ def other_weights(header: Mapping[str, Any], line: Mapping[str, Any], weights: M
         line: A measurement.
         weights: `backbone`, `head` and `deciding`, as `mrp_trainer.evaluate.provenance` gives them; the code is not compared
             where either side does not say it, as no header did before it was noted.
+
+    Returns:
+        The first such part; None if the line was measured with today's.
     """
     if "backbone" not in header:
         return "backbone"

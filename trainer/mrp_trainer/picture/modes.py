@@ -29,7 +29,12 @@ def show_model(options: ShowOptions) -> Picture:
 
 
 def draw_modes(model: Any, tokenizer: Any, options: ShowOptions) -> Picture:
-    """Do what `show_model` does with a loaded model."""
+    """Decode a prompt with a loaded model in each mode, draw that, and write the picture to `options.output`.
+
+    Raises:
+        ValueError: if an option of `generate` does not fit.
+        OSError: if the file cannot be written.
+    """
     if options.plain or tokenizer.chat_template is None:
         inputs = tokenizer(options.prompt, return_tensors="pt")
     else:

@@ -37,7 +37,7 @@ class ShowOptions(ModelOptions):
         self.settings()
 
     def settings(self, own: Mapping[str, Any] | None = None, has_head: bool = True) -> list[dict[str, Any]]:
-        """The options of `generate`, one mapping a picture's part, as `EvaluateOptions.settings` has them.
+        """List the options of `generate` for each mode that the picture shows, in the form of `EvaluateOptions.settings`.
 
         Args:
             own: The fields of the checkpoint's generation config: its target and states are drafted if none are asked for.

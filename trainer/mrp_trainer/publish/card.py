@@ -198,13 +198,13 @@ def render_card(
     )
 
 
-def is_own_card(text: str) -> bool:
-    """Tell if a person wrote or edited this card: neither ours as rendered, nor a form that was never filled in."""
+def is_users_card(text: str) -> bool:
+    """Tell if a user wrote or edited this card: it is neither as this package rendered it, nor an empty form."""
     return _RENDERED.search(text) is None and _FORM not in text
 
 
 def is_renamable(text: str) -> bool:
-    """Tell if this card was rendered here."""
+    """Tell if this package rendered the card, so that its title may be changed."""
     return _RENDERED.search(text) is not None
 
 
@@ -229,7 +229,7 @@ def check_card(text: str) -> None:
 
 __all__ = [
     "check_card",
-    "is_own_card",
+    "is_users_card",
     "is_renamable",
     "markdown_table",
     "read_results",

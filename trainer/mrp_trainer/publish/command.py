@@ -13,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 from modeling_mrp.model.code import AUTO_MAP
 from modeling_mrp.model.layouts import is_hub_id
 
-from .card import check_card, is_own_card, is_renamable, read_results, renamed, render_card
+from .card import check_card, is_renamable, is_users_card, read_results, renamed, render_card
 from .folder import CONFIGS, KINDS, Folder, json_of, read_folder
 
 # What an earlier push left, and this one does not have, is removed in the same commit.
@@ -104,7 +104,7 @@ def push(
             "when saving (base_model_name_or_path), or with --base-model of the command"
         )
     written = found.files["README.md"].read_text(encoding="utf-8") if "README.md" in found.files else None
-    is_rendered = written is None or new_card or not is_own_card(written)
+    is_rendered = written is None or new_card or not is_users_card(written)
     if not is_rendered and (results or about):
         raise ValueError(f"{folder}/README.md was written by a person: leave out results and about, or pass new_card=True")
     told = bool(new_card or results or about or tags or base_model)
@@ -162,7 +162,7 @@ def _has_own_card(api: HfApi, repo_id: str, revision: str | None) -> bool:
         there = api.hf_hub_download(repo_id, "README.md", revision=revision)
     except EntryNotFoundError:
         return False
-    return is_own_card(Path(there).read_text(encoding="utf-8"))
+    return is_users_card(Path(there).read_text(encoding="utf-8"))
 
 
 def card(folder: str, name: str | None, results: list[str], about: str | None) -> str:

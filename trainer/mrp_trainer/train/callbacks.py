@@ -24,7 +24,7 @@ class SetEpoch(TrainerCallback):
 
 
 class LogAtSaves(TrainerCallback):
-    """Ends a line of the log at every checkpoint, so that a resumed run's next line is over the same steps."""
+    """Logs at every checkpoint, too, so that a resumed run averages over the same steps as one that was not cut off."""
 
     def on_step_end(  # noqa: D102 - the class says it
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

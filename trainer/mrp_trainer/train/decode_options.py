@@ -11,10 +11,10 @@ _WHAT, _HOW, _MODEL, _OUTPUT = "What is asked", "How it is decoded", "Model", "O
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """What is decoded, and how; each field is a flag.
+    """Options of the command that records decodings, `mrp decode`; each field is a flag.
 
-    All processes see the folder of `output`. With a record's number `seed` decides its text, whatever the batch and the number
-    of processes. Without `device` each process takes its own GPU.
+    All processes see the folder of `output`. A sampled text depends on `seed` and its record's number, and not on the batch or
+    the number of processes. Without `device` each process takes its own GPU.
 
     Raises:
         ValueError: for a value out of range.

@@ -50,10 +50,13 @@ def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, 
 
 @dataclass(frozen=True)
 class HeadObjective:
-    """The head's loss: how far A + C is from the backbone's own B, after each of K reveals (MRP, section 4).
+    """The head's loss: divergence of its estimated logits from those that the backbone computes after each of K reveals.
+
+    In the symbols of MRP, section 4: A are the backbone's logits before the reveals, A + C the estimate, and B the
+    backbone's own behind a reveal.
 
     Attributes:
-        reveals: Which states.
+        reveals: Chooses what each reveal shows, and so the states at which both are compared.
         unroll: K; the losses are averaged.
         order_weight: Weight of `order_kl`.
         reread_weight: Weight of the leave-one-out loss: what the head should say at a token that it was shown is what the

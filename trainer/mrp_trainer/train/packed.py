@@ -72,7 +72,7 @@ class PackedBatch:
     noise_key: Tensor | None = None
 
     def rule(self, block_size: int) -> PackedRule:
-        """Make the rule of attention."""
+        """Make the rule that says which tokens of the packed rows attend to which."""
         return PackedRule(self.view, self.position_ids // block_size, self.sample)
 
     def before(self, block_size: int) -> Tensor:

@@ -49,7 +49,7 @@ def decoded_lines(
 
 
 def write_lines(path: Path, key: str, decode: Callable[[range], list[str]], count: int, turn: int, state: PartialState) -> None:
-    """Write lines that take long to make, a turn of them after the other.
+    """Write a file of generated lines in *turns*, chunks of them, shared among processes; a call that was cut off is resumed.
 
     Every process makes each of its turns in a file of its own, `PATH.part/KEY-BEGIN.jsonl`; a call that finds some makes the
     others, with any number of processes. The first process puts them together.
@@ -59,7 +59,7 @@ def write_lines(path: Path, key: str, decode: Callable[[range], list[str]], coun
         key: Tells these lines from those of another call for the same path.
         decode: Makes the lines of a turn.
         count: How many lines there are.
-        turn: How many of them are made together.
+        turn: How many of them one call of `decode` makes; the last turn may have fewer.
         state: The processes that share the work.
     """
     folder = path.with_suffix(".part")
