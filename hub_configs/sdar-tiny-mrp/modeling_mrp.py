@@ -5833,6 +5833,11 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
                     f"sequence_bias holds {several[0]}, of several tokens: all before its last one have to be known, so it "
                     "needs the target 'sequential' with one token a step. bad_words_ids, which forbid, work everywhere"
                 )
+            if not mode.rule.left_to_right and not type(processor).__module__.startswith("transformers."):
+                logger.warning_once(
+                    f"the logits processor {type(processor).__name__} sees what is known on the left of a position, and here "
+                    "some of that is revealed later: what must hold for neighbours needs the target 'sequential', a token a step"
+                )
             before.append(processor)
     check_unembedding(model.lm_head)
     dispatch = Dispatch(config.kernels)

@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Callable
 from functools import partial
 from operator import ge, gt, le, lt
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -341,6 +342,17 @@ def test_processors_that_return_the_wrong_thing(random_model: MRPForCausalLM, an
             return answer
 
     rejected(lambda: random_model.generate(PAIR, max_new_tokens=4, logits_processor=[Wrong()]), said, "it must return")
+
+
+@pytest.mark.parametrize(("decoding", "warned"), [("sequential", False), ("static", True)])
+def test_a_processor_that_does_not_see_all_on_its_left_is_told(
+    random_model: MRPForCausalLM, decoding: str, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr("modeling_mrp.generate.generation.logger", SimpleNamespace(warning_once=heard.append))
+    random_model.generate(PROMPT, decoding=decoding, max_new_tokens=4, logits_processor=[lambda ids, scores: scores], top_k=3)
+    assert [said for said in heard if "logits processor function sees what is known" in said] == heard
+    assert len(heard) == warned
 
 
 # ------------------------------------------------------------------------------------------------ configs and models
