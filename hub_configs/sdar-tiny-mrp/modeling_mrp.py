@@ -519,8 +519,10 @@ class BlockCache(Cache):
             part[at, to] = part[at, of]
 
     def blank(self, layers: range, row: int, begin: int, end: int) -> None:
-        """Zero the slots of a row from `begin` to `end` in some layers: what is masked still enters attention with its weight
-        of 0, which what is not finite would survive."""
+        """Zero the slots of a row from `begin` to `end` in some layers.
+
+        Masked slots have weight 0 in attention, but 0 times NaN or infinity is NaN.
+        """
         for _, part in self._of(layers):
             part[row, begin:end] = 0
 
@@ -665,7 +667,10 @@ _UINT32 = 0xFFFFFFFF
 
 
 def scattered(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
-    """Make numbers of mean 0 and variance 1 of a shape, with the device and dtype of a tensor; no generator moves on."""
+    """Make pseudo-random numbers of a shape, of mean 0 and variance 1, with the device and dtype of a tensor.
+
+    They come from a hash: torch's generators are not used, so that what is drawn elsewhere stays the same.
+    """
     numbers = mix_bits(torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=like.device))
     return ((numbers.float() * 2.0**-31 - 1) * 3**0.5).view(shape).to(like.dtype)
 
@@ -969,7 +974,7 @@ class RoundMask:
     _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
 
     def to(self, *args: Any, **kwargs: Any) -> "RoundMask":
-        """On another device: accelerate moves what a layer is given to where the layer is."""
+        """Return a copy with its tensors on another device; accelerate moves what a layer is given to where the layer is."""
         return replace(self, committed=self.committed.to(*args, **kwargs), parent=self.parent.to(*args, **kwargs))
 
     def dense(self, used: int) -> Tensor:
@@ -1197,8 +1202,8 @@ stands there (LoRA, quantised weights), is called.
 _NOTES_ONLY = "transformers.utils.output_capturing"
 # Where the classes are defined that kernels stand for.
 _OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
-# What `attn_implementation` is during a decode under `RoundMask`s. Each copy of this file (remote code of two repositories in
-# one process) has masks of its own class, so also a name of its own.
+# The value of `config._attn_implementation` during a decode under `RoundMask`s, in place of `sdpa` (`round_attention_of`). Each
+# copy of this file (remote code of two repositories in one process) has masks of its own class, so also a name of its own.
 IN_ROUNDS = f"{__name__}.round_attention"
 REPLACED = "sdpa"  # the implementation that it stands in for
 
@@ -1227,7 +1232,7 @@ def takes_round_masks(model: Any, dispatch: Dispatch) -> bool:
 
 @contextmanager
 def round_attention_of(model: Any) -> Iterator[None]:
-    """Let the layers of a model know what a `RoundMask` is.
+    """Put into the model's config the name of an attention that accepts a `RoundMask`, and the old name back at the end.
 
     Layers look their attention up by the name in the config that they all share, so there is no way around a name of
     our own there. What it names computes SDPA as before for everything but a `RoundMask`, so that other threads that
@@ -1405,7 +1410,10 @@ def _plain(linear: Any) -> bool:
 
 
 def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor | list[Tensor]:
-    """Compute the results of linear layers, [..., out_features] each; by their `packed` weight, if any, side by side in one."""
+    """Apply linear layers to one input: a list of results, [..., out_features] each.
+
+    With their `packed` weight it is one product, and the results lie side by side in one tensor.
+    """
     return [linear(hidden) for linear in linears] if weight is None else F.linear(hidden, weight)
 
 
@@ -1785,7 +1793,7 @@ class State:
 
 @dataclass(slots=True, eq=False)
 class Scores:
-    """What the backbone said at a state, or the head thinks that it will say.
+    """Token and log-odds by column of one state, picked from the backbone's logits or from the head's estimate of them.
 
     Attributes:
         token: By column, the token picked there; anything where the state has no mask.
@@ -1794,7 +1802,8 @@ class Scores:
         entropy: By column, in nats; None unless the rule needs it.
         likeliest: Where tokens are sampled and drafts are made: ids [block, m] and log-odds [block, m] of the likeliest ones,
             as numpy arrays; else None.
-        hidden: Where the hidden states lie: a tensor [n, block, hidden_size], and the place in it; None for a given one.
+        hidden: Where the hidden states lie: a tensor [n, block, hidden_size], and the place in it; None where
+            scores were made by hand, without a network.
         shortlist: Where the tokens lie among which the head's drafts choose: a tensor [n, block, 2 m + 1] of `Picks.shortlist`,
             and the place in it; None: they choose among all.
     """
@@ -2012,8 +2021,9 @@ class RevealRule(ABC):
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """Choose the columns that are revealed, one at least, of `state.free`, which is not empty; and the memo behind it.
 
-        What a ban or the head takes back later is in that memo all the same. Drafting calls it too, of a remembered state with
-        the memo of an earlier one, and drops the result's: None, or any memo that it gave, may come with any state.
+        The memo covers all columns chosen here, also those that a ban or the head takes back later. Drafting calls this, too:
+        for a remembered state, with the memo of the row's accepted path so far, and keeps the columns alone. So a rule must
+        take any memo, None or one of its own of another state, with any state.
         """
 
     @abstractmethod
@@ -2291,8 +2301,8 @@ class Node:
     source: Scores | None
 
 
-# A state that may be drafted: the one before it, the columns revealed there and the name of what they make (no columns: it is
-# the one before), what told of it, and its parent.
+# A state that may be drafted, and is made once it is (`State.revealing`): the state before it; the columns revealed there; the
+# key of the state that they make; `source` and `parent` of its `Node`. Without columns the first is the state itself.
 Follower = tuple[State, Sequence[int], Key, Scores | None, int]
 
 
@@ -3125,7 +3135,9 @@ class Networks:
         self.shifted = cache.every > 0  # hidden states of the backbone are those of the next position
         self._scored: Tensor | None = None  # hidden states of the last `score`
         self._ends: Tensor | None = None  # where they are shifted, the last one of each state, which predicts what comes next
-        self._begin = 0  # first slot of the last forward of a round, which is `score` when `commit` is called
+        # The cache's slot where the last forward over states wrote the first of them; set by `_network`, for `head` and `score`
+        # alike. The loop calls `commit` right behind `score`, so that there it is where scored states lie.
+        self._begin = 0
         self._plans: dict[Any, Any] = {}
         cache.active = cache.rows
 
@@ -3258,7 +3270,9 @@ class Networks:
         kept = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
         packed: list[list[tuple[State, int]]] = []
         given: list[list[Hidden]] = []
-        leads: list[int] = []  # rows whose first state is a clean block that the head has not read
+        # Rows that lack the head's keys and values of one clean block: it leads their states, each of which sees it as its
+        # parent, and its keys and values are copied to the text below.
+        leads: list[int] = []
         for at, (row, states) in enumerate(zip(rows, asked, strict=True)):
             row.counts.head_forwards += bool(states)
             lead: list[tuple[State, int]] = []
@@ -3976,7 +3990,7 @@ class Reveal:
         self.drawn: dict[int, tuple[State, Hidden]] = {}
 
     def shown(self, where: Sequence[int]) -> State:
-        """The state with the reveal at some columns, for the head to read."""
+        """Make the state in which the given columns hold this reveal's tokens, for the head to read."""
         return self.row.after(self.state, where, self.token)
 
     def keep(self, passed: Sequence[int], asked: Sequence[float]) -> None:
@@ -4127,8 +4141,8 @@ last state scored. A round (`Decoder.round`) goes
    the all-mask state of the next block, which looks at the clean one; head passes (device) tell which ones are likely;
 2. **score** (device): one backbone forward over all of them, and picks at their masked positions;
 3. **accept** (host): the reveal rule leads from state to state; as far as it meets what this round or the one before scored,
-   that is accepted. The reveal at the last accepted state, refined by the mode, makes the row's next state;
-4. **commit** (device): the KV of accepted clean blocks becomes prefix.
+   that is accepted, and at its end the backbone's KV of accepted clean blocks becomes prefix (`Networks.commit`, device);
+4. **write** (host): the reveal at the last accepted state, refined by the mode, makes the row's next state.
 
 A mode that drafts nothing submits one state a round (two where a block ends) and is otherwise the same code.
 """
@@ -4155,7 +4169,7 @@ class Drafting:
     shortlist: int | None = None
 
     def listed(self, vocab_size: int, sample: bool) -> int:
-        """Say how many tokens of a position a head pass chooses among in a vocabulary; 0: all, or no pass is made."""
+        """Choose the size of a position's shortlist for a vocabulary; 0: a head pass scores all tokens, or none runs."""
         if not self.passes or self.shortlist == 0:
             return 0
         usual = LIKELIEST if sample else SHORTLIST
@@ -4252,6 +4266,7 @@ class Decoder:
         drafts = self.draft(rows, amount)
         scores = self.networks.score(rows, drafts)
         self.slots += len(rows)
+        # Drafts are the nodes behind the row's own that have no parent; those with one are first states of next blocks.
         self.verified += any(node.parent < 0 for nodes in drafts for node in nodes[1:])
         self.write(rows, self.accept(rows, drafts, scores, amount.states > 1))
         return [row.steps - steps for row, steps in zip(rows, before, strict=True)]
@@ -4275,7 +4290,11 @@ class Decoder:
         return grown(amount.states)
 
     def read(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
-        """Let the head read drafted states in one pass: an estimate for each, from what its source has."""
+        """Run the head once over drafted states, and store in `estimates` what it says that the backbone would score at each.
+
+        A state is read from the hidden states of its source, the state before it. Left out are clean states (nothing is
+        picked there) and first states of blocks (they have no source).
+        """
         asked = [
             (at, node.state, hidden, said.shortlist)
             for at, nodes in enumerate(drafts)
@@ -4650,7 +4669,7 @@ class Coherent(RevealRule):
         return where, (state.start, tuple([(column, token[column]) for column in rest]))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: one in a block's first step, then about as many as the buffer has."""
+        """See `RevealRule`: one in a block's first step, then about `few`, as if all of the last step's buffer stayed."""
         room = min(self.few, len(state.free)) if state.step else 1
         return likely_first(state.free, odds, lambda *_: room, count)
 
@@ -5131,7 +5150,7 @@ OPTION_NAMES = frozenset(name for name in _FIELDS if not name.startswith("_"))
 
 
 def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
-    """Select the fields that are set, without those that are transformers' own affair."""
+    """Select the fields that are set: those that are not None, nor private to transformers (a leading underscore)."""
     return {str(name): value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
 
 
@@ -5843,7 +5862,9 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     dispatch = Dispatch(config.kernels)
     usable = dispatch.allows("they", model.lm_head.weight)
     sample, weight = bool(config.do_sample), model.lm_head.weight
-    shaped = words or ngram or before  # what is barred or processed differs from state to state, of all tokens
+    # No shortlist then: it is taken from the scores of one state, and a processor or a ban may raise or bar other tokens at the
+    # states that follow.
+    shaped = words or ngram or before
     few = mode.drafting.listed(len(weight), sample) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
     return Picker(
         *(weight, model.config.mask_token_id, temperature, sample, before or None),
