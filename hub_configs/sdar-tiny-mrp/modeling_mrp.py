@@ -5855,7 +5855,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             if not mode.rule.left_to_right and not type(processor).__module__.startswith("transformers."):
                 logger.warning_once(
                     f"the logits processor {type(processor).__name__} sees what is known on the left of a position, and here "
-                    "some of that is revealed later: what must hold for neighbours needs the target 'sequential', a token a step"
+                    "some of that comes later: what must hold for neighbours needs the target 'sequential', one token a step"
                 )
             before.append(processor)
     check_unembedding(model.lm_head)
