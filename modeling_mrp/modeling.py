@@ -27,7 +27,7 @@ from .model.families.sdar import MRPBackbone
 from .model.head import MRPHead
 from .model.loading import MRPPreTrainedModel
 from .networks.cache import BlockCache
-from .networks.layers import fused
+from .networks.layers import fused_forward
 
 # What callers of transformers' models may pass beside the arguments that all of these have (`return_dict` is one).
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
@@ -76,7 +76,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             ValueError: if a `RoundMask` forces kernels that cannot be used here.
         """
         layers = list(self.model.layers)[: self.config.num_hidden_layers]
-        if (walk := fused(self.model, layers, mask, past_key_values, MRPBackbone)) is not None:
+        if (walk := fused_forward(self.model, layers, mask, past_key_values, MRPBackbone)) is not None:
             embeds = self.model.embed_tokens(input_ids)
             return walk(embeds, self.model.rotary_emb(embeds, position_ids))
         # With a cache each call has other lengths, for which what `nn.Module.compile` made would be made anew.

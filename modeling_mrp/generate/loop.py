@@ -20,7 +20,7 @@ from time import perf_counter
 from ..networks.networks import Hidden, Networks
 from ..networks.picker import LIKELIEST, SHORTLIST
 from ..rules.accept import accept, first_frontier, write
-from ..rules.draft import Node, build_draft, growth, undrafted
+from ..rules.draft import Node, build_draft, draft_sizes, target_nodes
 from ..rules.reveal import RevealRule
 from ..rules.state import Frontier, Key, Row, Scores, State
 from .budget import Amount, Budget
@@ -152,7 +152,7 @@ class Decoder:
         """Choose the states of the round: none for rows that have ended."""
         drafting = self.mode.drafting
         if drafting is None or amount.states == 1:
-            return [undrafted(row, amount.narrow) if row.stop is None else [] for row in rows]
+            return [target_nodes(row, amount.narrow) if row.stop is None else [] for row in rows]
         estimates: list[dict[Key, Scores]] = [{} for _ in rows]
 
         def grown(size: int) -> list[list[Node]]:
@@ -161,7 +161,7 @@ class Decoder:
                 for row, known in zip(rows, estimates, strict=True)
             ]
 
-        for turn, size in enumerate(growth(amount.states, amount.passes) if amount.passes else []):
+        for turn, size in enumerate(draft_sizes(amount.states, amount.passes) if amount.passes else []):
             # Later passes leave out the row's own state: what it is read from stays the same.
             self.read(rows, [nodes[min(turn, 1) :] for nodes in grown(size)], estimates)
         return grown(amount.states)
@@ -185,7 +185,7 @@ class Decoder:
             given[at].append((state, hidden))
         made = [one for part in self.networks.head(rows, given) for one in part]
         states, few = [(rows[at], state) for at, state, _, _ in asked], [few for _, _, _, few in asked]
-        scores = self.networks.picked(self.networks.drafter, states, made, shortlists=few)
+        scores = self.networks.pick(self.networks.drafter, states, made, shortlists=few)
         for (at, state, _, _), said in zip(asked, scores, strict=True):
             estimates[at][state.key] = said
 

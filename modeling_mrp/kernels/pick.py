@@ -62,7 +62,7 @@ class Unembedding:
 
     def tempered(self, logits: Tensor) -> Tensor:
         """Divide logits by the temperature, in at least float32."""
-        logits = widened(logits)
+        logits = upcast(logits)
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def chunks(self, rows: int, each: int | None = None) -> list[slice]:
@@ -71,7 +71,7 @@ class Unembedding:
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
 
 
-def widened(logits: Tensor) -> Tensor:
+def upcast(logits: Tensor) -> Tensor:
     """Widen logits to float32 at least."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -184,7 +184,7 @@ def some_logits(weight: Tensor, hidden: Tensor, ids: Tensor, dispatch: Dispatch)
 
 def some_logits_ref(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
     """`some_logits` in PyTorch."""
-    return (widened(weight[ids]) @ widened(hidden)[:, :, None])[:, :, 0]
+    return (upcast(weight[ids]) @ upcast(hidden)[:, :, None])[:, :, 0]
 
 
 def _some_kernel(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class RoundMask:
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
         sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
-        plans: How layers run under masks of the same decode (`fused`).
+        plans: How layers run under masks of the same decode (`fused_forward`).
     """
 
     committed: Tensor

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 from ..kernels.round_attention import RoundMask
-from ..networks.layers import fused
+from ..networks.layers import fused_forward
 from .configuration import MRPConfig
 
 # What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
@@ -82,7 +82,7 @@ class MRPHead(nn.Module):
             ValueError: if a `RoundMask` forces kernels that cannot be used here.
         """
         hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
-        if (walk := fused(self, list(self.layers), attention_mask, past_key_values)) is not None:
+        if (walk := fused_forward(self, list(self.layers), attention_mask, past_key_values)) is not None:
             return walk(hidden, position_embeddings)
         for layer in self.layers:
             hidden = layer(

@@ -86,7 +86,7 @@ def _attention(
     return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
 
 
-def fused(
+def fused_forward(
     owner: Any, layers: Sequence[Any], mask: object, cache: object, kind: type[nn.Module] | None = None
 ) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
     """Find what stands in a round for calling layers and the norm behind them; None: they are to be called.
@@ -116,17 +116,17 @@ def fused(
 
 
 def _plan(owner: Any, layers: Sequence[Any], dispatch: Dispatch, kind: type[nn.Module] | None) -> list[Any] | None:
-    """Pair each layer with its packed weights (see `packed`); None if the layers have to run as modules."""
-    found = (more_than(module, expected) for module, expected in _parts(owner, layers, kind))
+    """Pair each layer with its packed weights (see `packed_weight`); None if the layers have to run as modules."""
+    found = (deviation(module, expected) for module, expected in _parts(owner, layers, kind))
     obstacle = next((one for one in found if one is not None), None)
     if dispatch.forced is False:
         usable = obstacle is None  # by the twins
     else:
         usable = dispatch.allows("the kernel 'fused_layers'", next(owner.parameters()), obstacle=obstacle)
-    return [(layer, packed(_of_attention(layer)), packed(_of_mlp(layer))) for layer in layers] if usable else None
+    return [(layer, packed_weight(_of_attention(layer)), packed_weight(_of_mlp(layer))) for layer in layers] if usable else None
 
 
-def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
+def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """Find what a module does beside its class, `kind`, of torch, transformers or this package: no kernel stands for that.
 
     Hooks of all modules (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
@@ -162,7 +162,7 @@ def _parts(owner: Any, layers: Sequence[Any], kind: type[nn.Module] | None) -> I
 def _walk(
     plan: Sequence[Any], norm: Any, mask: RoundMask, cache: BlockCache, hidden: Tensor, rotary: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """The function that `fused` gives."""
+    """The function that `fused_forward` gives."""
     run, added = mask.dispatch.run, None
     for layer, attention_weight, mlp_weight in plan:
         hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
@@ -202,7 +202,7 @@ def pack(model: nn.Module) -> None:
             continue
         for linears in (_of_attention(layer), _of_mlp(layer)):
             weights = [linear.weight.data for linear in linears if _plain(linear)]
-            if len(weights) == len(linears) and packed(linears) is None and len({w.device for w in weights}) == 1:
+            if len(weights) == len(linears) and packed_weight(linears) is None and len({w.device for w in weights}) == 1:
                 moved = torch.cat(weights)
                 for linear, part in zip(linears, moved.split([len(w) for w in weights]), strict=True):
                     linear.weight.data = part
@@ -210,7 +210,7 @@ def pack(model: nn.Module) -> None:
         torch.cuda.empty_cache()  # where the weights lay, in pieces that little else fits
 
 
-def packed(linears: Sequence[Any]) -> Tensor | None:
+def packed_weight(linears: Sequence[Any]) -> Tensor | None:
     """View weights of linear layers as one matrix [sum of out_features, in_features]; None if they do not lie side by side."""
     if not all(map(_plain, linears)):
         return None
@@ -231,13 +231,13 @@ def _plain(linear: Any) -> bool:
         and type(linear.weight) is nn.Parameter
         and linear.weight.is_contiguous()
         and not linear.weight.is_meta
-        and more_than(linear, nn.Linear) is None
+        and deviation(linear, nn.Linear) is None
     )
 
 
 def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor | list[Tensor]:
     """Apply linear layers to one input: a list of results, [..., out_features] each.
 
-    With their `packed` weight it is one product, and the results lie side by side in one tensor.
+    With their `packed_weight` weight it is one product, and the results lie side by side in one tensor.
     """
     return [linear(hidden) for linear in linears] if weight is None else F.linear(hidden, weight)

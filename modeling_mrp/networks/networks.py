@@ -124,7 +124,7 @@ class Networks:
         for row in rows:
             row.held = row.state.start
         states = [(row, row.state) for row in rows]
-        return self.picked(self.picker, states, [hidden for hidden in first if hidden is not None])
+        return self.pick(self.picker, states, [hidden for hidden in first if hidden is not None])
 
     def _catch_up(self, rows: Sequence[Row], behind: Sequence[Row]) -> None:
         """Have the head read all that it has not read of the texts of those rows that are `behind`."""
@@ -182,7 +182,7 @@ class Networks:
             states += [(row, node.state) for node in nodes]
             places += [(hidden, at * width + slot) for slot in range(len(nodes))]
             parents += [nodes[node.parent].state if node.parent >= 0 else None for node in nodes]
-        found = iter(self.picked(self.picker, states, places, parents))
+        found = iter(self.pick(self.picker, states, places, parents))
         return [[next(found) for _ in nodes] for nodes in drafts]
 
     def head(
@@ -220,7 +220,7 @@ class Networks:
             packed.append(lead + [(state, len(lead) - 1) for state, _ in states])
             given.append(starts)
         width, filler = max(map(len, packed)), next(starts[0] for starts in given if starts)
-        wide = gathered([one for starts in given for one in [*starts, *[filler] * (width - len(starts))]])
+        wide = gather_blocks([one for starts in given for one in [*starts, *[filler] * (width - len(starts))]])
         made = self._network(packed, [row.head_held for row in rows], wide)
         self.forwards["head"] += 1
         if leads:
@@ -260,7 +260,7 @@ class Networks:
         if self._ends is not None:
             self.cache.ends[place, target // self.block] = self._ends[states].to(where)
 
-    def picked(
+    def pick(
         self,
         picker: Picker,
         states: Sequence[tuple[Row, State]],
@@ -283,12 +283,12 @@ class Networks:
             base += self.block
         if not at:
             return [Scores([0] * self.block, [-torch.inf] * self.block, hidden=one) for one in hidden]
-        blocks = gathered(hidden).flatten(0, 1)
+        blocks = gather_blocks(hidden).flatten(0, 1)
         index = torch.frombuffer(at, dtype=torch.long).to(self.device, non_blocking=True)
         blocks, spots = blocks if len(at) == whole else blocks[index], Spots(states, self.device, parents)
         known: list[Hidden] = [one for one in shortlists if one is not None]
         if len(known) == len(states):
-            listed = gathered(known).flatten(0, 1)
+            listed = gather_blocks(known).flatten(0, 1)
             picks = picker.among(blocks, listed if len(at) == whole else listed[index], spots)
         else:
             picks = picker(blocks, spots)
@@ -316,13 +316,13 @@ class Networks:
         spots = Spots(
             [(row, State(state.key, tuple(where), state.end, state.masks, 0)) for row, state, where, _ in asked], self.device
         )
-        odds = self.picker.token_odds(gathered(hidden).flatten(0, 1)[at], token, spots)
+        odds = self.picker.token_odds(gather_blocks(hidden).flatten(0, 1)[at], token, spots)
         return self._spread(odds, at, len(asked))
 
     def magnitudes(self, asked: Sequence[tuple[Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]) -> list[list[float]]:
         """Take the magnitude |C| of given tokens' logits: one dot product each; arguments and result as of `token_odds`."""
         at, token = self._columns(asked)
-        given = gathered(hidden).flatten(0, 1)[at]
+        given = gather_blocks(hidden).flatten(0, 1)[at]
         wide = torch.promote_types(given.dtype, torch.float32)
         moved = (given.to(wide) * self.picker.lm_head_weight[token].to(wide)).sum(-1).abs()
         return self._spread(moved, at, len(asked))
@@ -461,7 +461,7 @@ class Networks:
         self.cache.active = self.cache.rows
 
 
-def gathered(hidden: Sequence[Hidden]) -> Tensor:
+def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
     """Gather hidden states of n places, which lie in a few tensors: [n, block, hidden_size]."""
     first = hidden[0][0]
     tensors = {id(tensor): tensor for tensor, _ in hidden}

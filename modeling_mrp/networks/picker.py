@@ -24,8 +24,8 @@ from transformers.generation.logits_process import (
 
 from ..kernels.dispatch import AUTOMATIC, Dispatch
 from ..kernels.noise import noise_keys
-from ..kernels.pick import Unembedding, log_odds, pick_rows, some_logits, widened
-from ..rules.bans import Bans, known
+from ..kernels.pick import Unembedding, log_odds, pick_rows, some_logits, upcast
+from ..rules.bans import Bans, text_at
 from ..rules.state import Row, State
 
 # Kinds of truncation, and whether one keeps, of any scores, the likeliest tokens, however many: behind a top-k it needs its k
@@ -78,7 +78,7 @@ class Spots:
         tokens: list[int] = []
         count = 0
         for place, (row, state) in enumerate(self.states):
-            ids = known(row, state, self.parents[place] if self.parents else None)
+            ids = text_at(row, state, self.parents[place] if self.parents else None)
             for column in state.free:
                 found = bans.barred(ids, state.start + column, row.mask_id)
                 places += [count] * len(found)
@@ -90,7 +90,7 @@ class Spots:
         """List the ids before each position: the row's text, with what its state has revealed, and masks elsewhere."""
         found = []
         for place, (row, state) in enumerate(self.states):
-            ids = known(row, state, self.parents[place] if self.parents else None)
+            ids = text_at(row, state, self.parents[place] if self.parents else None)
             found += [ids[: state.start + column] for column in state.free]
         return found
 
@@ -204,7 +204,7 @@ class Picker:
         """Compute raw logits [n, vocab] at n spots, and what tokens are drawn from: processed, tempered and truncated."""
         shape, raw, drawn = self._shaper(spots), [], []
         for at in self.unembedding.chunks(len(hidden)):
-            raw.append(widened(self.unembedding.logits(hidden[at])))
+            raw.append(upcast(self.unembedding.logits(hidden[at])))
             logits = shape(raw[-1].clone(), at)
             shown, least = self._shown(logits)
             scores = self.unembedding.tempered(shown)
@@ -222,7 +222,7 @@ class Picker:
 
         def shape(logits: Tensor, at: slice) -> Tensor:
             if contexts is not None:
-                logits = self._processed(widened(logits), contexts[at])
+                logits = self._processed(upcast(logits), contexts[at])
             if len(places):
                 here = (places >= at.start) & (places < at.stop)
                 logits[(places[here] - at.start).to(logits.device), tokens[here].to(logits.device)] = -torch.inf

@@ -62,8 +62,8 @@ def accept(
                 break
             said, remembered = scores[at], False
             continue
-        frontier = revealed(row, rule, state, said)
-        state = frontier.made
+        frontier = reveal_at(row, rule, state, said)
+        state = frontier.successor
         at = known.get(state.key, -1)
         if at >= 0:
             said, remembered = scores[at], False
@@ -89,10 +89,10 @@ def accept(
 
 def first_frontier(row: Row, rule: RevealRule, scores: Scores) -> Frontier | None:
     """The frontier of a row of which nothing was revealed yet; None where nothing is left to reveal."""
-    return None if row.ends(row.state) else revealed(row, rule, row.state, scores)
+    return None if row.ends(row.state) else reveal_at(row, rule, row.state, scores)
 
 
-def revealed(row: Row, rule: RevealRule, state: State, scores: Scores) -> Frontier:
+def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Frontier:
     """What a step reveals at a scored state of a row's path."""
     where, memo = rule.reveal(state, scores, row.memo)
     if row.bans is not None:
@@ -115,7 +115,7 @@ def write(row: Row, frontier: Frontier) -> None:
         row.text[start + column] = scores.token[column]
         row.logprob[behind + column], row.step[behind + column] = logprob, row.steps
     row.steps += 1
-    row.state, row.source, row.memo = frontier.made, scores, frontier.memo
+    row.state, row.source, row.memo = frontier.successor, scores, frontier.memo
     if row.written is not None:
         row.written.append(frontier)
 

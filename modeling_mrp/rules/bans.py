@@ -61,7 +61,7 @@ class Bans:
         """Select the columns of a reveal that do not complete a banned sequence together, the surest first."""
         if len(where) < 2:
             return where
-        ids = known(row, state)
+        ids = text_at(row, state)
         kept: list[int] = []
         for column in sorted(where, key=lambda column: -scores.odds[column]):
             at = state.start + column
@@ -71,7 +71,7 @@ class Bans:
         return tuple(sorted(kept))
 
 
-def known(row: Row, state: State, parent: State | None = None) -> list[int]:
+def text_at(row: Row, state: State, parent: State | None = None) -> list[int]:
     """The row's text at a state, up to the last token that is given; `parent` is a clean state that is not text yet."""
     ids = row.text[: state.start]
     if parent is not None:

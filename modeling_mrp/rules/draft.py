@@ -49,7 +49,7 @@ def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: 
 
     One that the last round scored stands for the state that its path leads to.
     """
-    token, odds = (said.token, said.odds) if said.likeliest is None else picked(row, state, said)
+    token, odds = (said.token, said.odds) if said.likeliest is None else draw_tokens(row, state, said)
     (start, ids), memory, eos = state.key, row.memory, row.eos
     goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
     for where, likely in rule.likely(state, odds, branches):
@@ -73,13 +73,13 @@ def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: 
         yield key, (before, where, key, source, -1), likely
 
 
-def growth(width: int, passes: int) -> list[int]:
+def draft_sizes(width: int, passes: int) -> list[int]:
     """How many of `width` states are drafted at each head pass of a round: in even steps, up to all but the last."""
     passes = min(passes, width - 1)
     return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
 
 
-def undrafted(row: Row, narrow: bool) -> list[Node]:
+def target_nodes(row: Row, narrow: bool) -> list[Node]:
     """The states of a round without drafts: the row's own and, behind a clean one, the next block's; if not `narrow`."""
     nodes = [Node(row.state, -1, row.source)]
     if not row.state.masks and not narrow:
@@ -126,7 +126,7 @@ def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates:
     return nodes
 
 
-def picked(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequence[float]]:
+def draw_tokens(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequence[float]]:
     """Pick the tokens [block] of a state from the likeliest ones with that state's noise; return them and their log-odds."""
     assert said.likeliest is not None
     free = list(state.free)

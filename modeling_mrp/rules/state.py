@@ -80,7 +80,7 @@ class Frontier:
         scores: What the backbone said there.
         where: Columns that are revealed.
         memo: The rule's memo behind that.
-        made: The state that the reveal makes.
+        successor: The state that the reveal makes.
         drawn: By column that was drawn elsewhere (by the head) the state and the hidden states there, as in `Scores`; or None.
         remasked: Columns that the step revealed and the head put back to masks.
     """
@@ -89,7 +89,7 @@ class Frontier:
     scores: Scores
     where: tuple[int, ...]
     memo: Any
-    made: State
+    successor: State
     drawn: dict[int, tuple[State, Any]] | None = None
     remasked: tuple[int, ...] = ()
 
@@ -186,7 +186,7 @@ class Row:
         self.logprob, self.step = [0.0] * (len(self.text) - self.prompt), [-1] * (len(self.text) - self.prompt)
         self.counts = Counts(1, False)
 
-    def before(self, start: int) -> "Row":
+    def rewound(self, start: int) -> "Row":
         """The row as it was when the block at `start` was opened: nothing from there on was revealed."""
         steps = [-1] * self.prompt + self.step
         text = [self.mask_id if at >= start and step >= 0 else self.text[at] for at, step in enumerate(steps)]

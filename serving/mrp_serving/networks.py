@@ -301,7 +301,7 @@ class EngineNetworks(Networks):
         self._scored, self._firsts = hidden, np.cumsum([0, *map(len, drafts)]).tolist()
         states = [(row, node.state) for row, nodes in zip(rows, drafts, strict=True) for node in nodes]
         parents = [nodes[node.parent].state if node.parent >= 0 else None for nodes in drafts for node in nodes]
-        found = iter(self.picked(self.picker, states, [(hidden, at) for at in range(len(states))], parents))
+        found = iter(self.pick(self.picker, states, [(hidden, at) for at in range(len(states))], parents))
         return [[next(found) for _ in nodes] for nodes in drafts]
 
     def head(
@@ -337,7 +337,7 @@ class EngineNetworks(Networks):
         for row, slots in zip(rows, clean, strict=True):
             row.held += self.block * bool(slots)
 
-    def picked(
+    def pick(
         self,
         picker: Any,
         states: Sequence[tuple[Any, State]],
@@ -345,7 +345,7 @@ class EngineNetworks(Networks):
         parents: Sequence[State | None] = (),
         shortlists: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
-        """See `Networks.picked`; rows with the same `Sampling` are picked for together, in one read."""
+        """See `Networks.pick`; rows with the same `Sampling` are picked for together, in one read."""
         groups: dict[Sampling, list[int]] = {}
         for at, (row, _) in enumerate(states):
             groups.setdefault(row.sampling, []).append(at)
@@ -365,7 +365,7 @@ class EngineNetworks(Networks):
         parents: Sequence[State | None],
         shortlists: Sequence[Hidden | None],
     ) -> list[Scores]:
-        """See `Networks.picked`; one read, and no copy to the device behind a forward over those states."""
+        """See `Networks.pick`; one read, and no copy to the device behind a forward over those states."""
         block, spots = self.block, Spots(states, self.device, parents)
         columns = np.array([at * block + column for at, (_, state) in enumerate(states) for column in state.free], np.int64)
         if not len(columns):

@@ -24,7 +24,7 @@ from modeling_mrp.model.head import MRPHead
 from modeling_mrp.modeling import MRPBackbone
 from modeling_mrp.networks import layers as layers_file
 from modeling_mrp.networks.cache import BlockCache
-from modeling_mrp.networks.layers import fused, pack, packed, round_attention_of
+from modeling_mrp.networks.layers import fused_forward, pack, packed_weight, round_attention_of
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -126,7 +126,7 @@ def a_round(model: MRPForCausalLM, rows: int = 2) -> tuple[Tensor, tuple[Tensor,
 
 def walked(owner: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: RoundMask, cache: BlockCache) -> Tensor:
     """A round through the fused layers."""
-    walk = fused(owner, owner.layers, mask, cache)
+    walk = fused_forward(owner, owner.layers, mask, cache)
     assert walk is not None
     return walk(hidden, rotary)
 
@@ -174,7 +174,7 @@ def held(model: nn.Module) -> int:
 
 def packs(linears: Sequence[Any]) -> bool:
     """Tell if layers lie behind one another, and their weights as one are what they are one by one."""
-    found = packed(linears)
+    found = packed_weight(linears)
     assert found is None or torch.equal(found, torch.cat([linear.weight for linear in linears]))
     return found is not None
 
@@ -255,7 +255,7 @@ def fuses(owner: Any, dispatch: Dispatch, kind: type[nn.Module] | None = None) -
     cache = BlockCache(1, 1, 2, [weight.device], 4, 4, weight.dtype)
     committed, parent = torch.zeros(1, dtype=torch.long), torch.full((1, 1), -1)
     mask = RoundMask(committed, parent, 1, 4, dispatch).to(weight.device)
-    return fused(owner, owner.layers, mask, cache, kind) is not None
+    return fused_forward(owner, owner.layers, mask, cache, kind) is not None
 
 
 @torch.inference_mode()
@@ -266,8 +266,8 @@ def test_where_layers_fuse() -> None:
         assert fuses(owner, PYTORCH), "by the twins"
         assert fuses(owner, Dispatch()) is (DEVICE == "cuda")
     _, _, mask, cache = a_round(model)
-    assert fused(model.model, model.model.layers, mask.dense(8), cache) is None, "only in a round"
-    assert fused(model.model, model.model.layers, mask, DynamicCache(config=model.config)) is None
+    assert fused_forward(model.model, model.model.layers, mask.dense(8), cache) is None, "only in a round"
+    assert fused_forward(model.model, model.model.layers, mask, DynamicCache(config=model.config)) is None
     with pytest.raises(ValueError, match=r"there are no kernels for torch\.float64"):
         fuses(make_model().to(DEVICE).model, FORCED)
 

@@ -88,7 +88,7 @@ def test_what_a_round_launches(tapes: type[TapeRecorder], monkeypatch: pytest.Mo
         PICK, "launch", lambda _, logits, *others: (torch.full((len(logits),), 3), logits.new_ones(len(logits)))
     )
     model = make_model(4, block_size=16, num_hidden_layers=2, num_nextn_predict_layers=1).bfloat16()
-    counted: dict[str, list[int]] = {"picked": [], "commit": []}
+    counted: dict[str, list[int]] = {"pick": [], "commit": []}
 
     def watched(name: str) -> Any:
         method = getattr(Networks, name)
@@ -113,6 +113,6 @@ def test_what_a_round_launches(tapes: type[TapeRecorder], monkeypatch: pytest.Mo
         assert not layers - launched
         found[depth] = (launched - layers).total()
     assert found == {2: BACKBONE, 1: HEAD}
-    assert max(counted["picked"]) == PICKED  # where the stand-in makes two tensors for two launches
+    assert max(counted["pick"]) == PICKED  # where the stand-in makes two tensors for two launches
     assert {*counted["commit"]} <= {0, COMMIT}
     assert COMMIT in counted["commit"]

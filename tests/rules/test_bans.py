@@ -3,7 +3,7 @@
 import pytest
 from handmade import A, B, C, D, M, row, says, state
 
-from modeling_mrp.rules.bans import Bans, known
+from modeling_mrp.rules.bans import Bans, text_at
 
 WORDS = Bans(((1, 2), (3,), (4, 5, 6)))
 
@@ -67,6 +67,6 @@ def test_what_a_step_may_reveal_at_once(odds: list[float], where: tuple[int, ...
 def test_what_is_known_of_a_text() -> None:
     """The row's text with a state's block, and given tokens behind it; before it a clean block that is not text yet."""
     of = row([1, 2, 3, 4], 12, given=[M, M, M, M, M, M, 5, M])
-    assert known(of, state([A, M, C, M])) == [1, 2, 3, 4, A, M, C, M, M, M, 5]
-    assert known(of, state([M, M, 5, M], 8), state([A, B, C, D])) == [1, 2, 3, 4, A, B, C, D, M, M, 5, M]
-    assert known(row(), state([A, M, C, M])) == [1, 2, 3, 4, A, M, C, M]
+    assert text_at(of, state([A, M, C, M])) == [1, 2, 3, 4, A, M, C, M, M, M, 5]
+    assert text_at(of, state([M, M, 5, M], 8), state([A, B, C, D])) == [1, 2, 3, 4, A, B, C, D, M, M, 5, M]
+    assert text_at(row(), state([A, M, C, M])) == [1, 2, 3, 4, A, M, C, M]

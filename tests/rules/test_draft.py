@@ -11,7 +11,7 @@ import torch
 from handmade import EOS, A, B, C, D, M, row, says, state
 
 from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
-from modeling_mrp.rules.draft import Node, build_draft, growth, undrafted
+from modeling_mrp.rules.draft import Node, build_draft, draft_sizes, target_nodes
 from modeling_mrp.rules.noise import gumbel, noise_key
 from modeling_mrp.rules.reveal import ORDER_SHARPNESS, Sequential, Static
 from modeling_mrp.rules.state import Row
@@ -34,9 +34,9 @@ def drafting_row(odds: Sequence[float], token: Sequence[int] = (A, B, C, D), at:
     return of
 
 
-def test_growth() -> None:
-    assert [growth(4, passes) for passes in (1, 2, 3, 9)] == [[3], [2, 3], [1, 2, 3], [1, 2, 3]]
-    assert [growth(8, 2), growth(8, 3), growth(2, 1)] == [[4, 7], [3, 5, 7], [1]]
+def test_draft_sizes() -> None:
+    assert [draft_sizes(4, passes) for passes in (1, 2, 3, 9)] == [[3], [2, 3], [1, 2, 3], [1, 2, 3]]
+    assert [draft_sizes(8, 2), draft_sizes(8, 3), draft_sizes(2, 1)] == [[4, 7], [3, 5, 7], [1]]
 
 
 def test_a_chain() -> None:
@@ -96,13 +96,13 @@ def test_a_clean_states_successor() -> None:
     """One block at a time: a given one has to wait. What is given in it is there."""
     of = drafting_row([0] * 4, at=[A, B, C, D], given=[M, M, M, M, M, 5])
     assert ids_of(build_draft(of, ONE, 4, 3, {})) == [[A, B, C, D], [M, 5, M, M]]
-    assert ids_of(undrafted(of, False)) == [[A, B, C, D], [M, 5, M, M]]
-    assert ids_of(undrafted(of, True)) == [[A, B, C, D]]
+    assert ids_of(target_nodes(of, False)) == [[A, B, C, D], [M, 5, M, M]]
+    assert ids_of(target_nodes(of, True)) == [[A, B, C, D]]
     given = drafting_row([0] * 4, at=[A, B, C, D], new=12, given=[M, M, M, M, 5, 6, 7, 8, M])
-    for nodes in (build_draft(given, ONE, 4, 3, {}), undrafted(given, False)):
+    for nodes in (build_draft(given, ONE, 4, 3, {}), target_nodes(given, False)):
         assert ids_of(nodes) == [[A, B, C, D]]
     masked = drafting_row([0] * 4, at=[A, M, C, D])
-    assert ids_of(undrafted(masked, False)) == [[A, M, C, D]]
+    assert ids_of(target_nodes(masked, False)) == [[A, M, C, D]]
 
 
 def test_sampled_drafts_choose_with_the_states_own_noise() -> None:

@@ -17,7 +17,7 @@ from reference_rules import Step, chosen_by
 from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.rules.accept import accept, first_frontier, write
-from modeling_mrp.rules.draft import Node, build_draft, undrafted
+from modeling_mrp.rules.draft import Node, build_draft, target_nodes
 from modeling_mrp.rules.published import (
     BoundedAdaptive,
     Coherent,
@@ -262,7 +262,7 @@ def decoded(rule: RevealRule, of: Row, width: int, branches: int, alike: float, 
         of.settle()
         if of.stop is not None:
             return rounds
-        nodes = build_draft(of, rule, width, branches, {}) if width > 1 else undrafted(of, False)
+        nodes = build_draft(of, rule, width, branches, {}) if width > 1 else target_nodes(of, False)
         frontier, _ = accept(of, rule, nodes, [network(node.state, alike, seed) for node in nodes], width > 1)
         rounds += 1
         assert rounds < 200
