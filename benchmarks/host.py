@@ -59,13 +59,11 @@ class Replay:
     """
 
     picker = drafter = None
-    round_masks = False
 
     def __init__(self, said: Sequence[Any]) -> None:
         again = iter(said)
         self.prefill = self.score = self.head = self.pick = lambda *_, **__: next(again)
         self.commit = self.widen = lambda *_: None
-        self.attending = torch.inference_mode
 
     def narrow(self, rows: list[Row], size: int) -> list[Row]:
         """See `Networks`."""

@@ -22,8 +22,7 @@ import torch
 from modeling_mrp.generate.loop import Drafting, Mode
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.networks import Hidden, Networks
-from modeling_mrp.rules.accept import first_frontier, reveal_at, write
-from modeling_mrp.rules.draft import Node
+from modeling_mrp.rules.draft import Node, first_frontier, reveal_at, write
 from modeling_mrp.rules.reveal import RevealRule, Static
 from modeling_mrp.rules.state import Row, Scores, State
 

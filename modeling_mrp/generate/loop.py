@@ -19,8 +19,7 @@ from time import perf_counter
 
 from ..networks.networks import Hidden, Networks
 from ..networks.picker import LIKELIEST, SHORTLIST
-from ..rules.accept import accept, first_frontier, write
-from ..rules.draft import Node, build_draft, draft_sizes, target_nodes
+from ..rules.draft import Node, accept, build_draft, draft_sizes, first_frontier, target_nodes, write
 from ..rules.reveal import RevealRule
 from ..rules.state import Frontier, Key, Row, Scores, State
 from .budget import Amount, Budget
@@ -111,20 +110,19 @@ class Decoder:
         Raises:
             UnscoredError: for a position at which no token has a finite score.
         """
-        with self.networks.attending():
-            scores = self.networks.prefill(rows, reused)
-            self.write(rows, [first_frontier(row, self.mode.rule, said) for row, said in zip(rows, scores, strict=True)])
-            self.watch(rows)
-            batch = rows
-            while active := sum(row.stop is None for row in batch):
-                if (size := self.smaller(len(batch), active)) < len(batch):
-                    batch = self.networks.narrow(batch, size)
-                begun = perf_counter()
-                amount = self.budget.choose(batch)
-                steps = self.round(batch, amount)
-                self.budget.learn(amount, batch, steps, perf_counter() - begun)
-                self.watch(batch)
-            self.networks.widen(max(row.held for row in rows))
+        scores = self.networks.prefill(rows, reused)
+        self.write(rows, [first_frontier(row, self.mode.rule, said) for row, said in zip(rows, scores, strict=True)])
+        self.watch(rows)
+        batch = rows
+        while active := sum(row.stop is None for row in batch):
+            if (size := self.smaller(len(batch), active)) < len(batch):
+                batch = self.networks.narrow(batch, size)
+            begun = perf_counter()
+            amount = self.budget.choose(batch)
+            steps = self.round(batch, amount)
+            self.budget.learn(amount, batch, steps, perf_counter() - begun)
+            self.watch(batch)
+        self.networks.widen(max(row.held for row in rows))
 
     def watch(self, rows: Sequence[Row]) -> None:
         """Show the rows to all who watch."""

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from handmade import EOS, A, B, C, D, M, row, says, state
 
-from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
-from modeling_mrp.rules.draft import Node, build_draft, draft_sizes, target_nodes
-from modeling_mrp.rules.noise import gumbel, noise_key
+from modeling_mrp.kernels.pick import gumbel_noise
+from modeling_mrp.rules.draft import Node, build_draft, draft_sizes, noise_key, target_nodes
 from modeling_mrp.rules.reveal import ORDER_SHARPNESS, Sequential, Static
 from modeling_mrp.rules.state import Row
 
@@ -116,21 +115,10 @@ def test_sampled_drafts_choose_with_the_states_own_noise() -> None:
         ids = np.array([[20 + 5 * column + place for place in range(5)] for column in range(4)])
         of.source = says([0] * 4, likeliest=(ids, odds))
         (_, node) = build_draft(of, Sequential((1,)), 2, 1, {})
-        noise = gumbel_noise(noise_keys(*torch.tensor([[seed], [4], [4]])), torch.tensor(ids[0]), torch.float64)[0]
+        noise = gumbel_noise(noise_key(*torch.tensor([[seed], [4], [4]])), torch.tensor(ids[0]), torch.float64)[0]
         p = torch.tensor(odds[0]).sigmoid()
         best = int((p.log() + noise).argmax())
         assert node.state.ids == (20 + best, M, M, M)
         assert best != 4
         picked.add(best)
     assert len(picked) == 4
-
-
-def test_noise_is_that_of_the_device_to_the_bit() -> None:
-    rng = random.Random(0)
-    cases = [(rng.randrange(1 << 62), rng.randrange(1 << 20), rng.randrange(33)) for _ in range(50)] + [(0, 0, 0)]
-    keys = [noise_key(*case) for case in cases]
-    theirs = noise_keys(*torch.tensor(cases).unbind(1))
-    assert keys == theirs.tolist()
-    tokens = np.array([[rng.randrange(200_000) for _ in range(9)] for _ in cases])
-    expected = gumbel_noise(theirs, torch.tensor(tokens), torch.float64).numpy()
-    np.testing.assert_allclose(gumbel(keys, tokens), expected, rtol=1e-14)
