@@ -23,8 +23,8 @@ FIRST = [f"tests/generate/test_fuzz.py::test_random_decodes[{seed}]" for seed in
 SELECTION = {
     "rules": ("rules", "draft", "bans"),
     "generate": ("refine", "decoding", "active_rows", "score"),
-    "networks": ("cache", "sampling", "continuation", "graphs", "round_attention", "first_use"),
-    "kernels": ("pick", "kernels", "round_attention", "sampling", "fused_layers", "kernel_decoding", "first_use"),
+    "networks": ("cache", "sampling", "continuation", "graphs", "layers", "first_use"),
+    "kernels": ("pick", "kernels", "round_layers", "sampling", "kernel_decoding", "first_use"),
 }
 # What is imported before, so that no child has to.
 WARM = ("pytest", "tokenizers", "transformers.trainer", "transformers.models.qwen3.modeling_qwen3")
