@@ -1,12 +1,16 @@
 """Random-weight models small enough for a laptop, the embedded checkpoint, and tokenizers of whole words."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# transformers copies a repository's code once for each commit, and the tests have one commit for all that they make.
+_MODULES = tempfile.TemporaryDirectory()
+os.environ["HF_MODULES_CACHE"] = _MODULES.name
 
 import pytest
 import torch
