@@ -5454,7 +5454,8 @@ def check_adapters(model: Any, rows: int) -> None:
 def check_past(past: Any, model: Any, rows: int) -> None:
     """Raise `ValueError` unless one may go on from a cache, for so many prompts."""
     depth, why = 0 if model.mrp_head is None else len(model.mrp_head.layers), None
-    if not isinstance(past, BlockCache) or past.owner is None or past.owner() is not model:
+    ours = isinstance(past, BlockCache) and past.owner is not None and past.owner() is model
+    if not ours:
         why = "are not those that generate(..., return_dict_in_generate=True) of this very model gave, or went through a pickle"
     elif past.rows != rows:
         why = f"hold {past.rows} rows, and input_ids have {rows}, not the same conversations in the same order"
