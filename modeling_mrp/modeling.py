@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from .generate.generation import MRPGenerationMixin, logger
-from .generate.options import MRPGenerationConfig
+from .generate.options import MRPGenerationConfig, check_rows
 from .generate.score import MRPScoringMixin
 from .kernels.round_layers import RoundMask
 from .model.code import model_tags
@@ -118,8 +118,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         embeds = self.model.embed_tokens(input_ids)
         rotary = self.model.head_rotary(embeds, position_ids)
         head = self.mrp_head if past_key_values is None else self.mrp_head._call_impl
-        output = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
-        return output if self.config.head_predicts == "residual" else output - hidden_states
+        output: Tensor = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
+        return output
 
     @can_return_tuple
     def forward(
@@ -240,11 +240,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         valid = torch.ones(batch, past + length, dtype=torch.bool, device=given.device)
         if attention_mask is not None and attention_mask.dim() == 2:
-            if attention_mask.shape != (batch, past + length):
-                raise ValueError(
-                    f"attention_mask has shape {list(attention_mask.shape)}, but the batch has {batch} rows, the cache holds "
-                    f"{past} tokens and {length} are new: pass [{batch}, {past + length}]"
-                )
             valid = attention_mask.bool()
         key_positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
         if position_ids is None:
@@ -299,10 +294,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         if level is not None and not bool(((level > 0) & (level <= 1)).all()):
             raise ValueError(f"noise_level is {level.tolist()}: levels are above 0 and at most 1")
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        if ((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any():
-            raise ValueError(
-                "attention_mask has holes: with labels a row's tokens must be contiguous, with padding on one side or both"
-            )
+        check_rows(valid, 0, self.config.max_position_embeddings)
         learned = labels != -100
         clean = torch.where(learned, labels, input_ids)
         noise = noise_of(clean, valid, self.training)

@@ -1,12 +1,16 @@
 """Random-weight models small enough for a laptop, the embedded checkpoint, and tokenizers of whole words."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# transformers copies a repository's code once for each commit, and the tests have one commit for all that they make.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()
 
 import pytest
 import torch
@@ -32,6 +36,10 @@ from tests.random_cases import word_tokenizer as word_ids
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture

@@ -6,19 +6,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import published
 import torch
-import torch.nn.functional as F
 from mrp_trainer.heads import new_head
-from published import backbone_config, hidden_states, random_tensors, write
+from published import (
+    Shapes,
+    backbone_config,
+    decoder_shapes,
+    hidden_states,
+    mlp_shapes,
+    norm,
+    random_tensors,
+    rotate,
+    swiglu,
+    write,
+)
 from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
 from modeling_mrp import MRPForCausalLM
 
-Shapes = dict[str, tuple[int, ...]]
 Logits = Callable[[list[int]], Tensor]
-MLP = ("gate", "up", "down")
 # What the published configs share; each family's changes it.
 COMMON: dict[str, Any] = {"attention_dropout": 0.0, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_scaling": None}
 COMMON |= {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True}
@@ -78,34 +85,6 @@ def stock_logits(kind: Any, model_type: str, block: str | int, shifted: bool = F
 # ------------------------------------------------------------------------------------------------- tensors
 
 
-def mlp_shapes(name: str, hidden: int, inner: int) -> Shapes:
-    return {f"{name}.{part}_proj.weight": (hidden, inner) if part == "down" else (inner, hidden) for part in MLP}
-
-
-def decoder_shapes(config: dict[str, Any], bias: bool = False, norms: bool = False, experts: bool = False) -> Shapes:
-    """A decoder of transformers' layout."""
-    hidden, inner, width = config["hidden_size"], config["intermediate_size"], config.get("head_dim")
-    width = width or hidden // config["num_attention_heads"]
-    sizes = {"q": config["num_attention_heads"] * width, "k": config["num_key_value_heads"] * width}
-    sizes["v"] = sizes["k"]
-    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    for layer in (f"model.layers.{at}" for at in range(config["num_hidden_layers"])):
-        shapes |= {f"{layer}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        shapes |= {f"{layer}.self_attn.{name}_proj.weight": (size, hidden) for name, size in sizes.items()}
-        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, sizes["q"])
-        shapes |= {f"{layer}.self_attn.{name}_proj.bias": (size,) for name, size in sizes.items() if bias}
-        shapes |= {f"{layer}.self_attn.{name}_norm.weight": (width,) for name in "qk" if norms}
-        if not experts:
-            shapes |= mlp_shapes(f"{layer}.mlp", hidden, inner)
-            continue
-        shapes[f"{layer}.mlp.gate.weight"] = (config["num_experts"], hidden)
-        for expert in range(config["num_experts"]):
-            shapes |= mlp_shapes(f"{layer}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
-    return shapes
-
-
 def llada2_shapes(config: dict[str, Any]) -> Shapes:
     hidden, width, experts = config["hidden_size"], config["head_dim"], config["num_experts"]
     heads, kv_heads = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
@@ -129,23 +108,6 @@ def llada2_shapes(config: dict[str, Any]) -> Shapes:
 
 
 # ------------------------------------------------------------------------------------------------- LLaDA2.0 written anew
-
-
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * x / (x.square().mean(-1, keepdim=True) + COMMON["rms_norm_eps"]).sqrt()
-
-
-def rotate(x: Tensor, turned: int, theta: float) -> Tensor:
-    """Rotation of x [positions, heads, width]: of its first `turned` dimensions the pairs (i, i + turned / 2)."""
-    angle = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, turned, 2, dtype=torch.float64) / turned)
-    first, second, rest = x.split([turned // 2, turned // 2, x.shape[-1] - turned], -1)
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
-
-
-def swiglu(tensors: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-    gated = F.silu(x @ tensors[f"{name}.gate_proj.weight"].T) * (x @ tensors[f"{name}.up_proj.weight"].T)
-    return gated @ tensors[f"{name}.down_proj.weight"].T
 
 
 def experts_of(config: dict[str, Any], tensors: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -195,15 +157,7 @@ def llada2_logits(folder: Path, config: dict[str, Any], tensors: dict[str, Tenso
 def sdar_logits(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Logits:
     """Written from method.md alone."""
     tensors = {name: tensor.double() for name, tensor in tensors.items()}
-
-    def logits(ids: list[int]) -> Tensor:
-        usual, published.BLOCK = published.BLOCK, config["block_size"]
-        try:
-            return hidden_states(tensors, ids) @ tensors["lm_head.weight"].T
-        finally:
-            published.BLOCK = usual
-
-    return logits
+    return lambda ids: hidden_states(tensors, ids, config["block_size"]) @ tensors["lm_head.weight"].T
 
 
 # ------------------------------------------------------------------------------------------------- the table

@@ -23,7 +23,11 @@ FIRST = [f"tests/generate/test_fuzz.py::test_random_decodes[{seed}]" for seed in
 SELECTION = {
     "rules": ("rules", "draft", "bans"),
     "generate": ("refine", "decoding", "active_rows", "score"),
+<<<<<<< HEAD
     "networks": ("cache", "sampling", "continuation", "graphs", "layers", "first_use"),
+=======
+    "networks": ("cache", "sampling", "continuation", "graphs", "round_layers", "first_use"),
+>>>>>>> front
     "kernels": ("pick", "kernels", "round_layers", "sampling", "kernel_decoding", "first_use"),
 }
 # What is imported before, so that no child has to.
@@ -52,13 +56,13 @@ def selected(mutant: Mutant) -> list[list[str]]:
 
 def outcome(mutant: Mutant, text: str, folder: Path) -> str:
     """Run the tests on a copy with another text of a file, in a process of its own; the test that failed, "" where none did."""
-    package, report = folder / "modeling_mrp", folder / "report"
+    package, report, tests = folder / "modeling_mrp", folder / "report", selected(mutant)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "modeling_mrp", package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / mutant["file"]).write_text(text, encoding="utf-8")
     if not (child := os.fork()):
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
-        run_tests(selected(mutant), folder, report)
+        run_tests(tests, folder, report)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):

@@ -17,6 +17,8 @@ HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, WIDTH = 32, 48, 2, 4, 2, 8
 VOCAB, BLOCK, MASK, EPS, THETA = 101, 4, 97, 1e-6, 1e6
 HEAD_LAYERS = 2
 HEAD = "mrp_modules.0.model"
+MLP = ("gate", "up", "down")
+Shapes = dict[str, tuple[int, ...]]
 
 
 def published_config(**changes: Any) -> dict[str, Any]:
@@ -69,37 +71,46 @@ def backbone_config(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in ("num_mrp_heads", "num_nextn_predict_layers")}
 
 
-def layer_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}.self_attn.q_proj.weight": (HEADS * WIDTH, HIDDEN),
-        f"{prefix}.self_attn.k_proj.weight": (KV_HEADS * WIDTH, HIDDEN),
-        f"{prefix}.self_attn.v_proj.weight": (KV_HEADS * WIDTH, HIDDEN),
-        f"{prefix}.self_attn.o_proj.weight": (HIDDEN, HEADS * WIDTH),
-        f"{prefix}.self_attn.q_norm.weight": (WIDTH,),
-        f"{prefix}.self_attn.k_norm.weight": (WIDTH,),
-        f"{prefix}.mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
-        f"{prefix}.mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
-        f"{prefix}.mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
-        f"{prefix}.input_layernorm.weight": (HIDDEN,),
-        f"{prefix}.post_attention_layernorm.weight": (HIDDEN,),
-    }
+def mlp_shapes(name: str, hidden: int, inner: int) -> Shapes:
+    return {f"{name}.{part}_proj.weight": (hidden, inner) if part == "down" else (inner, hidden) for part in MLP}
 
 
-def backbone_shapes() -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
-    for index in range(LAYERS):
-        shapes |= layer_shapes(f"model.layers.{index}")
-    return {**shapes, "lm_head.weight": (VOCAB, HIDDEN)}
+def decoder_shapes(config: dict[str, Any], bias: bool = False, norms: bool = False, experts: bool = False) -> Shapes:
+    """A decoder of transformers' layout."""
+    hidden, inner, width = config["hidden_size"], config["intermediate_size"], config.get("head_dim")
+    width = width or hidden // config["num_attention_heads"]
+    sizes = {"q": config["num_attention_heads"] * width, "k": config["num_key_value_heads"] * width}
+    sizes["v"] = sizes["k"]
+    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    for layer in (f"model.layers.{at}" for at in range(config["num_hidden_layers"])):
+        shapes |= {f"{layer}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {f"{layer}.self_attn.{name}_proj.weight": (size, hidden) for name, size in sizes.items()}
+        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, sizes["q"])
+        shapes |= {f"{layer}.self_attn.{name}_proj.bias": (size,) for name, size in sizes.items() if bias}
+        shapes |= {f"{layer}.self_attn.{name}_norm.weight": (width,) for name in "qk" if norms}
+        if not experts:
+            shapes |= mlp_shapes(f"{layer}.mlp", hidden, inner)
+            continue
+        shapes[f"{layer}.mlp.gate.weight"] = (config["num_experts"], hidden)
+        for expert in range(config["num_experts"]):
+            shapes |= mlp_shapes(f"{layer}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
+    return shapes
 
 
-def head_shapes() -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {f"{HEAD}.{norm}.weight": (HIDDEN,) for norm in ("enorm", "hnorm", "norm")}
-    for index in range(HEAD_LAYERS):
-        shapes |= layer_shapes(f"{HEAD}.layers.{index}")
+def backbone_shapes() -> Shapes:
+    return decoder_shapes(backbone_config(), norms=True)
+
+
+def head_shapes() -> Shapes:
+    layers = decoder_shapes(backbone_config(num_hidden_layers=HEAD_LAYERS), norms=True)
+    shapes: Shapes = {f"{HEAD}.{norm}.weight": (HIDDEN,) for norm in ("enorm", "hnorm", "norm")}
+    shapes |= {name.replace("model", HEAD): shape for name, shape in layers.items() if ".layers." in name}
     return {**shapes, f"{HEAD}.eh_proj.weight": (HIDDEN, 2 * HIDDEN)}
 
 
-def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def random_tensors(shapes: Shapes, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Weights that are told apart by their values; norms around one."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -157,15 +168,20 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
 
 
-def rotate(x: Tensor) -> Tensor:
-    """RoPE of x [positions, heads, width]: the pairs (i, i + width / 2) turn by position * theta^(-2i / width)."""
-    angle = torch.arange(len(x))[:, None] * THETA ** (-torch.arange(0, WIDTH, 2, dtype=torch.float64) / WIDTH)
-    cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)
-    first, second = x[..., : WIDTH // 2], x[..., WIDTH // 2 :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+def rotate(x: Tensor, turned: int, theta: float) -> Tensor:
+    """Rotation of x [positions, heads, width]: of its first `turned` dimensions the pairs (i, i + turned / 2)."""
+    angle = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+    first, second, rest = x.split([turned // 2, turned // 2, x.shape[-1] - turned], -1)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
-def layer(tensors: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:
+def swiglu(tensors: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    gated = F.silu(x @ tensors[f"{name}.gate_proj.weight"].T) * (x @ tensors[f"{name}.up_proj.weight"].T)
+    return gated @ tensors[f"{name}.down_proj.weight"].T
+
+
+def layer(tensors: dict[str, Tensor], prefix: str, x: Tensor, size: int = BLOCK) -> Tensor:
     """A Qwen3 decoder layer on x [length, hidden], block-causal: a token sees its own block and earlier ones."""
 
     def weight(name: str) -> Tensor:
@@ -173,22 +189,22 @@ def layer(tensors: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:
 
     normed = norm(x, weight("input_layernorm"))
     query, key, value = ((normed @ weight(f"self_attn.{k}_proj").T).unflatten(1, (-1, WIDTH)) for k in "qkv")
-    query, key = rotate(norm(query, weight("self_attn.q_norm"))), rotate(norm(key, weight("self_attn.k_norm")))
+    query, key = (
+        rotate(norm(part, weight(f"self_attn.{name}_norm")), WIDTH, THETA) for name, part in (("q", query), ("k", key))
+    )
     key, value = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (key, value))
     scores = torch.einsum("qhw,khw->hqk", query, key) / WIDTH**0.5
-    block = torch.arange(len(x)) // BLOCK
+    block = torch.arange(len(x)) // size
     probabilities = scores.masked_fill(block[None, :] > block[:, None], -torch.inf).softmax(-1)
     x = x + torch.einsum("hqk,khw->qhw", probabilities, value).flatten(1) @ weight("self_attn.o_proj").T
-    normed = norm(x, weight("post_attention_layernorm"))
-    gated = F.silu(normed @ weight("mlp.gate_proj").T) * (normed @ weight("mlp.up_proj").T)
-    return x + gated @ weight("mlp.down_proj").T
+    return x + swiglu(tensors, f"{prefix}.mlp", norm(x, weight("post_attention_layernorm")))
 
 
-def hidden_states(tensors: dict[str, Tensor], ids: list[int]) -> Tensor:
-    """h_A [length, hidden] of the backbone."""
+def hidden_states(tensors: dict[str, Tensor], ids: list[int], size: int = BLOCK) -> Tensor:
+    """h_A [length, hidden] of the backbone, in blocks of a size."""
     x = tensors["model.embed_tokens.weight"][ids]
     for index in range(LAYERS):
-        x = layer(tensors, f"model.layers.{index}", x)
+        x = layer(tensors, f"model.layers.{index}", x, size)
     return norm(x, tensors["model.norm.weight"])
 
 

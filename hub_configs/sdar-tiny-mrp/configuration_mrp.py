@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
-from huggingface_hub.errors import StrictDataclassError
 from importlib import import_module
 from pathlib import Path
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -18,7 +17,8 @@ from typing import Any, ClassVar
 
 DENSE = "sdar"  # the family of a config that names none
 
-_FAMILIES: dict[str, Any] = {}
+# transformers may run a repository's file again in the same module, and those that import it not: what they registered stays.
+_FAMILIES: dict[str, Any] = globals().get("_FAMILIES", {})
 _FOLDER = Path(__file__).parent if Path(__file__).stem == "registry" else None  # the families' files, if this is one of them
 
 
@@ -112,6 +112,9 @@ def our_fields(fields: dict[str, Any], known: Collection[str], source: str = "")
                 "('sdar' and those in docs/models.md) and, by MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'), to "
                 "be converted by training. The code of a repository reads its own family alone: for others install this package"
             )
+        fields = {name: value for name, value in fields.items() if value is not None}
+        if "hidden_size" in fields and "num_attention_heads" in fields:
+            fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
         fields, extra = backbone.translated(fields), {"family": backbone.family}
         known = {*known, *backbone.fields}
     kept = {name: value for name, value in fields.items() if name in known or name in _OLD_SPELLINGS}
@@ -129,17 +132,14 @@ class MRPConfig(Qwen3Config):
         block_size: Tokens per diffusion block, counted from absolute position 0.
         mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
         num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
-        num_mrp_heads: Number of heads. Only one is defined: it serves every draft depth.
-        head_predicts: `residual`: the head's output is added to the hidden states it read. `hidden`: it takes their place,
-            the paper's ablation ("direct prediction").
         base_model_name_or_path: In the config of a head repository, which holds the head alone: the backbone it belongs to.
             None everywhere else, also in a loaded model, which has its backbone.
         base_model_revision: The backbone's commit, branch or tag.
 
     Raises:
-        ValueError: if a block, an id or a number of heads is out of bounds; `head_predicts` is unknown; a layer uses
-            sliding-window attention (the block-causal mask has no window); the attention is another repository's; when read
-            from a file or dict, also for the config of another kind of model, and for values of the wrong type.
+        ValueError: if a block, an id or a number of layers is out of bounds; a layer uses sliding-window attention (the
+            block-causal mask has no window); the attention is another repository's; when read from a file or dict, also for the
+            config of another kind of model.
     """
 
     model_type = "sdar_mrp"
@@ -155,26 +155,16 @@ class MRPConfig(Qwen3Config):
     block_size: int = 16
     mask_token_id: int = 151669
     num_nextn_predict_layers: int = 0
-    num_mrp_heads: int = 1
-    head_predicts: str = "residual"
     base_model_name_or_path: str | None = None
     base_model_revision: str | None = None
     family: str = DENSE
 
     def __post_init__(self, **kwargs: Any) -> None:
-        largest_id = self.vocab_size - 1
         for name, value, least, most, why in (
             ("block_size", self.block_size, 1, self.max_position_embeddings, "max_position_embeddings"),
-            ("mask_token_id", self.mask_token_id, 0, largest_id, "the tokenizer's mask token, inside the vocabulary"),
-            (
-                "pad_token_id",
-                self.pad_token_id or 0,
-                0,
-                largest_id,
-                "the tokenizer's pad token, inside the vocabulary, or null",
-            ),
+            ("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1, "the tokenizer's mask token, inside the vocabulary"),
+            ("pad_token_id", self.pad_token_id or 0, 0, self.vocab_size - 1, "inside the vocabulary, or null"),
             ("num_nextn_predict_layers", self.num_nextn_predict_layers, 0, 1024, "0: no head"),
-            ("num_mrp_heads", self.num_mrp_heads, 1, 1, "one head serves every draft depth"),
         ):
             if not isinstance(value, int) or not least <= value <= most:
                 raise ValueError(f"{name} is {value!r}: it must be an int from {least} to {most} ({why})")
@@ -190,8 +180,6 @@ class MRPConfig(Qwen3Config):
                 f"attn_implementation is {self._attn_implementation!r}, code of another repository, which is not run (and "
                 "knows no block-causal mask): use 'sdpa' or 'eager'"
             )
-        if self.head_predicts not in ("residual", "hidden"):
-            raise ValueError(f"head_predicts is {self.head_predicts!r}: choose 'residual' or 'hidden'")
 
     @classmethod
     def get_config_dict(
@@ -204,12 +192,7 @@ class MRPConfig(Qwen3Config):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Make a config from its fields, ours or those of a published config."""
-        ours = our_fields(config_dict, {field.name for field in fields(cls)})
-        try:
-            return super().from_dict(ours, **kwargs)
-        except (StrictDataclassError, AttributeError, TypeError, LookupError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(f"the config holds a value of the wrong type: correct config.json ({reason})") from error
+        return super().from_dict(our_fields(config_dict, {field.name for field in fields(cls)}), **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Select the fields to save; a backbone is named where there is a name, and a family where it is another."""

@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from time import perf_counter
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import PreTrainedTokenizerBase, initialization as init
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria, GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StopStringCriteria, StoppingCriteria, StoppingCriteriaList, TemperatureLogitsWarper, logits_process as kinds
 from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper, MinPLogitsWarper, TopHLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
@@ -43,7 +43,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3Model, Qwen3RMSNorm, apply_rotary_pos_emb
 from transformers.utils import CONFIG_NAME, ModelOutput, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, can_return_tuple, extract_commit_hash, logging as transformers_logging
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, get_args, get_type_hints
 from .configuration_mrp import DENSE, MRPConfig, backbone_of, family
 
 
@@ -1251,12 +1251,14 @@ class MRPBackbone(Qwen3Model):
     """transformers' `Qwen3Model`, whose mask has to be given: its own is causal. The backbone of dense SDAR.
 
     Attributes:
+        family: Its name, by which it was registered.
         models: What its published models are called.
         paper: Where they are described; None: nowhere that is cited.
         shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
     """
 
     _tp_plan: ClassVar[Any] = {"embed_tokens": "replicate"}  # rows of lm_head, with which it may be tied, are read
+    family: ClassVar[str]
     models: ClassVar[str] = "SDAR"
     paper: ClassVar[str | None] = "2510.06303"
     shifted: ClassVar[bool] = False
@@ -1282,12 +1284,12 @@ class MRPBackbone(Qwen3Model):
 
     @classmethod
     def reads(cls, fields: Mapping[str, Any]) -> bool:
-        """Tell if a published config is one of this family."""
-        return fields.get("model_type") == "sdar"
+        """Tell if a published config is one of this family: if its `model_type` is the family's name."""
+        return bool(fields.get("model_type") == cls.family)
 
     @classmethod
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate a published config's fields into those of `MRPConfig`; the rest of them is dropped."""
+        """Translate those fields of a published config that are not null into those of `MRPConfig`; others are dropped."""
         return dict(fields)
 
     @classmethod
@@ -3483,11 +3485,7 @@ class Budget(Protocol):
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same amount in every round.
-
-    Attributes:
-        amount: It.
-    """
+    """The same amount in every round."""
 
     amount: Amount
 
@@ -3499,25 +3497,14 @@ class Fixed:
         """Learn nothing."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What the time of a round depends on: rows of the batch, states of each that are scored, and whether the head reads."""
-
-    rows: int
-    states: int
-    head: bool
-
-    @property
-    def scored(self) -> int:
-        """States of all rows together."""
-        return self.rows * self.states
+Shape = tuple[int, int, bool]  # rows of the batch, states of each that are scored, and whether the head reads
+PLAIN = Amount()
 
 
 class Times:
-    """Seconds of rounds by the states that they score, without the head and with it; and what first uses of a shape cost.
+    """Seconds of rounds by states of all rows together, without the head and with it; and what first uses of a shape cost.
 
     Attributes:
-        first: By shape, the seconds of its first uses.
         recording: Seconds that the first uses of a shape take beyond its rounds: the least of all shapes.
     """
 
@@ -3531,15 +3518,16 @@ class Times:
 
     def learn(self, shape: Shape, seconds: float) -> None:
         """Learn what a round took."""
-        known, scored, first = self.seconds[shape.head], shape.scored, self.first[shape]
-        if len(first) == self.FIRST:
+        (rows, states, head), first = shape, self.first[shape]
+        known, scored = self.seconds[head], rows * states
+        if self.known(shape):
             known[scored] += self.RATE * (min(seconds, self.OUTLIER * known[scored]) - known[scored])
         else:
             first.append(seconds)
-            if len(first) == self.FIRST:
+            if self.known(shape):
                 known.setdefault(scored, min(first))
                 self.recording = min(self.recording, sum(first) - len(first) * min(first))
-        if shape.head and scored in known:
+        if head and scored in known:
             self.head = known[scored] / (self.estimate(scored, False) or known[scored])
 
     def known(self, shape: Shape) -> bool:
@@ -3547,49 +3535,24 @@ class Times:
         return len(self.first[shape]) == self.FIRST
 
     def estimate(self, scored: int, head: bool) -> float:
-        """Estimate the seconds of a round, rather too few than too many: flat, or on the line through the two below."""
+        """Estimate the seconds of a round, rather too few than too many: those of the largest known one below."""
         known = self.seconds[head]
         if scored in known:
             return known[scored]
         if head:
             return self.estimate(scored, False) * self.head
-        below = sorted(one for one in known if one < scored)[-2:]
-        if not below:
-            least = min(known, default=0)
-            return known[least] * scored / least if least else 0.0
-        before, last = below[0], below[-1]
-        slope = (known[last] - known[before]) / max(1, last - before)
-        return known[last] + max(0.0, slope) * (scored - last)
+        if below := [one for one in known if one < scored]:
+            return known[max(below)]
+        least = min(known, default=0)
+        return known[least] * scored / least if least else 0.0
 
     def price(self, shape: Shape, worth: float) -> float:
         """Estimate what it may cost at worst to make a time known, given what a round is worth."""
-        uses, seconds, flat = len(self.first[shape]), self.estimate(shape.scored, shape.head), self.seconds[False]
-        if shape.scored not in self.seconds[shape.head]:
-            seconds = max(seconds, flat[max(flat)] * shape.scored / max(flat))
-        recordings = (1 + shape.head) * (uses < self.FIRST - 1)
-        return recordings * self.recording + max(1, self.FIRST - uses) * max(0.0, seconds - worth)
-
-
-@dataclass
-class Gains:
-    """What rounds of one amount came to, a mean over the rows that could draft: sums that fade.
-
-    Attributes:
-        rounds: Such rounds.
-        steps: Denoising steps of a row.
-        stuck: The share of rows that cannot draft next.
-    """
-
-    rounds: float = 0.0
-    steps: float = 0.0
-    stuck: float = 0.0
-
-    def fade(self, by: float) -> None:
-        """Let all count less."""
-        self.rounds, self.steps, self.stuck = self.rounds * by, self.steps * by, self.stuck * by
-
-
-PLAIN = Amount()
+        (rows, states, head), uses = shape, len(self.first[shape])
+        seconds, scored, flat = self.estimate(rows * states, head), rows * states, self.seconds[False]
+        if scored not in self.seconds[head]:
+            seconds = max(seconds, flat[max(flat)] * scored / max(flat))
+        return (1 + head) * (uses < self.FIRST - 1) * self.recording + max(1, self.FIRST - uses) * max(0.0, seconds - worth)
 
 
 class Auto:
@@ -3599,10 +3562,9 @@ class Auto:
     whatever is chosen. So an amount is judged by what it comes to with the rounds behind it that it makes such.
 
     An amount of which too little is known is tried where its best case beats what is best so far. More states come to more
-    steps, but to ever fewer each, and cost no less time than they would on the line through the last two: so the best case of
-    a width follows from the smaller ones. Trying is paid from a balance: a share of what the target alone would have taken,
-    and all that drafts have won over it in batches of as many rows. A first call is thus at most about that share slower than
-    its target.
+    steps, but to ever fewer each, and cost no less time: so the best case of a width follows from the smaller ones. Trying is
+    paid from a balance: a share of what the target alone would have taken, and all that drafts have won over it in batches of
+    as many rows. A first call is thus at most about that share slower than its target.
 
     Args:
         states, passes: The most of both.
@@ -3616,10 +3578,11 @@ class Auto:
     def __init__(self, states: int, passes: int) -> None:
         kinds = [0, passes] if passes else [0]
         self.ladders = [[Amount(one, min(kind, one - 1)) for one in WIDTHS if 1 < one <= states] for kind in kinds]
-        self.gains = {amount: Gains() for amount in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
+        # Of each amount rounds, steps of a row in them, and the share of rows that could not draft next: sums that fade.
+        self.gains = {amount: [0.0, 0.0, 0.0] for amount in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
         self.times, self.plain = Times(), 0.0  # `plain`: seconds of a step of the target alone
         self.balance: defaultdict[int, float] = defaultdict(float)  # seconds, by rows of the batch
-        self.amount, self.shape = PLAIN, Shape(1, 1, False)
+        self.amount, self.shape = PLAIN, (1, 1, False)
         self.tried: tuple[Amount, Shape] | None = None
         self.drafts: list[bool] = []
 
@@ -3632,11 +3595,12 @@ class Auto:
         narrow = 0 < clean < len(going) and one * len(going) < two * (len(going) - clean)
         self.amount, self.plain = PLAIN, 0.0
         if any(self.drafts) and one:
-            stuck = self.gains[PLAIN].stuck / max(1.0, self.gains[PLAIN].rounds)
+            rounds, _, stuck = self.gains[PLAIN]
+            stuck /= max(1.0, rounds)
             self.plain = (one + stuck * two) / (1 + stuck) / len(going)
             self.amount = self.best(len(rows), len(going), two, stuck)
         states = self.amount.states if self.amount.states > 1 else 1 + (clean > 0 and not narrow)
-        self.shape = Shape(len(rows), states, self.amount.passes > 0)
+        self.shape = len(rows), states, self.amount.passes > 0
         return Amount(narrow=narrow) if self.amount == PLAIN else self.amount
 
     def best(self, size: int, going: int, two: float, stuck: float) -> Amount:
@@ -3647,26 +3611,26 @@ class Auto:
             two: Seconds of a round of two states.
             stuck: The share of rows that cannot draft after a round of the target alone.
         """
-        if self.tried and self.tried[1].rows == size and not self.times.known(self.tried[1]):
+        if self.tried and self.tried[1][0] == size and not self.times.known(self.tried[1]):
             return self.tried[0]
         sure, hopes, shapes = {PLAIN: self.plain}, {PLAIN: self.plain}, {}
         most = 2 * max((*self.times.seconds[False], *self.times.seconds[True]))  # step by step: a wide round may take long
         for ladder in self.ladders:
             below, steps, slope, behind = 1, 1.0, self.HOPE, stuck
             for amount in ladder:
-                gains, shape = self.gains[amount], Shape(size, amount.states, amount.passes > 0)
+                (rounds, came, could_not), shape = self.gains[amount], (size, amount.states, amount.passes > 0)
                 shapes[amount], hope = shape, steps + slope * (amount.states - below)
-                if gains.rounds:
-                    behind = (gains.stuck + behind) / (gains.rounds + 1)
-                    mean = (gains.steps + hope) / (gains.rounds + 1)
-                    hope = min(hope, mean + sqrt(mean * (mean - 1) / (gains.rounds + 1)))
+                if rounds:
+                    behind = (could_not + behind) / (rounds + 1)
+                    mean = (came + hope) / (rounds + 1)
+                    hope = min(hope, mean + sqrt(mean * (mean - 1) / (rounds + 1)))
                     slope = max(0.0, (hope - steps) / (amount.states - below))
                     below, steps = amount.states, hope
-                seconds = self.times.estimate(shape.scored, shape.head)
+                seconds = self.times.estimate(size * amount.states, amount.passes > 0)
                 seconds = (seconds + behind * (two if going == 1 else seconds)) / going
-                if self.times.known(shape) and gains.rounds:
-                    sure[amount] = seconds / (behind + (gains.steps + self.SURE) / (gains.rounds + self.SURE))
-                if self.times.known(shape) or shape.scored <= most:
+                if self.times.known(shape) and rounds:
+                    sure[amount] = seconds / (behind + (came + self.SURE) / (rounds + self.SURE))
+                if self.times.known(shape) or size * amount.states <= most:
                     hopes[amount] = seconds / (behind + hope)
         best, dream = (min(of, key=of.__getitem__) for of in (sure, hopes))
         if hopes[dream] >= self.ENOUGH * sure[best]:
@@ -3684,14 +3648,10 @@ class Auto:
         if (amount.states, amount.passes) != (self.amount.states, self.amount.passes):
             return  # there was no room for what was chosen
         self.times.learn(self.shape, seconds)
-        came = [(step, not can_draft(row)) for step, row, one in zip(steps, rows, self.drafts, strict=True) if one]
-        if came:
-            for each in self.gains.values():
-                each.fade(self.FADE)
-            gains = self.gains[self.amount]
-            gains.rounds += 1
-            gains.steps += sum(step for step, _ in came) / len(came)
-            gains.stuck += sum(stuck for _, stuck in came) / len(came)
+        came = [(1, step, not can_draft(row)) for step, row, one in zip(steps, rows, self.drafts, strict=True) if one]
+        new = [sum(part) / len(came) for part in zip(*came, strict=True)]
+        for each, gains in self.gains.items() if came else ():
+            self.gains[each] = [self.FADE * old + (each == self.amount) * one for old, one in zip(gains, new, strict=True)]
         target = self.plain * sum(steps) if self.amount != PLAIN else seconds
         self.balance[len(rows)] += (1 + self.SHARE) * target - seconds
 
@@ -4461,7 +4421,7 @@ def divergence(odds: float, before: float) -> float:
 
 # ---------------------------------------------------------------------------------------------------- generate.option_table
 
-"""The options of `generate`, each declared once: its own, as fields of `DecodingOptions`, and transformers' that it checks.
+"""The options of `generate`, each declared once as a field of `DecodingOptions`, and those of transformers that it refuses.
 
 From them come the fields of `MRPGenerationConfig`, `help`, defaults and checks, the flags of command lines, and the
 table of docs/decoding.md. Nothing here imports torch, so that the help of a command line comes at once.
@@ -4500,7 +4460,7 @@ class Option:
 
     Attributes:
         name: The keyword argument, and the field of the config.
-        default: The value of an option that nobody sets. None stays allowed where it is the default.
+        default: The value of an option that nobody sets: that is None.
         kind: The type of its values, as `isinstance` takes it; a bool is no number.
         holds: The range: True of the values allowed, given one of that type and the model's block size.
         remedy: The end of the error for others; `{block_size}` stands for the model's.
@@ -4525,7 +4485,7 @@ class Option:
 
         Without a block size, a number that it bounds may be of any size.
         """
-        if value is None and self.default is None:
+        if value is None:  # it is left to the default
             return
         remedy = self.remedy.replace("{block_size}", "block_size" if block_size is None else f"block_size ({block_size})")
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
@@ -4536,10 +4496,8 @@ class Option:
 
 # Type, range and remedy.
 _Values = tuple[Any, Callable[[Any, int], bool], str]
-COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
-FROM_ZERO: _Values = (int, lambda v, _: v >= 0, "it must be an int of 0 or more")
+_COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
 _MOST_STATES = 256  # of a block of 4, the shortest published, the kernels hold no more
-_MOST_COPIES = 65_535  # a CUDA grid has no more in the dimension along which attention takes rows
 _STATES: _Values = (
     int | str,
     lambda v, _: v == "auto" if isinstance(v, str) else 1 <= v <= _MOST_STATES,
@@ -4602,8 +4560,8 @@ class DecodingOptions:
     factor: Annotated[float | None, 1.0, _FACTOR, ("fast_dllm",)] = None
     mrp_steps: Annotated[int | None, 1, _STEPS, ("mrp_direct",)] = None
     num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
-    draft_branches: Annotated[int | None, None, COUNT, DRAFTING] = None
-    draft_passes: Annotated[int | None, 1, COUNT, ("mrp_spec",)] = None
+    draft_branches: Annotated[int | None, None, _COUNT, DRAFTING] = None
+    draft_passes: Annotated[int | None, 1, _COUNT, ("mrp_spec",)] = None
     draft_shortlist: Annotated[int | None, None, _LISTED, ("mrp_spec",)] = None
     remask_rule: Annotated[RemaskRule | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
     residual_delta: Annotated[float | None, 1.0, _LOGITS, ("mrp_remask",)] = None
@@ -4634,40 +4592,6 @@ def ids_of(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _is_id(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
-
-
-def _of_transformers(values: Mapping[str, _Values]) -> tuple[Option, ...]:
-    return tuple(Option(name, None, *allowed) for names, allowed in values.items() for name in names.split())
-
-
-_REAL, _GREEDY = int | float, "it must be a positive number (greedy decoding is do_sample=False)"
-# Options of transformers that it checks later, or not, or by failing on them; the others only sampling follows: clients ask
-# for greedy decoding by do_sample=False together with temperature=0.
-CHECKED = _of_transformers(
-    {
-        "do_sample return_dict_in_generate output_scores output_logits": (bool, lambda *_: True, "use True or False"),
-        "remove_invalid_values": (bool, lambda *_: True, "use True or False"),
-        "max_new_tokens max_length": COUNT,
-        "min_new_tokens min_length no_repeat_ngram_size": FROM_ZERO,
-        "max_time": (_REAL, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
-        "repetition_penalty": (_REAL, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)"),
-        "num_return_sequences": (int, lambda v, _: 1 <= v <= _MOST_COPIES, f"it must be an int from 1 to {_MOST_COPIES}"),
-        "eos_token_id": (object, lambda v, _: all(map(_is_id, ids_of(v))), "it must be an id, an int, a list of them or None"),
-        "pad_token_id": (object, lambda v, _: _is_id(v), "it must be an id, an int, or None"),
-        "suppress_tokens": (list | tuple, lambda v, _: all(map(_is_id, v)), "it must be a list of ids"),
-    }
-)
-OF_SAMPLING = _of_transformers(
-    {
-        "temperature": (_REAL, lambda v, _: 0 < v < inf, _GREEDY),
-        "top_k": FROM_ZERO,
-        "top_p min_p": _PROBABILITY,
-        "typical_p top_h": (_REAL, lambda v, _: 0 < v <= 1, "it must be above 0 and 1 (off) at most"),
-        "epsilon_cutoff eta_cutoff": (_REAL, lambda v, _: 0 <= v < 1, "it must be a probability, 0 (off) or more and below 1"),
-    }
-)
 _PREFIXES = "it needs prefixes that grow from the left; there are num_return_sequences with do_sample, and infill_ids"
 _COLUMNS = (
     "it acts at a column of the padded batch; there are suppress_tokens and min_new_tokens, and the prompt may be given more"
@@ -4692,16 +4616,6 @@ UNSUPPORTED = {one: why for several, why in _REASONS.items() for one in several.
 # What switches one off, beside None and False.
 OFF = {"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1}
 OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
-
-
-def check_values(values: Mapping[str, Any], block_size: int | None, sampling: bool) -> None:
-    """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself.
-
-    Without `sampling`, those that only sampling follows may be anything, as in transformers.
-    """
-    for option in (*CHECKED, *OPTIONS, *(OF_SAMPLING if sampling else ())):
-        if (value := values.get(option.name)) is not None:
-            option.check(value, block_size)
 
 
 def check_supported(values: Mapping[str, Any]) -> None:
@@ -4764,26 +4678,9 @@ _REMASKS: dict[str, Callable[[Any], Refinement]] = {
 # What else `generate` may be given, beside the fields of the generation config.
 _ARGUMENTS = {"input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus"}
 
-_T = TypeVar("_T")
 
-
-def shows_options(given: _T) -> _T:
-    """Add the options to the docstring and the signature of a function or class that takes them as keyword arguments."""
-    shown: Any = given
-    modes = {one.name: "" if one.modes == DECODINGS else f", of {', '.join(one.modes)}" for one in OPTIONS}
-    lines = [f"    {one.name}: {one.help} (default {one.default!r}{modes[one.name]})" for one in OPTIONS]
-    shown.__doc__ = "\n".join([inspect.getdoc(shown) or "", "", "Options:", *lines])
-    hints, signature = get_type_hints(DecodingOptions), inspect.signature(shown)
-    fixed, others = list(signature.parameters.values())[:-1], list(signature.parameters.values())[-1]
-    kind = inspect.Parameter.KEYWORD_ONLY
-    named = [inspect.Parameter(one.name, kind, default=None, annotation=hints[one.name]) for one in OPTIONS]
-    shown.__signature__ = signature.replace(parameters=[*fixed, *named, others])
-    return given
-
-
-@shows_options
 class MRPGenerationConfig(DecodingOptions, GenerationConfig):
-    """A `GenerationConfig` with the options of block-diffusion decoding.
+    """A `GenerationConfig` with the fields of `DecodingOptions`.
 
     As with every generation config, None leaves an option to the model's own config, and then to the option's default.
     """
@@ -4794,7 +4691,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         Raises:
             ValueError: with value and remedy, for the first option whose value no model can honour.
         """
-        check_values(vars(self), None, bool(self.do_sample))
+        self.check_values(None)
         super().validate(*args, **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -4806,7 +4703,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         for option in OPTIONS:
             if getattr(self, option.name) is None:
                 setattr(self, option.name, option.default)
-        check_values(vars(self), block_size, bool(self.do_sample))
+        self.check_values(block_size)
         if str(self.decoding).startswith("mrp_") and not has_head:
             raise ValueError(
                 f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with "
@@ -4814,6 +4711,11 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
                 "lossless and needs no head"
             )
         check_supported(vars(self))
+
+    def check_values(self, block_size: int | None) -> None:
+        """Raise `ValueError`, with value and remedy, for the first option whose value is out of range by itself."""
+        for option in OPTIONS:
+            option.check(getattr(self, option.name), block_size)
 
     def mode(self, block_size: int, rows: int = 1) -> Mode:
         """Look up what is revealed, refined and drafted in a call of so many rows, of options that were checked."""
@@ -4852,8 +4754,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         return torch.randint(1 << 62, (rows,)).tolist() if self.do_sample else [0] * rows
 
 
-_FIELDS = (*vars(GenerationConfig()), *get_type_hints(DecodingOptions))
-OPTION_NAMES = frozenset(name for name in _FIELDS if not name.startswith("_"))
+OPTION_NAMES = frozenset({*vars(GenerationConfig()), *DecodingOptions.__annotations__})
 
 
 def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
@@ -4867,68 +4768,32 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
     Raises:
         ValueError: for what `generate` does not know, does not support, or cannot honour.
     """
-    if isinstance(given, GenerationConfig):
-        given = vars(given)
-    elif not isinstance(given, dict | None):
-        raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
-    own = set_fields(vars(model.generation_config))
-    if unknown := _listed(own.keys() - OPTION_NAMES):
-        logger.warning_once(f"fields of the model's generation_config that generate does not know have no effect: {unknown}")
-    asked = set_fields(given or {}) | set_fields(kwargs)
+    given = vars(given) if isinstance(given, GenerationConfig) else given or {}
+    asked = set_fields(given) | set_fields(kwargs)
     if kwargs.get("eos_token_id", 0) is None:  # as an argument it means no eos; left as None, the model's own would come back
         asked["eos_token_id"] = []
-    config, fields = MRPGenerationConfig(), own | asked
+    config, fields = MRPGenerationConfig(), set_fields(vars(model.generation_config)) | asked
     for name in fields.keys() & OPTION_NAMES:
         setattr(config, name, fields[name])
     config.check(model.config.block_size, model.config.has_head)
     others = {name: value for name, value in asked.items() if name not in OPTION_NAMES}
     check_supported(others)
-    if unknown := _listed(others.keys() - _ARGUMENTS):
-        raise ValueError(f"{unknown}: not used or not supported by generate here. Check the spelling, or leave it unset")
-    for name in ("logits_processor", "stopping_criteria"):
-        if not isinstance(functions := others.get(name, []), list) or not all(map(callable, functions)):
-            raise ValueError(f"{name} is {functions!r}: pass a list of functions, or of transformers' own")
+    if unknown := [f"{name}{closest_name(name, OPTION_NAMES)}" for name in sorted(others.keys() - _ARGUMENTS)]:
+        raise ValueError(
+            f"{', '.join(unknown)}: not used or not supported by generate here. Check the spelling, or leave it unset"
+        )
     tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
     if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
-        check_stop_strings(strings, tokenizer)
+        if tokenizer is None:
+            raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate")
         criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
         others["stopping_criteria"], config.stop_strings = StoppingCriteriaList(criteria), None
-    check_special_ids(config.eos_ids(), config.pad_id(), model.config.mask_token_id, model.config.vocab_size)
+    for name, ids in (("eos_token_id", config.eos_ids()), ("pad_token_id", [config.pad_id()])):
+        if outside := [one for one in ids if not 0 <= one < model.config.vocab_size]:
+            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {model.config.vocab_size}: use one inside")
+    if (mask_id := model.config.mask_token_id) in config.eos_ids():
+        raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
     return config, others
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"{name}{closest_name(name, OPTION_NAMES)}" for name in sorted(names))
-
-
-def check_stop_strings(strings: Any, tokenizer: Any) -> None:
-    """Raise `ValueError` unless these are texts, and a tokenizer is there to find them."""
-    texts = [strings] if isinstance(strings, str) else strings
-    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(one, str) and one for one in texts):
-        raise ValueError(f"stop_strings is {strings!r}: it must be a text or a list of texts, none of them empty")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        given = "" if tokenizer is None else f", and tokenizer is {tokenizer!r}"
-        raise ValueError(f"stop_strings={strings!r} need the tokenizer{given}: pass tokenizer=... to generate")
-
-
-def check_special_ids(eos: list[int], pad: int, mask_token_id: int, vocab_size: int) -> None:
-    """Raise `ValueError` for an eos or padding outside the vocabulary, or an eos that is the mask."""
-    for name, ids in (("eos_token_id", eos), ("pad_token_id", [pad])):
-        if outside := [one for one in ids if not 0 <= one < vocab_size]:
-            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {vocab_size}: use one inside")
-    if mask_token_id in eos:
-        raise ValueError(f"eos_token_id holds the mask id {mask_token_id}, which is never picked: leave it out")
-
-
-def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> Tensor:
-    """Check ids as `check_ids` does, and that none is the mask's."""
-    real = check_ids(prompt, attention_mask, vocab_size)
-    if bool(((prompt == mask_token_id) & real).any()):
-        raise ValueError(
-            f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
-            "masks and given tokens, as infill_ids"
-        )
-    return real
 
 
 def check_ids(ids: Any, attention_mask: Any, vocab_size: int, name: str = "input_ids", rows: int | None = None) -> Tensor:
@@ -4945,12 +4810,7 @@ def check_ids(ids: Any, attention_mask: Any, vocab_size: int, name: str = "input
     if attention_mask is not None:
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
             given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(
-                f"attention_mask is {given} for input_ids of {list(ids.shape)}: pass a 2-D tensor of 0 and 1 of the same "
-                "shape (a 4-D mask works with forward only)"
-            )
-        if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
-            raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
+            raise ValueError(f"attention_mask is {given} for {name} of {list(ids.shape)}: pass 0 and 1 of the same shape")
         real = attention_mask.bool()
     for outside in ids[real & ((ids < 0) | (ids >= vocab_size))]:
         raise ValueError(
@@ -5105,14 +4965,11 @@ class Streams:
     """The feeding of streamers, one for each row: the prompt, finished blocks in order, drafts where it has `put_draft`.
 
     Raises:
-        ValueError: for what is no streamer, another number of them than `rows`, or one that is to take two rows.
+        ValueError: for another number of them than `rows`, or one that is to take two rows.
     """
 
     def __init__(self, streamer: Any, rows: int) -> None:
         streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
-        for one in streamers:
-            if not all(callable(getattr(one, name, None)) for name in ("put", "end")):
-                raise ValueError(f"streamer is {one!r}: it must have put and end, as a transformers.TextStreamer has")
         different = len(set(map(id, streamers)))
         if not len(streamers) == different == rows:
             raise ValueError(
@@ -5166,26 +5023,12 @@ class Stopping:
                 continue
             behind = [row.mask_id if row.stop is None else self.pad_id for row in self.rows]
             shown = [(one + [other] * (column + 1))[: column + 1] for one, other in zip(known, behind, strict=True)]
-            stops = self._answers(torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1))
+            stops = self.criteria(torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1), None).tolist()
             for at in asking:
                 self.asked[at] = column + 1
                 if stops[at]:
                     self.rows[at].stop = self.rows[at].prompt + column + 1
                     del known[at][column + 1 :]
-
-    def _answers(self, ids: Tensor) -> list[bool]:
-        """Ask the stopping criteria which rows end; a criterion's single answer counts for all rows."""
-        try:
-            answers: list[bool] = self.criteria(ids, None).tolist()
-        except (AttributeError, TypeError) as error:
-            if "None" not in str(error):
-                raise
-            names = ", ".join(type(criterion).__name__ for criterion in self.criteria)
-            raise ValueError(
-                f"a stopping criterion ({names}) failed ({error}): the scores that it is given are None here. Let it decide by "
-                "input_ids, and return a bool for each row"
-            ) from error
-        return answers
 
 
 def final_tokens(row: Row) -> list[int]:
@@ -5256,7 +5099,6 @@ class MRPGenerationMixin(GenerationMixin):
 
     generation_config: MRPGenerationConfig
 
-    @shows_options
     def generate(
         self,
         inputs: Tensor | None = None,
@@ -5271,7 +5113,7 @@ class MRPGenerationMixin(GenerationMixin):
 
         Takes what `generate` takes (`max_new_tokens`, `do_sample`, `temperature`, `top_k`, `top_p`, `eos_token_id`,
         `stop_strings` with `tokenizer`, `stopping_criteria`, `logits_processor`, `streamer`, `num_return_sequences`,
-        `attention_mask` with padding on either side, ...) and every field of `MRPGenerationConfig`.
+        `attention_mask` with padding on either side, ...) and every field of `DecodingOptions`, which describes them.
 
         Logits processors see the scores of masked positions, [positions, vocab], with the ids before each [positions, length]:
         the row's text, with what is revealed of its block, and `mask_token_id` where nothing is known yet. Under the target
@@ -5344,10 +5186,6 @@ class MRPGenerationMixin(GenerationMixin):
         generation_config.stop_strings = None
         return super()._get_stopping_criteria(generation_config, *args, **kwargs)
 
-    def check_options(self) -> None:
-        """Raise `ValueError`, with value and remedy, for a field of the model's generation config that it cannot honour."""
-        MRPGenerationConfig(**self.generation_config.to_dict()).check(self.config.block_size, True)
-
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `ValueError`: this, and with it `generate_batch`, feeds a causal cache a token at a time."""
         raise ValueError(
@@ -5386,7 +5224,12 @@ class MRPGenerationMixin(GenerationMixin):
 
 def _real(prompt: Any, attention_mask: Any, config: MRPGenerationConfig, ours: Any) -> Tensor:
     """Check a prompt, and tell which of its ids are real; without a mask `pad_token_id` is padding, if it is no eos."""
-    real, pad = check_prompt(prompt, attention_mask, ours.mask_token_id, ours.vocab_size), config.pad_id()
+    real, pad = check_ids(prompt, attention_mask, ours.vocab_size), config.pad_id()
+    if bool(((prompt == ours.mask_token_id) & real).any()):
+        raise ValueError(
+            f"the prompt holds the mask id {ours.mask_token_id}: pass what stands before the first mask as input_ids, and the "
+            "rest, masks and given tokens, as infill_ids"
+        )
     if attention_mask is None and config.pad_token_id is not None and pad not in config.eos_ids():
         return prompt != pad
     if attention_mask is None and len(prompt) > 1 and bool((prompt[:, [0, -1]] == pad).any()):
@@ -5407,12 +5250,7 @@ def _decode(
     **others: Any,
 ) -> Tensor | MRPGenerateOutput:
     """Decode prompts for which `GenerationMixin.generate` has prepared everything."""
-    config, block, device, mask_id = (
-        generation_config,
-        model.config.block_size,
-        model.lm_head.weight.device,
-        model.config.mask_token_id,
-    )
+    config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
     input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - input_ids.shape[1]
     picker, real = _picker(model, logits_processor, config, mode), real.to(device)
     if config.do_sample and config.seed is None and (getattr(model, "_tp_size", None) or 1) > 1:
@@ -5428,12 +5266,10 @@ def _decode(
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
     least = max(0, (config.min_length or 0) - input_ids.shape[1])
-    rows = laid_out(prompts, infill_ids, new, config, least, block, mask_id, picker.bans)
+    rows = laid_out(prompts, infill_ids, new, config, least, block, model.config.mask_token_id, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
-    progress = (
-        Progress(rows, bool(config.output_logits), bool(config.output_scores)) if config.return_dict_in_generate else None
-    )
+    progress = Progress(rows, config.output_logits, config.output_scores) if config.return_dict_in_generate else None
     criteria = [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
     # Whatever `kernels` is: weights that move make caches of earlier calls useless.
     if picker.dispatch.forced or kernels_usable(model.device, model.dtype):
@@ -5618,17 +5454,15 @@ def check_adapters(model: Any, rows: int) -> None:
 def check_past(past: Any, model: Any, rows: int) -> None:
     """Raise `ValueError` unless one may go on from a cache, for so many prompts."""
     depth, why = 0 if model.mrp_head is None else len(model.mrp_head.layers), None
-    owned = isinstance(past, BlockCache) and past.owner is not None and past.owner() is model
-    if not isinstance(past, BlockCache):
-        why = f"are a {type(past).__name__}, not those that generate(..., return_dict_in_generate=True) gave"
-    elif not owned:
-        why = "come from another model, or out of a pickle, not from this one's generate"
+    ours = isinstance(past, BlockCache) and past.owner is not None and past.owner() is model
+    if not ours:
+        why = "are not those that generate(..., return_dict_in_generate=True) of this very model gave, or went through a pickle"
     elif past.rows != rows:
         why = f"hold {past.rows} rows, and input_ids have {rows}, not the same conversations in the same order"
     elif past.head_layers not in (0, depth):
         why = f"hold those of a head of {past.head_layers} layers, and the model's has {depth}"
-    elif (past.dtype, past.layer_devices) != (now := (model.dtype, devices_of_layers(model, past.head_layers > 0))):
-        why = f"are {_placed(past.dtype, past.layer_devices)}, and the model is now {_placed(*now)}"
+    elif (was := (past.dtype, past.layer_devices)) != (now := (model.dtype, devices_of_layers(model, past.head_layers > 0))):
+        why = f"have another dtype or other devices, {was}, than the model now, {now}"
     elif changed := [name for name, seen in past.weights.items() if not seen.same(getattr(model, name))]:
         why = f"are older than the weights of {changed[0]}, which have changed"
     if why is not None:
@@ -5671,10 +5505,6 @@ def mixed_tokens(quantization: Any) -> str | None:
     )
 
 
-def _placed(dtype: torch.dtype, devices: tuple[torch.device, ...]) -> str:
-    return f"{dtype} on {', '.join(map(str, dict.fromkeys(devices)))}"
-
-
 # ---------------------------------------------------------------------------------------------------- generate.score
 
 """Log-probabilities of given texts under `sequential`: all states of a text that is known are known before any forward.
@@ -5686,9 +5516,6 @@ few forwards as memory allows.
 
 
 
-
-_TEMPERATURE = Option("temperature", 1.0, int | float, lambda v, _: 0 < v < inf, "it must be a number above 0")
-_AT_ONCE = Option("tokens_per_forward", 512, *COUNT)
 
 
 @dataclass
@@ -5759,8 +5586,8 @@ class MRPScoringMixin:
         real = check_ids(input_ids, attention_mask, self.config.vocab_size)
         check_rows(real, 0, self.config.max_position_embeddings)
         scored = _scored(input_ids, real, labels, mask_id)
-        _TEMPERATURE.check(temperature, block)
-        _AT_ONCE.check(tokens_per_forward, block)
+        if not temperature > 0 or tokens_per_forward < 1:
+            raise ValueError(f"temperature is {temperature}, tokens_per_forward {tokens_per_forward}: both must be above 0")
         if self.training:
             raise ValueError("score was called in training mode, with dropout and without a cache: call model.eval() first")
         check_adapters(self, len(input_ids))
@@ -5806,15 +5633,11 @@ def _scored(input_ids: Tensor, real: Tensor, labels: Tensor | None, mask_id: int
         )
     if labels is None:
         return real
-    if not isinstance(labels, Tensor) or labels.shape != input_ids.shape:
-        given = list(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
-        raise ValueError(f"labels are {given} for input_ids of {list(input_ids.shape)}: pass a tensor of the same shape")
     scored = (labels != -100) & real
     if len(where := (scored & (labels != input_ids)).nonzero()):
-        row, column = where[0].tolist()
         raise ValueError(
-            f"labels hold {int(labels[row, column])} at row {row}, column {column}, and input_ids "
-            f"{int(input_ids[row, column])}: pass input_ids, without a shift, and -100 where nothing is scored"
+            f"labels differ from input_ids at row and column {where[0].tolist()}: pass input_ids, without a shift, and -100 "
+            "where nothing is scored"
         )
     return scored
 
@@ -5870,48 +5693,6 @@ def _said(unembedding: Unembedding, hidden: Tensor, token: Tensor) -> tuple[Tens
     return torch.cat(logprobs), torch.cat(likeliest)
 
 
-# ---------------------------------------------------------------------------------------------------- model.custom_generate
-
-"""`sdar.generate(custom_generate="org/head", trust_remote_code=True)`: a stock SDAR model decodes with a repository's head."""
-
-
-
-def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
-    """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in.
-
-    The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
-    repository and its commit by where transformers keeps the file.
-
-    Args:
-        inputs: [rows, length] long, the prompts (or `input_ids` among the others).
-        model: The stock model, with a Qwen3 decoder's parameters; or an MRP model, whose own head then decodes.
-        kwargs: What MRP's `generate` takes; `token`, `cache_dir` and the like are for finding the repository.
-
-    Raises:
-        ValueError: if the head does not fit the model; or the repository is a local folder.
-    """
-    import re
-    from pathlib import Path
-
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    for_downloads = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
-    download = {name: kwargs.pop(name) for name in (*for_downloads, "revision") if name in kwargs}
-    if not hasattr(model, "mrp_head"):
-        owner, name, commit = Path(__file__).parts[-5:-2]
-        if owner == "transformers_modules":
-            raise ValueError(
-                "custom_generate is a local folder, which cannot tell where its head lies: push it and name the repository, "
-                "or load both with MRPForCausalLM.from_backbone(backbone, head=folder)"
-            )
-        owner, name = (re.sub("^_(?=[0-9])", "", part) for part in (owner, name))  # as Python modules can be called
-        repository = f"{owner}/{name}".replace("_hyphen_", "-").replace("_dot_", ".")
-        download["revision"] = commit  # code is kept by commit: the weights are of the same
-        mrp = get_class_from_dynamic_module("modeling_mrp.MRPForCausalLM", repository, **download)
-        model = mrp.from_stock_model(model, repository, **download)
-    return type(model).generate(model, inputs, **kwargs)
-
-
 # ---------------------------------------------------------------------------------------------------- model.code
 
 """The remote code that a repository carries."""
@@ -5950,6 +5731,43 @@ def model_tags(family: str) -> list[str]:
     return ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", family, "mrp"]
 
 
+def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
+    """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in, as
+    `sdar.generate(custom_generate="org/head", trust_remote_code=True)` does.
+
+    The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
+    repository and its commit by where transformers keeps the file.
+
+    Args:
+        inputs: [rows, length] long, the prompts (or `input_ids` among the others).
+        model: The stock model, with a Qwen3 decoder's parameters; or an MRP model, whose own head then decodes.
+        kwargs: What MRP's `generate` takes; `token`, `cache_dir` and the like are for finding the repository.
+
+    Raises:
+        ValueError: if the head does not fit the model; or the repository is a local folder.
+    """
+    import re
+    from pathlib import Path
+
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    for_downloads = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
+    download = {name: kwargs.pop(name) for name in (*for_downloads, "revision") if name in kwargs}
+    if not hasattr(model, "mrp_head"):
+        owner, name, commit = Path(__file__).parts[-5:-2]
+        if owner == "transformers_modules":
+            raise ValueError(
+                "custom_generate is a local folder, which cannot tell where its head lies: push it and name the repository, "
+                "or load both with MRPForCausalLM.from_backbone(backbone, head=folder)"
+            )
+        owner, name = (re.sub("^_(?=[0-9])", "", part) for part in (owner, name))  # as Python modules can be called
+        repository = f"{owner}/{name}".replace("_hyphen_", "-").replace("_dot_", ".")
+        download["revision"] = commit  # code is kept by commit: the weights are of the same
+        mrp = get_class_from_dynamic_module("modeling_mrp.MRPForCausalLM", repository, **download)
+        model = mrp.from_stock_model(model, repository, **download)
+    return type(model).generate(model, inputs, **kwargs)
+
+
 # ---------------------------------------------------------------------------------------------------- model.head
 
 """The MRP head: the module, and which of a model's settings it depends on.
@@ -5985,9 +5803,6 @@ class MRPHead(nn.Module):
 
     Args:
         config: The model's configuration; `num_nextn_predict_layers` gives the depth.
-
-    Attributes:
-        predicts: `residual` or, in place of the hidden states themselves, `hidden` (`MRPConfig.head_predicts`).
     """
 
     def __init__(self, config: MRPConfig) -> None:
@@ -6000,10 +5815,8 @@ class MRPHead(nn.Module):
         for index, layer in enumerate(layers):
             layer.self_attn.layer_idx = config.num_hidden_layers + index
         self.layers = nn.ModuleList(layers)
-        self.predicts = config.head_predicts
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        if self.predicts == "residual":  # a new head adds nothing: A + C = A
-            nn.init.zeros_(self.norm.weight)
+        nn.init.zeros_(self.norm.weight)  # a new head adds nothing: A + C = A
 
     def forward(
         self,
@@ -6155,9 +5968,9 @@ def backbone_location(name: str, source: str) -> str:
     return name
 
 
-# ---------------------------------------------------------------------------------------------------- model.attaching
+# ---------------------------------------------------------------------------------------------------- model.loading
 
-"""Heads on models: put on, taken off, and read from the checkpoints that have one."""
+"""Loading and saving of MRP models: the layouts that are read, and heads, put on, taken off and saved by themselves."""
 
 
 
@@ -6167,125 +5980,12 @@ try:
 except ImportError:  # then no model is spread over devices
     AlignDevicesHook = add_hook_to_module = None
 
+log = logging.getLogger(__name__)
+
+_OF_PUSHES = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
+_KEY_MAPPING = {r"^mrp_modules\.0\.model\.": HEAD}  # transformers renames by it while it loads
 # The MRP model of each stock model that is still in use, and where its head came from.
 _MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
-
-
-class HeadMixin:
-    """The part of an MRP model that puts a head on, and takes it off."""
-
-    def attach_head(self: Any, head: Any, **hub: Any) -> None:
-        """Give the model a head, in place of its own if it has one. The backbone stays as it is.
-
-        Args:
-            head: A folder or id of a head repository, of a full checkpoint, or in the published layout: its head is read, and
-                nothing else. Or an `MRPHead`, which becomes part of this model.
-            hub: `revision`, `token`, `cache_dir`, `local_files_only`, ... for an id.
-
-        Raises:
-            ValueError: if the head was made for another backbone (with both values of all that differs), or its tensors do not
-                fit, or there is none; the model is then as before.
-        """
-        if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
-            raise ValueError(f"{', '.join(unknown)}: attach_head takes {', '.join(HUB_OPTIONS)}. Check the spelling")
-        if isinstance(head, str | os.PathLike):
-            head = self._read_head(os.fspath(head), hub_options(hub))
-        elif not isinstance(head, MRPHead):
-            raise ValueError(
-                f"head is of {type(head)}: pass an MRPHead of {MRPHead.__module__}, this model's own code, or the folder or "
-                "id of a checkpoint that has one"
-            )
-        else:
-            layers: Any = head.layers
-            check_same_backbone(layers[0].self_attn.config, self.config, "another model")
-        if (processes := getattr(self, "_tp_size", None) or 1) > 1:
-            raise ValueError(
-                f"the model's layers are divided among {processes} processes, those of a head that is attached are not: attach "
-                "it in one process, save_pretrained the whole model, and load that with tensor parallelism"
-            )
-        device = device_of(self.lm_head)
-        head.to(device, self.lm_head.weight.dtype)
-        if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices
-            add_hook_to_module(head, AlignDevicesHook(device))
-            self.hf_device_map["mrp_head"] = device
-        for index, layer in enumerate(head.layers):
-            layer.self_attn.layer_idx = self.config.num_hidden_layers + index
-            layer.self_attn.config = self.config
-        self.mrp_head = head.train(self.training)
-        self.config.num_nextn_predict_layers, self.config.head_predicts = len(head.layers), head.predicts
-
-    def detach_head(self: Any) -> MRPHead:
-        """Take the head off, for another model; if `generate` would decode with it by default, it goes back to `static`.
-
-        Raises:
-            ValueError: if the model has none.
-        """
-        if self.mrp_head is None:
-            raise ValueError("the model has no MRP head to detach: attach one with attach_head, or load one with from_backbone")
-        head, self.mrp_head = self.mrp_head, None
-        self.config.num_nextn_predict_layers = 0
-        if str(getattr(self.generation_config, "decoding", None)).startswith("mrp_"):
-            self.generation_config.decoding = None
-        return head
-
-    def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
-        """Read the head of a checkpoint, its files as they lie on the disk."""
-        path, _ = stored_json(source, **hub)
-        if not os.path.isdir(source) and (commit := extract_commit_hash(str(path), None)):
-            hub = {**hub, "revision": commit}
-        config: Any = MRPConfig.from_pretrained(source, **hub)
-        if not config.has_head:
-            raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
-        check_same_backbone(config, self.config, source)
-        with torch.device("meta"):
-            head = MRPHead(config)
-        state: dict[str, Tensor] = {}
-        try:
-            for file in weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub):
-                with safe_open(file, framework="pt") as tensors:
-                    for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
-                        if (ours := our_name(name)).startswith(HEAD):
-                            state[ours.removeprefix(HEAD)] = tensors.get_tensor(name)
-            head.load_state_dict(state, assign=True)
-        except (SafetensorError, RuntimeError) as error:
-            raise ValueError(f"the head of {source} is not whole, or does not fit its config: {error}") from error
-        return head
-
-    @classmethod
-    def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
-        """Make the MRP model of a stock model's own parameters and a repository's head, once as long as they stay.
-
-        Args:
-            stock: A model with a Qwen3 decoder's parameters under `model.` and `lm_head.`, such as SDAR's own class.
-            repository: What `attach_head` takes.
-            download: `revision`, `token` and the like.
-
-        Raises:
-            ValueError: if the stock model is not such a decoder, or the head was made for another backbone.
-        """
-        parameters = dict(stock.named_parameters(remove_duplicate=False))
-        like = parameters["lm_head.weight"]
-        source = (repository, download.get("revision"), like.dtype, like.device)
-        known, model = _MADE.get(stock, (None, None))
-        if known == source and all(dict(model.named_parameters())[name] is value for name, value in parameters.items()):
-            return model
-        head = cls.config_class.from_pretrained(repository, **download)
-        fields = {"block_size": head.block_size, "mask_token_id": head.mask_token_id, **stock.config.to_dict()}
-        config = cls.config_class.from_dict({**fields, "model_type": "sdar", "num_nextn_predict_layers": 0})
-        with torch.device("meta"):
-            model = cls(config).eval()
-        try:
-            model.load_state_dict(parameters, assign=True)
-        except RuntimeError as error:
-            raise ValueError(
-                f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on: load the checkpoint with "
-                f"MRPForCausalLM.from_backbone instead ({error})"
-            ) from error
-        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)  # no checkpoint holds its buffers
-        model._take_head(repository, download, {})
-        model.mrp_head.requires_grad_(False)
-        _MADE[stock] = source, model
-        return model
 
 
 class BackboneSource(NamedTuple):
@@ -6295,53 +5995,7 @@ class BackboneSource(NamedTuple):
     revision: str | None
 
 
-def head_to_save(
-    model: Any, state_dict: dict[str, Tensor] | None, named: BackboneSource | None
-) -> tuple[dict[str, Tensor], MRPConfig]:
-    """Select the tensors and the config of a head repository, whose backbone is the `named` or else the loaded one.
-
-    Raises:
-        ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
-    """
-    backbone = named or model.backbone_source
-    if model.mrp_head is None or backbone is None:
-        raise ValueError(
-            "head_only=True needs a head, and a checkpoint that it can name as its backbone: the model has "
-            f"{'no MRP head' if model.mrp_head is None else 'one, and was not loaded from any'}. Give it one with attach_head, "
-            "pass base_model_name_or_path (and base_model_revision), or save it whole"
-        )
-    state = model.state_dict() if state_dict is None else state_dict
-    head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
-    with torch.device("meta"):
-        own = {HEAD + name for name in MRPHead(model.config).state_dict()}
-    if others := (head.keys() ^ own) | {name for name, tensor in head.items() if type(tensor) is not Tensor}:
-        raise ValueError(
-            f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... Merge adapters first "
-            "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
-        )
-    config = copy.deepcopy(model.config)
-    config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
-    config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
-    config.base_model_name_or_path, config.base_model_revision = backbone
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the backbone's
-    return head, config
-
-
-# ---------------------------------------------------------------------------------------------------- model.loading
-
-"""Loading and saving of MRP models: the layouts that are read, backbones with heads from elsewhere, heads on their own."""
-
-
-
-
-log = logging.getLogger(__name__)
-
-_OF_PUSHES = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
-_KEY_MAPPING = {r"^mrp_modules\.0\.model\.": HEAD}  # transformers renames by it while it loads
-
-
-class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
+class MRPPreTrainedModel(PreTrainedModel):
     """Loading, saving and initialisation shared by MRP models.
 
     Attributes:
@@ -6412,7 +6066,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
 
         Args:
             backbone: A folder or id of any kind that `from_pretrained` takes but a head repository, or of an autoregressive
-                Qwen3 checkpoint, which becomes a block-diffusion model only by training; or a loaded model.
+                Qwen3 checkpoint, which becomes a block-diffusion model only by training.
             head: What `attach_head` takes, in place of a head that the backbone has; or None.
             head_revision: The commit, branch or tag of `head`.
             kwargs: As for `from_pretrained`; `revision` is the backbone's. A Qwen3 checkpoint takes `block_size` and
@@ -6421,14 +6075,93 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         Raises:
             ValueError: as from `from_pretrained` and `attach_head`.
         """
-        if isinstance(backbone, str | os.PathLike):
-            model = cls._open_backbone(os.fspath(backbone), kwargs)
-        elif hasattr(backbone, "attach_head"):
-            model = backbone
-        else:
-            raise ValueError(f"backbone is {backbone!r}: pass the folder or id of a checkpoint, or a loaded MRP model")
+        model = cls._open_backbone(os.fspath(backbone), kwargs)
         if head is not None:
             model._take_head(head, hub_options({**kwargs, "revision": head_revision, "subfolder": None}), kwargs)
+        return model
+
+    def attach_head(self: Any, head: Any, **hub: Any) -> None:
+        """Give the model a head, in place of its own if it has one. The backbone stays as it is.
+
+        Args:
+            head: A folder or id of a head repository, of a full checkpoint, or in the published layout: its head is read, and
+                nothing else. Or an `MRPHead`, which becomes part of this model.
+            hub: `revision`, `token`, `cache_dir`, `local_files_only`, ... for an id.
+
+        Raises:
+            ValueError: if the head was made for another backbone (with both values of all that differs), or its tensors do not
+                fit, or there is none; the model is then as before.
+        """
+        if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
+            raise ValueError(f"{', '.join(unknown)}: attach_head takes {', '.join(HUB_OPTIONS)}. Check the spelling")
+        if isinstance(head, str | os.PathLike):
+            head = self._read_head(os.fspath(head), hub_options(hub))
+        else:
+            check_same_backbone(head.layers[0].self_attn.config, self.config, "another model")
+        if (processes := getattr(self, "_tp_size", None) or 1) > 1:
+            raise ValueError(
+                f"the model's layers are divided among {processes} processes, those of a head that is attached are not: attach "
+                "it in one process, save_pretrained the whole model, and load that with tensor parallelism"
+            )
+        device = device_of(self.lm_head)
+        head.to(device, self.lm_head.weight.dtype)
+        if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices
+            add_hook_to_module(head, AlignDevicesHook(device))
+            self.hf_device_map["mrp_head"] = device
+        for index, layer in enumerate(head.layers):
+            layer.self_attn.layer_idx = self.config.num_hidden_layers + index
+            layer.self_attn.config = self.config
+        self.mrp_head = head.train(self.training)
+        self.config.num_nextn_predict_layers = len(head.layers)
+
+    def detach_head(self: Any) -> MRPHead:
+        """Take the head off, for another model; if `generate` would decode with it by default, it goes back to `static`.
+
+        Raises:
+            ValueError: if the model has none.
+        """
+        if self.mrp_head is None:
+            raise ValueError("the model has no MRP head to detach: attach one with attach_head, or load one with from_backbone")
+        head, self.mrp_head = self.mrp_head, None
+        self.config.num_nextn_predict_layers = 0
+        if str(getattr(self.generation_config, "decoding", None)).startswith("mrp_"):
+            self.generation_config.decoding = None
+        return head
+
+    @classmethod
+    def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
+        """Make the MRP model of a stock model's own parameters and a repository's head, once as long as they stay.
+
+        Args:
+            stock: A model with a Qwen3 decoder's parameters under `model.` and `lm_head.`, such as SDAR's own class.
+            repository: What `attach_head` takes.
+            download: `revision`, `token` and the like.
+
+        Raises:
+            ValueError: if the stock model is not such a decoder, or the head was made for another backbone.
+        """
+        parameters = dict(stock.named_parameters(remove_duplicate=False))
+        like = parameters["lm_head.weight"]
+        source = (repository, download.get("revision"), like.dtype, like.device)
+        known, model = _MADE.get(stock, (None, None))
+        if known == source and all(dict(model.named_parameters())[name] is value for name, value in parameters.items()):
+            return model
+        head = cls.config_class.from_pretrained(repository, **download)
+        fields = {"block_size": head.block_size, "mask_token_id": head.mask_token_id, **stock.config.to_dict()}
+        config = cls.config_class.from_dict({**fields, "model_type": "sdar", "num_nextn_predict_layers": 0})
+        with torch.device("meta"):
+            model = cls(config).eval()
+        try:
+            model.load_state_dict(parameters, assign=True)
+        except RuntimeError as error:
+            raise ValueError(
+                f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on: load the checkpoint with "
+                f"MRPForCausalLM.from_backbone instead ({error})"
+            ) from error
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)  # no checkpoint holds its buffers
+        model._take_head(repository, download, {})
+        model.mrp_head.requires_grad_(False)
+        _MADE[stock] = source, model
         return model
 
     def save_pretrained(
@@ -6455,14 +6188,13 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
             kwargs: As in transformers, for the whole model.
 
         Raises:
-            ValueError: for a generation config that `generate` would refuse; with `head_only`, as from `head_to_save`, or for
-                `push_to_hub`; without it, if the backbone is named.
+            ValueError: for an option of the generation config that is out of range; with `head_only`, as from `head_to_save`,
+                or for `push_to_hub`; without it, if the backbone is named.
         """
         named: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "base_model_revision": base_model_revision}
         folder, pushed = Path(save_directory), kwargs.pop("push_to_hub", False)
         hub = {name: kwargs.pop(name) for name in _OF_PUSHES if name in kwargs}
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
-        self.check_options()
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
         if head_only:
             if pushed:
@@ -6491,7 +6223,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self: Any, module: nn.Module) -> None:
         head = self.mrp_head
-        if head is not None and module is head.norm and head.predicts == "residual":
+        if head is not None and module is head.norm:
             init.zeros_(head.norm.weight)
         else:
             super()._init_weights(module)
@@ -6539,6 +6271,62 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
             except OSError:  # it comes with none
                 return
             self.generation_config = self.generation_config_class.from_dict(stored.to_dict())
+
+    def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
+        """Read the head of a checkpoint, its files as they lie on the disk."""
+        path, _ = stored_json(source, **hub)
+        if not os.path.isdir(source) and (commit := extract_commit_hash(str(path), None)):
+            hub = {**hub, "revision": commit}
+        config: Any = MRPConfig.from_pretrained(source, **hub)
+        if not config.has_head:
+            raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
+        check_same_backbone(config, self.config, source)
+        with torch.device("meta"):
+            head = MRPHead(config)
+        state: dict[str, Tensor] = {}
+        try:
+            for file in weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub):
+                with safe_open(file, framework="pt") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
+                        if (ours := our_name(name)).startswith(HEAD):
+                            state[ours.removeprefix(HEAD)] = tensors.get_tensor(name)
+            head.load_state_dict(state, assign=True)
+        except (SafetensorError, RuntimeError) as error:
+            raise ValueError(f"the head of {source} is not whole, or does not fit its config: {error}") from error
+        return head
+
+
+def head_to_save(
+    model: Any, state_dict: dict[str, Tensor] | None, named: BackboneSource | None
+) -> tuple[dict[str, Tensor], MRPConfig]:
+    """Select the tensors and the config of a head repository, whose backbone is the `named` or else the loaded one.
+
+    Raises:
+        ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
+    """
+    backbone = named or model.backbone_source
+    if model.mrp_head is None or backbone is None:
+        raise ValueError(
+            "head_only=True needs a head, and a checkpoint that it can name as its backbone: the model has "
+            f"{'no MRP head' if model.mrp_head is None else 'one, and was not loaded from any'}. Give it one with attach_head, "
+            "pass base_model_name_or_path (and base_model_revision), or save it whole"
+        )
+    state = model.state_dict() if state_dict is None else state_dict
+    head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
+    with torch.device("meta"):
+        own = {HEAD + name for name in MRPHead(model.config).state_dict()}
+    if others := (head.keys() ^ own) | {name for name, tensor in head.items() if type(tensor) is not Tensor}:
+        raise ValueError(
+            f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... Merge adapters first "
+            "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
+        )
+    config = copy.deepcopy(model.config)
+    config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
+    config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
+    config.base_model_name_or_path, config.base_model_revision = backbone
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the backbone's
+    return head, config
 
 
 # ---------------------------------------------------------------------------------------------------- modeling
@@ -6643,8 +6431,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         embeds = self.model.embed_tokens(input_ids)
         rotary = self.model.head_rotary(embeds, position_ids)
         head = self.mrp_head if past_key_values is None else self.mrp_head._call_impl
-        output = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
-        return output if self.config.head_predicts == "residual" else output - hidden_states
+        output: Tensor = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
+        return output
 
     @can_return_tuple
     def forward(
@@ -6765,11 +6553,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         valid = torch.ones(batch, past + length, dtype=torch.bool, device=given.device)
         if attention_mask is not None and attention_mask.dim() == 2:
-            if attention_mask.shape != (batch, past + length):
-                raise ValueError(
-                    f"attention_mask has shape {list(attention_mask.shape)}, but the batch has {batch} rows, the cache holds "
-                    f"{past} tokens and {length} are new: pass [{batch}, {past + length}]"
-                )
             valid = attention_mask.bool()
         key_positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
         if position_ids is None:
@@ -6824,10 +6607,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         if level is not None and not bool(((level > 0) & (level <= 1)).all()):
             raise ValueError(f"noise_level is {level.tolist()}: levels are above 0 and at most 1")
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        if ((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any():
-            raise ValueError(
-                "attention_mask has holes: with labels a row's tokens must be contiguous, with padding on one side or both"
-            )
+        check_rows(valid, 0, self.config.max_position_embeddings)
         learned = labels != -100
         clean = torch.where(learned, labels, input_ids)
         noise = noise_of(clean, valid, self.training)

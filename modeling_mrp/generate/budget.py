@@ -51,11 +51,7 @@ class Budget(Protocol):
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same amount in every round.
-
-    Attributes:
-        amount: It.
-    """
+    """The same amount in every round."""
 
     amount: Amount
 
@@ -67,25 +63,14 @@ class Fixed:
         """Learn nothing."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What the time of a round depends on: rows of the batch, states of each that are scored, and whether the head reads."""
-
-    rows: int
-    states: int
-    head: bool
-
-    @property
-    def scored(self) -> int:
-        """States of all rows together."""
-        return self.rows * self.states
+Shape = tuple[int, int, bool]  # rows of the batch, states of each that are scored, and whether the head reads
+PLAIN = Amount()
 
 
 class Times:
-    """Seconds of rounds by the states that they score, without the head and with it; and what first uses of a shape cost.
+    """Seconds of rounds by states of all rows together, without the head and with it; and what first uses of a shape cost.
 
     Attributes:
-        first: By shape, the seconds of its first uses.
         recording: Seconds that the first uses of a shape take beyond its rounds: the least of all shapes.
     """
 
@@ -99,15 +84,16 @@ class Times:
 
     def learn(self, shape: Shape, seconds: float) -> None:
         """Learn what a round took."""
-        known, scored, first = self.seconds[shape.head], shape.scored, self.first[shape]
-        if len(first) == self.FIRST:
+        (rows, states, head), first = shape, self.first[shape]
+        known, scored = self.seconds[head], rows * states
+        if self.known(shape):
             known[scored] += self.RATE * (min(seconds, self.OUTLIER * known[scored]) - known[scored])
         else:
             first.append(seconds)
-            if len(first) == self.FIRST:
+            if self.known(shape):
                 known.setdefault(scored, min(first))
                 self.recording = min(self.recording, sum(first) - len(first) * min(first))
-        if shape.head and scored in known:
+        if head and scored in known:
             self.head = known[scored] / (self.estimate(scored, False) or known[scored])
 
     def known(self, shape: Shape) -> bool:
@@ -115,49 +101,24 @@ class Times:
         return len(self.first[shape]) == self.FIRST
 
     def estimate(self, scored: int, head: bool) -> float:
-        """Estimate the seconds of a round, rather too few than too many: flat, or on the line through the two below."""
+        """Estimate the seconds of a round, rather too few than too many: those of the largest known one below."""
         known = self.seconds[head]
         if scored in known:
             return known[scored]
         if head:
             return self.estimate(scored, False) * self.head
-        below = sorted(one for one in known if one < scored)[-2:]
-        if not below:
-            least = min(known, default=0)
-            return known[least] * scored / least if least else 0.0
-        before, last = below[0], below[-1]
-        slope = (known[last] - known[before]) / max(1, last - before)
-        return known[last] + max(0.0, slope) * (scored - last)
+        if below := [one for one in known if one < scored]:
+            return known[max(below)]
+        least = min(known, default=0)
+        return known[least] * scored / least if least else 0.0
 
     def price(self, shape: Shape, worth: float) -> float:
         """Estimate what it may cost at worst to make a time known, given what a round is worth."""
-        uses, seconds, flat = len(self.first[shape]), self.estimate(shape.scored, shape.head), self.seconds[False]
-        if shape.scored not in self.seconds[shape.head]:
-            seconds = max(seconds, flat[max(flat)] * shape.scored / max(flat))
-        recordings = (1 + shape.head) * (uses < self.FIRST - 1)
-        return recordings * self.recording + max(1, self.FIRST - uses) * max(0.0, seconds - worth)
-
-
-@dataclass
-class Gains:
-    """What rounds of one amount came to, a mean over the rows that could draft: sums that fade.
-
-    Attributes:
-        rounds: Such rounds.
-        steps: Denoising steps of a row.
-        stuck: The share of rows that cannot draft next.
-    """
-
-    rounds: float = 0.0
-    steps: float = 0.0
-    stuck: float = 0.0
-
-    def fade(self, by: float) -> None:
-        """Let all count less."""
-        self.rounds, self.steps, self.stuck = self.rounds * by, self.steps * by, self.stuck * by
-
-
-PLAIN = Amount()
+        (rows, states, head), uses = shape, len(self.first[shape])
+        seconds, scored, flat = self.estimate(rows * states, head), rows * states, self.seconds[False]
+        if scored not in self.seconds[head]:
+            seconds = max(seconds, flat[max(flat)] * scored / max(flat))
+        return (1 + head) * (uses < self.FIRST - 1) * self.recording + max(1, self.FIRST - uses) * max(0.0, seconds - worth)
 
 
 class Auto:
@@ -167,10 +128,9 @@ class Auto:
     whatever is chosen. So an amount is judged by what it comes to with the rounds behind it that it makes such.
 
     An amount of which too little is known is tried where its best case beats what is best so far. More states come to more
-    steps, but to ever fewer each, and cost no less time than they would on the line through the last two: so the best case of
-    a width follows from the smaller ones. Trying is paid from a balance: a share of what the target alone would have taken,
-    and all that drafts have won over it in batches of as many rows. A first call is thus at most about that share slower than
-    its target.
+    steps, but to ever fewer each, and cost no less time: so the best case of a width follows from the smaller ones. Trying is
+    paid from a balance: a share of what the target alone would have taken, and all that drafts have won over it in batches of
+    as many rows. A first call is thus at most about that share slower than its target.
 
     Args:
         states, passes: The most of both.
@@ -184,10 +144,11 @@ class Auto:
     def __init__(self, states: int, passes: int) -> None:
         kinds = [0, passes] if passes else [0]
         self.ladders = [[Amount(one, min(kind, one - 1)) for one in WIDTHS if 1 < one <= states] for kind in kinds]
-        self.gains = {amount: Gains() for amount in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
+        # Of each amount rounds, steps of a row in them, and the share of rows that could not draft next: sums that fade.
+        self.gains = {amount: [0.0, 0.0, 0.0] for amount in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
         self.times, self.plain = Times(), 0.0  # `plain`: seconds of a step of the target alone
         self.balance: defaultdict[int, float] = defaultdict(float)  # seconds, by rows of the batch
-        self.amount, self.shape = PLAIN, Shape(1, 1, False)
+        self.amount, self.shape = PLAIN, (1, 1, False)
         self.tried: tuple[Amount, Shape] | None = None
         self.drafts: list[bool] = []
 
@@ -200,11 +161,12 @@ class Auto:
         narrow = 0 < clean < len(going) and one * len(going) < two * (len(going) - clean)
         self.amount, self.plain = PLAIN, 0.0
         if any(self.drafts) and one:
-            stuck = self.gains[PLAIN].stuck / max(1.0, self.gains[PLAIN].rounds)
+            rounds, _, stuck = self.gains[PLAIN]
+            stuck /= max(1.0, rounds)
             self.plain = (one + stuck * two) / (1 + stuck) / len(going)
             self.amount = self.best(len(rows), len(going), two, stuck)
         states = self.amount.states if self.amount.states > 1 else 1 + (clean > 0 and not narrow)
-        self.shape = Shape(len(rows), states, self.amount.passes > 0)
+        self.shape = len(rows), states, self.amount.passes > 0
         return Amount(narrow=narrow) if self.amount == PLAIN else self.amount
 
     def best(self, size: int, going: int, two: float, stuck: float) -> Amount:
@@ -215,26 +177,26 @@ class Auto:
             two: Seconds of a round of two states.
             stuck: The share of rows that cannot draft after a round of the target alone.
         """
-        if self.tried and self.tried[1].rows == size and not self.times.known(self.tried[1]):
+        if self.tried and self.tried[1][0] == size and not self.times.known(self.tried[1]):
             return self.tried[0]
         sure, hopes, shapes = {PLAIN: self.plain}, {PLAIN: self.plain}, {}
         most = 2 * max((*self.times.seconds[False], *self.times.seconds[True]))  # step by step: a wide round may take long
         for ladder in self.ladders:
             below, steps, slope, behind = 1, 1.0, self.HOPE, stuck
             for amount in ladder:
-                gains, shape = self.gains[amount], Shape(size, amount.states, amount.passes > 0)
+                (rounds, came, could_not), shape = self.gains[amount], (size, amount.states, amount.passes > 0)
                 shapes[amount], hope = shape, steps + slope * (amount.states - below)
-                if gains.rounds:
-                    behind = (gains.stuck + behind) / (gains.rounds + 1)
-                    mean = (gains.steps + hope) / (gains.rounds + 1)
-                    hope = min(hope, mean + sqrt(mean * (mean - 1) / (gains.rounds + 1)))
+                if rounds:
+                    behind = (could_not + behind) / (rounds + 1)
+                    mean = (came + hope) / (rounds + 1)
+                    hope = min(hope, mean + sqrt(mean * (mean - 1) / (rounds + 1)))
                     slope = max(0.0, (hope - steps) / (amount.states - below))
                     below, steps = amount.states, hope
-                seconds = self.times.estimate(shape.scored, shape.head)
+                seconds = self.times.estimate(size * amount.states, amount.passes > 0)
                 seconds = (seconds + behind * (two if going == 1 else seconds)) / going
-                if self.times.known(shape) and gains.rounds:
-                    sure[amount] = seconds / (behind + (gains.steps + self.SURE) / (gains.rounds + self.SURE))
-                if self.times.known(shape) or shape.scored <= most:
+                if self.times.known(shape) and rounds:
+                    sure[amount] = seconds / (behind + (came + self.SURE) / (rounds + self.SURE))
+                if self.times.known(shape) or size * amount.states <= most:
                     hopes[amount] = seconds / (behind + hope)
         best, dream = (min(of, key=of.__getitem__) for of in (sure, hopes))
         if hopes[dream] >= self.ENOUGH * sure[best]:
@@ -252,14 +214,10 @@ class Auto:
         if (amount.states, amount.passes) != (self.amount.states, self.amount.passes):
             return  # there was no room for what was chosen
         self.times.learn(self.shape, seconds)
-        came = [(step, not can_draft(row)) for step, row, one in zip(steps, rows, self.drafts, strict=True) if one]
-        if came:
-            for each in self.gains.values():
-                each.fade(self.FADE)
-            gains = self.gains[self.amount]
-            gains.rounds += 1
-            gains.steps += sum(step for step, _ in came) / len(came)
-            gains.stuck += sum(stuck for _, stuck in came) / len(came)
+        came = [(1, step, not can_draft(row)) for step, row, one in zip(steps, rows, self.drafts, strict=True) if one]
+        new = [sum(part) / len(came) for part in zip(*came, strict=True)]
+        for each, gains in self.gains.items() if came else ():
+            self.gains[each] = [self.FADE * old + (each == self.amount) * one for old, one in zip(gains, new, strict=True)]
         target = self.plain * sum(steps) if self.amount != PLAIN else seconds
         self.balance[len(rows)] += (1 + self.SHARE) * target - seconds
 

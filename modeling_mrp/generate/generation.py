@@ -34,12 +34,10 @@ from .loop import Decoder, Mode
 from .options import (
     MRPGenerationConfig,
     check_ids,
-    check_prompt,
     check_rows,
     logger,
     resolved,
     set_fields,
-    shows_options,
 )
 from .output import MRPGenerateOutput, Progress, Stopping, Streams, output_of
 
@@ -52,7 +50,6 @@ class MRPGenerationMixin(GenerationMixin):
 
     generation_config: MRPGenerationConfig
 
-    @shows_options
     def generate(
         self,
         inputs: Tensor | None = None,
@@ -67,7 +64,7 @@ class MRPGenerationMixin(GenerationMixin):
 
         Takes what `generate` takes (`max_new_tokens`, `do_sample`, `temperature`, `top_k`, `top_p`, `eos_token_id`,
         `stop_strings` with `tokenizer`, `stopping_criteria`, `logits_processor`, `streamer`, `num_return_sequences`,
-        `attention_mask` with padding on either side, ...) and every field of `MRPGenerationConfig`.
+        `attention_mask` with padding on either side, ...) and every field of `DecodingOptions`, which describes them.
 
         Logits processors see the scores of masked positions, [positions, vocab], with the ids before each [positions, length]:
         the row's text, with what is revealed of its block, and `mask_token_id` where nothing is known yet. Under the target
@@ -140,10 +137,6 @@ class MRPGenerationMixin(GenerationMixin):
         generation_config.stop_strings = None
         return super()._get_stopping_criteria(generation_config, *args, **kwargs)
 
-    def check_options(self) -> None:
-        """Raise `ValueError`, with value and remedy, for a field of the model's generation config that it cannot honour."""
-        MRPGenerationConfig(**self.generation_config.to_dict()).check(self.config.block_size, True)
-
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `ValueError`: this, and with it `generate_batch`, feeds a causal cache a token at a time."""
         raise ValueError(
@@ -182,7 +175,12 @@ class MRPGenerationMixin(GenerationMixin):
 
 def _real(prompt: Any, attention_mask: Any, config: MRPGenerationConfig, ours: Any) -> Tensor:
     """Check a prompt, and tell which of its ids are real; without a mask `pad_token_id` is padding, if it is no eos."""
-    real, pad = check_prompt(prompt, attention_mask, ours.mask_token_id, ours.vocab_size), config.pad_id()
+    real, pad = check_ids(prompt, attention_mask, ours.vocab_size), config.pad_id()
+    if bool(((prompt == ours.mask_token_id) & real).any()):
+        raise ValueError(
+            f"the prompt holds the mask id {ours.mask_token_id}: pass what stands before the first mask as input_ids, and the "
+            "rest, masks and given tokens, as infill_ids"
+        )
     if attention_mask is None and config.pad_token_id is not None and pad not in config.eos_ids():
         return prompt != pad
     if attention_mask is None and len(prompt) > 1 and bool((prompt[:, [0, -1]] == pad).any()):
@@ -203,12 +201,7 @@ def _decode(
     **others: Any,
 ) -> Tensor | MRPGenerateOutput:
     """Decode prompts for which `GenerationMixin.generate` has prepared everything."""
-    config, block, device, mask_id = (
-        generation_config,
-        model.config.block_size,
-        model.lm_head.weight.device,
-        model.config.mask_token_id,
-    )
+    config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
     input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - input_ids.shape[1]
     picker, real = _picker(model, logits_processor, config, mode), real.to(device)
     if config.do_sample and config.seed is None and (getattr(model, "_tp_size", None) or 1) > 1:
@@ -224,12 +217,10 @@ def _decode(
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
     least = max(0, (config.min_length or 0) - input_ids.shape[1])
-    rows = laid_out(prompts, infill_ids, new, config, least, block, mask_id, picker.bans)
+    rows = laid_out(prompts, infill_ids, new, config, least, block, model.config.mask_token_id, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
-    progress = (
-        Progress(rows, bool(config.output_logits), bool(config.output_scores)) if config.return_dict_in_generate else None
-    )
+    progress = Progress(rows, config.output_logits, config.output_scores) if config.return_dict_in_generate else None
     criteria = [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
     # Whatever `kernels` is: weights that move make caches of earlier calls useless.
     if picker.dispatch.forced or kernels_usable(model.device, model.dtype):
@@ -414,17 +405,15 @@ def check_adapters(model: Any, rows: int) -> None:
 def check_past(past: Any, model: Any, rows: int) -> None:
     """Raise `ValueError` unless one may go on from a cache, for so many prompts."""
     depth, why = 0 if model.mrp_head is None else len(model.mrp_head.layers), None
-    owned = isinstance(past, BlockCache) and past.owner is not None and past.owner() is model
-    if not isinstance(past, BlockCache):
-        why = f"are a {type(past).__name__}, not those that generate(..., return_dict_in_generate=True) gave"
-    elif not owned:
-        why = "come from another model, or out of a pickle, not from this one's generate"
+    ours = isinstance(past, BlockCache) and past.owner is not None and past.owner() is model
+    if not ours:
+        why = "are not those that generate(..., return_dict_in_generate=True) of this very model gave, or went through a pickle"
     elif past.rows != rows:
         why = f"hold {past.rows} rows, and input_ids have {rows}, not the same conversations in the same order"
     elif past.head_layers not in (0, depth):
         why = f"hold those of a head of {past.head_layers} layers, and the model's has {depth}"
-    elif (past.dtype, past.layer_devices) != (now := (model.dtype, devices_of_layers(model, past.head_layers > 0))):
-        why = f"are {_placed(past.dtype, past.layer_devices)}, and the model is now {_placed(*now)}"
+    elif (was := (past.dtype, past.layer_devices)) != (now := (model.dtype, devices_of_layers(model, past.head_layers > 0))):
+        why = f"have another dtype or other devices, {was}, than the model now, {now}"
     elif changed := [name for name, seen in past.weights.items() if not seen.same(getattr(model, name))]:
         why = f"are older than the weights of {changed[0]}, which have changed"
     if why is not None:
@@ -465,7 +454,3 @@ def mixed_tokens(quantization: Any) -> str | None:
         f"{how}: drafted text may differ from its target's, and the text of a row from what it is in another batch. Load with "
         f"{remedy} for the same text"
     )
-
-
-def _placed(dtype: torch.dtype, devices: tuple[torch.device, ...]) -> str:
-    return f"{dtype} on {', '.join(map(str, dict.fromkeys(devices)))}"

@@ -1,4 +1,4 @@
-"""The options of `generate`, each declared once: its own, as fields of `DecodingOptions`, and transformers' that it checks.
+"""The options of `generate`, each declared once as a field of `DecodingOptions`, and those of transformers that it refuses.
 
 From them come the fields of `MRPGenerationConfig`, `help`, defaults and checks, the flags of command lines, and the
 table of docs/decoding.md. Nothing here imports torch, so that the help of a command line comes at once.
@@ -10,7 +10,6 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import getdoc
-from math import inf
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 # Rules from papers (docs/rules.md).
@@ -45,7 +44,7 @@ class Option:
 
     Attributes:
         name: The keyword argument, and the field of the config.
-        default: The value of an option that nobody sets. None stays allowed where it is the default.
+        default: The value of an option that nobody sets: that is None.
         kind: The type of its values, as `isinstance` takes it; a bool is no number.
         holds: The range: True of the values allowed, given one of that type and the model's block size.
         remedy: The end of the error for others; `{block_size}` stands for the model's.
@@ -70,7 +69,7 @@ class Option:
 
         Without a block size, a number that it bounds may be of any size.
         """
-        if value is None and self.default is None:
+        if value is None:  # it is left to the default
             return
         remedy = self.remedy.replace("{block_size}", "block_size" if block_size is None else f"block_size ({block_size})")
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
@@ -81,10 +80,8 @@ class Option:
 
 # Type, range and remedy.
 _Values = tuple[Any, Callable[[Any, int], bool], str]
-COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
-FROM_ZERO: _Values = (int, lambda v, _: v >= 0, "it must be an int of 0 or more")
+_COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
 _MOST_STATES = 256  # of a block of 4, the shortest published, the kernels hold no more
-_MOST_COPIES = 65_535  # a CUDA grid has no more in the dimension along which attention takes rows
 _STATES: _Values = (
     int | str,
     lambda v, _: v == "auto" if isinstance(v, str) else 1 <= v <= _MOST_STATES,
@@ -147,8 +144,8 @@ class DecodingOptions:
     factor: Annotated[float | None, 1.0, _FACTOR, ("fast_dllm",)] = None
     mrp_steps: Annotated[int | None, 1, _STEPS, ("mrp_direct",)] = None
     num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
-    draft_branches: Annotated[int | None, None, COUNT, DRAFTING] = None
-    draft_passes: Annotated[int | None, 1, COUNT, ("mrp_spec",)] = None
+    draft_branches: Annotated[int | None, None, _COUNT, DRAFTING] = None
+    draft_passes: Annotated[int | None, 1, _COUNT, ("mrp_spec",)] = None
     draft_shortlist: Annotated[int | None, None, _LISTED, ("mrp_spec",)] = None
     remask_rule: Annotated[RemaskRule | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
     residual_delta: Annotated[float | None, 1.0, _LOGITS, ("mrp_remask",)] = None
@@ -179,40 +176,6 @@ def ids_of(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _is_id(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
-
-
-def _of_transformers(values: Mapping[str, _Values]) -> tuple[Option, ...]:
-    return tuple(Option(name, None, *allowed) for names, allowed in values.items() for name in names.split())
-
-
-_REAL, _GREEDY = int | float, "it must be a positive number (greedy decoding is do_sample=False)"
-# Options of transformers that it checks later, or not, or by failing on them; the others only sampling follows: clients ask
-# for greedy decoding by do_sample=False together with temperature=0.
-CHECKED = _of_transformers(
-    {
-        "do_sample return_dict_in_generate output_scores output_logits": (bool, lambda *_: True, "use True or False"),
-        "remove_invalid_values": (bool, lambda *_: True, "use True or False"),
-        "max_new_tokens max_length": COUNT,
-        "min_new_tokens min_length no_repeat_ngram_size": FROM_ZERO,
-        "max_time": (_REAL, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
-        "repetition_penalty": (_REAL, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)"),
-        "num_return_sequences": (int, lambda v, _: 1 <= v <= _MOST_COPIES, f"it must be an int from 1 to {_MOST_COPIES}"),
-        "eos_token_id": (object, lambda v, _: all(map(_is_id, ids_of(v))), "it must be an id, an int, a list of them or None"),
-        "pad_token_id": (object, lambda v, _: _is_id(v), "it must be an id, an int, or None"),
-        "suppress_tokens": (list | tuple, lambda v, _: all(map(_is_id, v)), "it must be a list of ids"),
-    }
-)
-OF_SAMPLING = _of_transformers(
-    {
-        "temperature": (_REAL, lambda v, _: 0 < v < inf, _GREEDY),
-        "top_k": FROM_ZERO,
-        "top_p min_p": _PROBABILITY,
-        "typical_p top_h": (_REAL, lambda v, _: 0 < v <= 1, "it must be above 0 and 1 (off) at most"),
-        "epsilon_cutoff eta_cutoff": (_REAL, lambda v, _: 0 <= v < 1, "it must be a probability, 0 (off) or more and below 1"),
-    }
-)
 _PREFIXES = "it needs prefixes that grow from the left; there are num_return_sequences with do_sample, and infill_ids"
 _COLUMNS = (
     "it acts at a column of the padded batch; there are suppress_tokens and min_new_tokens, and the prompt may be given more"
@@ -237,16 +200,6 @@ UNSUPPORTED = {one: why for several, why in _REASONS.items() for one in several.
 # What switches one off, beside None and False.
 OFF = {"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1}
 OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
-
-
-def check_values(values: Mapping[str, Any], block_size: int | None, sampling: bool) -> None:
-    """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself.
-
-    Without `sampling`, those that only sampling follows may be anything, as in transformers.
-    """
-    for option in (*CHECKED, *OPTIONS, *(OF_SAMPLING if sampling else ())):
-        if (value := values.get(option.name)) is not None:
-            option.check(value, block_size)
 
 
 def check_supported(values: Mapping[str, Any]) -> None:

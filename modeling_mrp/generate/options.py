@@ -1,12 +1,10 @@
 """The input of a call of `generate`: its options, with the config that holds and interprets them, and its prompts; checked."""
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 from transformers.generation import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 from transformers.utils import logging as transformers_logging
 
@@ -29,7 +27,7 @@ from ..rules.published import (
 from ..rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, schedule_of
 from .budget import WIDTHS
 from .loop import Drafting, Mode
-from .option_table import DECODINGS, DRAFTING, OPTIONS, DecodingOptions, check_supported, check_values, closest_name, ids_of
+from .option_table import DRAFTING, OPTIONS, DecodingOptions, check_supported, closest_name, ids_of
 from .refine import Direct, Refinement, RereadRemask, ResidualRemask, ThresholdRemask
 
 logger = transformers_logging.get_logger(__name__)
@@ -72,26 +70,9 @@ _REMASKS: dict[str, Callable[[Any], Refinement]] = {
 # What else `generate` may be given, beside the fields of the generation config.
 _ARGUMENTS = {"input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus"}
 
-_T = TypeVar("_T")
 
-
-def shows_options(given: _T) -> _T:
-    """Add the options to the docstring and the signature of a function or class that takes them as keyword arguments."""
-    shown: Any = given
-    modes = {one.name: "" if one.modes == DECODINGS else f", of {', '.join(one.modes)}" for one in OPTIONS}
-    lines = [f"    {one.name}: {one.help} (default {one.default!r}{modes[one.name]})" for one in OPTIONS]
-    shown.__doc__ = "\n".join([inspect.getdoc(shown) or "", "", "Options:", *lines])
-    hints, signature = get_type_hints(DecodingOptions), inspect.signature(shown)
-    fixed, others = list(signature.parameters.values())[:-1], list(signature.parameters.values())[-1]
-    kind = inspect.Parameter.KEYWORD_ONLY
-    named = [inspect.Parameter(one.name, kind, default=None, annotation=hints[one.name]) for one in OPTIONS]
-    shown.__signature__ = signature.replace(parameters=[*fixed, *named, others])
-    return given
-
-
-@shows_options
 class MRPGenerationConfig(DecodingOptions, GenerationConfig):
-    """A `GenerationConfig` with the options of block-diffusion decoding.
+    """A `GenerationConfig` with the fields of `DecodingOptions`.
 
     As with every generation config, None leaves an option to the model's own config, and then to the option's default.
     """
@@ -102,7 +83,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         Raises:
             ValueError: with value and remedy, for the first option whose value no model can honour.
         """
-        check_values(vars(self), None, bool(self.do_sample))
+        self.check_values(None)
         super().validate(*args, **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -114,7 +95,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         for option in OPTIONS:
             if getattr(self, option.name) is None:
                 setattr(self, option.name, option.default)
-        check_values(vars(self), block_size, bool(self.do_sample))
+        self.check_values(block_size)
         if str(self.decoding).startswith("mrp_") and not has_head:
             raise ValueError(
                 f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with "
@@ -122,6 +103,11 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
                 "lossless and needs no head"
             )
         check_supported(vars(self))
+
+    def check_values(self, block_size: int | None) -> None:
+        """Raise `ValueError`, with value and remedy, for the first option whose value is out of range by itself."""
+        for option in OPTIONS:
+            option.check(getattr(self, option.name), block_size)
 
     def mode(self, block_size: int, rows: int = 1) -> Mode:
         """Look up what is revealed, refined and drafted in a call of so many rows, of options that were checked."""
@@ -160,8 +146,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         return torch.randint(1 << 62, (rows,)).tolist() if self.do_sample else [0] * rows
 
 
-_FIELDS = (*vars(GenerationConfig()), *get_type_hints(DecodingOptions))
-OPTION_NAMES = frozenset(name for name in _FIELDS if not name.startswith("_"))
+OPTION_NAMES = frozenset({*vars(GenerationConfig()), *DecodingOptions.__annotations__})
 
 
 def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
@@ -175,68 +160,32 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
     Raises:
         ValueError: for what `generate` does not know, does not support, or cannot honour.
     """
-    if isinstance(given, GenerationConfig):
-        given = vars(given)
-    elif not isinstance(given, dict | None):
-        raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
-    own = set_fields(vars(model.generation_config))
-    if unknown := _listed(own.keys() - OPTION_NAMES):
-        logger.warning_once(f"fields of the model's generation_config that generate does not know have no effect: {unknown}")
-    asked = set_fields(given or {}) | set_fields(kwargs)
+    given = vars(given) if isinstance(given, GenerationConfig) else given or {}
+    asked = set_fields(given) | set_fields(kwargs)
     if kwargs.get("eos_token_id", 0) is None:  # as an argument it means no eos; left as None, the model's own would come back
         asked["eos_token_id"] = []
-    config, fields = MRPGenerationConfig(), own | asked
+    config, fields = MRPGenerationConfig(), set_fields(vars(model.generation_config)) | asked
     for name in fields.keys() & OPTION_NAMES:
         setattr(config, name, fields[name])
     config.check(model.config.block_size, model.config.has_head)
     others = {name: value for name, value in asked.items() if name not in OPTION_NAMES}
     check_supported(others)
-    if unknown := _listed(others.keys() - _ARGUMENTS):
-        raise ValueError(f"{unknown}: not used or not supported by generate here. Check the spelling, or leave it unset")
-    for name in ("logits_processor", "stopping_criteria"):
-        if not isinstance(functions := others.get(name, []), list) or not all(map(callable, functions)):
-            raise ValueError(f"{name} is {functions!r}: pass a list of functions, or of transformers' own")
+    if unknown := [f"{name}{closest_name(name, OPTION_NAMES)}" for name in sorted(others.keys() - _ARGUMENTS)]:
+        raise ValueError(
+            f"{', '.join(unknown)}: not used or not supported by generate here. Check the spelling, or leave it unset"
+        )
     tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
     if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
-        check_stop_strings(strings, tokenizer)
+        if tokenizer is None:
+            raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate")
         criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
         others["stopping_criteria"], config.stop_strings = StoppingCriteriaList(criteria), None
-    check_special_ids(config.eos_ids(), config.pad_id(), model.config.mask_token_id, model.config.vocab_size)
+    for name, ids in (("eos_token_id", config.eos_ids()), ("pad_token_id", [config.pad_id()])):
+        if outside := [one for one in ids if not 0 <= one < model.config.vocab_size]:
+            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {model.config.vocab_size}: use one inside")
+    if (mask_id := model.config.mask_token_id) in config.eos_ids():
+        raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
     return config, others
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"{name}{closest_name(name, OPTION_NAMES)}" for name in sorted(names))
-
-
-def check_stop_strings(strings: Any, tokenizer: Any) -> None:
-    """Raise `ValueError` unless these are texts, and a tokenizer is there to find them."""
-    texts = [strings] if isinstance(strings, str) else strings
-    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(one, str) and one for one in texts):
-        raise ValueError(f"stop_strings is {strings!r}: it must be a text or a list of texts, none of them empty")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        given = "" if tokenizer is None else f", and tokenizer is {tokenizer!r}"
-        raise ValueError(f"stop_strings={strings!r} need the tokenizer{given}: pass tokenizer=... to generate")
-
-
-def check_special_ids(eos: list[int], pad: int, mask_token_id: int, vocab_size: int) -> None:
-    """Raise `ValueError` for an eos or padding outside the vocabulary, or an eos that is the mask."""
-    for name, ids in (("eos_token_id", eos), ("pad_token_id", [pad])):
-        if outside := [one for one in ids if not 0 <= one < vocab_size]:
-            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {vocab_size}: use one inside")
-    if mask_token_id in eos:
-        raise ValueError(f"eos_token_id holds the mask id {mask_token_id}, which is never picked: leave it out")
-
-
-def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> Tensor:
-    """Check ids as `check_ids` does, and that none is the mask's."""
-    real = check_ids(prompt, attention_mask, vocab_size)
-    if bool(((prompt == mask_token_id) & real).any()):
-        raise ValueError(
-            f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
-            "masks and given tokens, as infill_ids"
-        )
-    return real
 
 
 def check_ids(ids: Any, attention_mask: Any, vocab_size: int, name: str = "input_ids", rows: int | None = None) -> Tensor:
@@ -253,12 +202,7 @@ def check_ids(ids: Any, attention_mask: Any, vocab_size: int, name: str = "input
     if attention_mask is not None:
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
             given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(
-                f"attention_mask is {given} for input_ids of {list(ids.shape)}: pass a 2-D tensor of 0 and 1 of the same "
-                "shape (a 4-D mask works with forward only)"
-            )
-        if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
-            raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
+            raise ValueError(f"attention_mask is {given} for {name} of {list(ids.shape)}: pass 0 and 1 of the same shape")
         real = attention_mask.bool()
     for outside in ids[real & ((ids < 0) | (ids >= vocab_size))]:
         raise ValueError(

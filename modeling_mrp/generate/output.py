@@ -138,14 +138,11 @@ class Streams:
     """The feeding of streamers, one for each row: the prompt, finished blocks in order, drafts where it has `put_draft`.
 
     Raises:
-        ValueError: for what is no streamer, another number of them than `rows`, or one that is to take two rows.
+        ValueError: for another number of them than `rows`, or one that is to take two rows.
     """
 
     def __init__(self, streamer: Any, rows: int) -> None:
         streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
-        for one in streamers:
-            if not all(callable(getattr(one, name, None)) for name in ("put", "end")):
-                raise ValueError(f"streamer is {one!r}: it must have put and end, as a transformers.TextStreamer has")
         different = len(set(map(id, streamers)))
         if not len(streamers) == different == rows:
             raise ValueError(
@@ -199,26 +196,12 @@ class Stopping:
                 continue
             behind = [row.mask_id if row.stop is None else self.pad_id for row in self.rows]
             shown = [(one + [other] * (column + 1))[: column + 1] for one, other in zip(known, behind, strict=True)]
-            stops = self._answers(torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1))
+            stops = self.criteria(torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1), None).tolist()
             for at in asking:
                 self.asked[at] = column + 1
                 if stops[at]:
                     self.rows[at].stop = self.rows[at].prompt + column + 1
                     del known[at][column + 1 :]
-
-    def _answers(self, ids: Tensor) -> list[bool]:
-        """Ask the stopping criteria which rows end; a criterion's single answer counts for all rows."""
-        try:
-            answers: list[bool] = self.criteria(ids, None).tolist()
-        except (AttributeError, TypeError) as error:
-            if "None" not in str(error):
-                raise
-            names = ", ".join(type(criterion).__name__ for criterion in self.criteria)
-            raise ValueError(
-                f"a stopping criterion ({names}) failed ({error}): the scores that it is given are None here. Let it decide by "
-                "input_ids, and return a bool for each row"
-            ) from error
-        return answers
 
 
 def final_tokens(row: Row) -> list[int]:

@@ -6,7 +6,6 @@ few forwards as memory allows.
 """
 
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -19,11 +18,7 @@ from ..model.diffusion import block_causal_mask, taken_from
 from ..model.offloading import fetched
 from ..networks.cache import BlockCache
 from .generation import check_adapters, check_unembedding
-from .option_table import COUNT, Option
 from .options import check_ids, check_rows
-
-_TEMPERATURE = Option("temperature", 1.0, int | float, lambda v, _: 0 < v < inf, "it must be a number above 0")
-_AT_ONCE = Option("tokens_per_forward", 512, *COUNT)
 
 
 @dataclass
@@ -94,8 +89,8 @@ class MRPScoringMixin:
         real = check_ids(input_ids, attention_mask, self.config.vocab_size)
         check_rows(real, 0, self.config.max_position_embeddings)
         scored = _scored(input_ids, real, labels, mask_id)
-        _TEMPERATURE.check(temperature, block)
-        _AT_ONCE.check(tokens_per_forward, block)
+        if not temperature > 0 or tokens_per_forward < 1:
+            raise ValueError(f"temperature is {temperature}, tokens_per_forward {tokens_per_forward}: both must be above 0")
         if self.training:
             raise ValueError("score was called in training mode, with dropout and without a cache: call model.eval() first")
         check_adapters(self, len(input_ids))
@@ -141,15 +136,11 @@ def _scored(input_ids: Tensor, real: Tensor, labels: Tensor | None, mask_id: int
         )
     if labels is None:
         return real
-    if not isinstance(labels, Tensor) or labels.shape != input_ids.shape:
-        given = list(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
-        raise ValueError(f"labels are {given} for input_ids of {list(input_ids.shape)}: pass a tensor of the same shape")
     scored = (labels != -100) & real
     if len(where := (scored & (labels != input_ids)).nonzero()):
-        row, column = where[0].tolist()
         raise ValueError(
-            f"labels hold {int(labels[row, column])} at row {row}, column {column}, and input_ids "
-            f"{int(input_ids[row, column])}: pass input_ids, without a shift, and -100 where nothing is scored"
+            f"labels differ from input_ids at row and column {where[0].tolist()}: pass input_ids, without a shift, and -100 "
+            "where nothing is scored"
         )
     return scored
 

@@ -38,9 +38,6 @@ class MRPHead(nn.Module):
 
     Args:
         config: The model's configuration; `num_nextn_predict_layers` gives the depth.
-
-    Attributes:
-        predicts: `residual` or, in place of the hidden states themselves, `hidden` (`MRPConfig.head_predicts`).
     """
 
     def __init__(self, config: MRPConfig) -> None:
@@ -53,10 +50,8 @@ class MRPHead(nn.Module):
         for index, layer in enumerate(layers):
             layer.self_attn.layer_idx = config.num_hidden_layers + index
         self.layers = nn.ModuleList(layers)
-        self.predicts = config.head_predicts
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        if self.predicts == "residual":  # a new head adds nothing: A + C = A
-            nn.init.zeros_(self.norm.weight)
+        nn.init.zeros_(self.norm.weight)  # a new head adds nothing: A + C = A
 
     def forward(
         self,

@@ -1,12 +1,14 @@
-"""Loading and saving of MRP models: the layouts that are read, backbones with heads from elsewhere, heads on their own."""
+"""Loading and saving of MRP models: the layouts that are read, and heads, put on, taken off and saved by themselves."""
 
+import copy
 import logging
 import os
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -14,20 +16,34 @@ from transformers.generation import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, extract_commit_hash
 
-from .attaching import BackboneSource, HeadMixin, head_to_save
 from .code import AUTO_MAP, write_code
 from .configuration import MRPConfig
 from .families.registry import backbone_of
-from .head import MRPHead
-from .layouts import HEAD, backbone_location, hub_options, stored_json
+from .head import MRPHead, check_same_backbone
+from .layouts import HEAD, HUB_OPTIONS, PUBLISHED_HEAD, backbone_location, hub_options, our_name, stored_json, weight_files
+from .offloading import device_of
+
+try:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+except ImportError:  # then no model is spread over devices
+    AlignDevicesHook = add_hook_to_module = None
 
 log = logging.getLogger(__name__)
 
 _OF_PUSHES = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
 _KEY_MAPPING = {r"^mrp_modules\.0\.model\.": HEAD}  # transformers renames by it while it loads
+# The MRP model of each stock model that is still in use, and where its head came from.
+_MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
-class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
+class BackboneSource(NamedTuple):
+    """The origin of a model's backbone: a repository's id and commit, or a folder's absolute path and None."""
+
+    name: str
+    revision: str | None
+
+
+class MRPPreTrainedModel(PreTrainedModel):
     """Loading, saving and initialisation shared by MRP models.
 
     Attributes:
@@ -98,7 +114,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
 
         Args:
             backbone: A folder or id of any kind that `from_pretrained` takes but a head repository, or of an autoregressive
-                Qwen3 checkpoint, which becomes a block-diffusion model only by training; or a loaded model.
+                Qwen3 checkpoint, which becomes a block-diffusion model only by training.
             head: What `attach_head` takes, in place of a head that the backbone has; or None.
             head_revision: The commit, branch or tag of `head`.
             kwargs: As for `from_pretrained`; `revision` is the backbone's. A Qwen3 checkpoint takes `block_size` and
@@ -107,14 +123,93 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         Raises:
             ValueError: as from `from_pretrained` and `attach_head`.
         """
-        if isinstance(backbone, str | os.PathLike):
-            model = cls._open_backbone(os.fspath(backbone), kwargs)
-        elif hasattr(backbone, "attach_head"):
-            model = backbone
-        else:
-            raise ValueError(f"backbone is {backbone!r}: pass the folder or id of a checkpoint, or a loaded MRP model")
+        model = cls._open_backbone(os.fspath(backbone), kwargs)
         if head is not None:
             model._take_head(head, hub_options({**kwargs, "revision": head_revision, "subfolder": None}), kwargs)
+        return model
+
+    def attach_head(self: Any, head: Any, **hub: Any) -> None:
+        """Give the model a head, in place of its own if it has one. The backbone stays as it is.
+
+        Args:
+            head: A folder or id of a head repository, of a full checkpoint, or in the published layout: its head is read, and
+                nothing else. Or an `MRPHead`, which becomes part of this model.
+            hub: `revision`, `token`, `cache_dir`, `local_files_only`, ... for an id.
+
+        Raises:
+            ValueError: if the head was made for another backbone (with both values of all that differs), or its tensors do not
+                fit, or there is none; the model is then as before.
+        """
+        if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
+            raise ValueError(f"{', '.join(unknown)}: attach_head takes {', '.join(HUB_OPTIONS)}. Check the spelling")
+        if isinstance(head, str | os.PathLike):
+            head = self._read_head(os.fspath(head), hub_options(hub))
+        else:
+            check_same_backbone(head.layers[0].self_attn.config, self.config, "another model")
+        if (processes := getattr(self, "_tp_size", None) or 1) > 1:
+            raise ValueError(
+                f"the model's layers are divided among {processes} processes, those of a head that is attached are not: attach "
+                "it in one process, save_pretrained the whole model, and load that with tensor parallelism"
+            )
+        device = device_of(self.lm_head)
+        head.to(device, self.lm_head.weight.dtype)
+        if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices
+            add_hook_to_module(head, AlignDevicesHook(device))
+            self.hf_device_map["mrp_head"] = device
+        for index, layer in enumerate(head.layers):
+            layer.self_attn.layer_idx = self.config.num_hidden_layers + index
+            layer.self_attn.config = self.config
+        self.mrp_head = head.train(self.training)
+        self.config.num_nextn_predict_layers = len(head.layers)
+
+    def detach_head(self: Any) -> MRPHead:
+        """Take the head off, for another model; if `generate` would decode with it by default, it goes back to `static`.
+
+        Raises:
+            ValueError: if the model has none.
+        """
+        if self.mrp_head is None:
+            raise ValueError("the model has no MRP head to detach: attach one with attach_head, or load one with from_backbone")
+        head, self.mrp_head = self.mrp_head, None
+        self.config.num_nextn_predict_layers = 0
+        if str(getattr(self.generation_config, "decoding", None)).startswith("mrp_"):
+            self.generation_config.decoding = None
+        return head
+
+    @classmethod
+    def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
+        """Make the MRP model of a stock model's own parameters and a repository's head, once as long as they stay.
+
+        Args:
+            stock: A model with a Qwen3 decoder's parameters under `model.` and `lm_head.`, such as SDAR's own class.
+            repository: What `attach_head` takes.
+            download: `revision`, `token` and the like.
+
+        Raises:
+            ValueError: if the stock model is not such a decoder, or the head was made for another backbone.
+        """
+        parameters = dict(stock.named_parameters(remove_duplicate=False))
+        like = parameters["lm_head.weight"]
+        source = (repository, download.get("revision"), like.dtype, like.device)
+        known, model = _MADE.get(stock, (None, None))
+        if known == source and all(dict(model.named_parameters())[name] is value for name, value in parameters.items()):
+            return model
+        head = cls.config_class.from_pretrained(repository, **download)
+        fields = {"block_size": head.block_size, "mask_token_id": head.mask_token_id, **stock.config.to_dict()}
+        config = cls.config_class.from_dict({**fields, "model_type": "sdar", "num_nextn_predict_layers": 0})
+        with torch.device("meta"):
+            model = cls(config).eval()
+        try:
+            model.load_state_dict(parameters, assign=True)
+        except RuntimeError as error:
+            raise ValueError(
+                f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on: load the checkpoint with "
+                f"MRPForCausalLM.from_backbone instead ({error})"
+            ) from error
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)  # no checkpoint holds its buffers
+        model._take_head(repository, download, {})
+        model.mrp_head.requires_grad_(False)
+        _MADE[stock] = source, model
         return model
 
     def save_pretrained(
@@ -141,14 +236,13 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
             kwargs: As in transformers, for the whole model.
 
         Raises:
-            ValueError: for a generation config that `generate` would refuse; with `head_only`, as from `head_to_save`, or for
-                `push_to_hub`; without it, if the backbone is named.
+            ValueError: for an option of the generation config that is out of range; with `head_only`, as from `head_to_save`,
+                or for `push_to_hub`; without it, if the backbone is named.
         """
         named: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "base_model_revision": base_model_revision}
         folder, pushed = Path(save_directory), kwargs.pop("push_to_hub", False)
         hub = {name: kwargs.pop(name) for name in _OF_PUSHES if name in kwargs}
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
-        self.check_options()
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
         if head_only:
             if pushed:
@@ -177,7 +271,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self: Any, module: nn.Module) -> None:
         head = self.mrp_head
-        if head is not None and module is head.norm and head.predicts == "residual":
+        if head is not None and module is head.norm:
             init.zeros_(head.norm.weight)
         else:
             super()._init_weights(module)
@@ -225,3 +319,59 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
             except OSError:  # it comes with none
                 return
             self.generation_config = self.generation_config_class.from_dict(stored.to_dict())
+
+    def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
+        """Read the head of a checkpoint, its files as they lie on the disk."""
+        path, _ = stored_json(source, **hub)
+        if not os.path.isdir(source) and (commit := extract_commit_hash(str(path), None)):
+            hub = {**hub, "revision": commit}
+        config: Any = MRPConfig.from_pretrained(source, **hub)
+        if not config.has_head:
+            raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
+        check_same_backbone(config, self.config, source)
+        with torch.device("meta"):
+            head = MRPHead(config)
+        state: dict[str, Tensor] = {}
+        try:
+            for file in weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub):
+                with safe_open(file, framework="pt") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
+                        if (ours := our_name(name)).startswith(HEAD):
+                            state[ours.removeprefix(HEAD)] = tensors.get_tensor(name)
+            head.load_state_dict(state, assign=True)
+        except (SafetensorError, RuntimeError) as error:
+            raise ValueError(f"the head of {source} is not whole, or does not fit its config: {error}") from error
+        return head
+
+
+def head_to_save(
+    model: Any, state_dict: dict[str, Tensor] | None, named: BackboneSource | None
+) -> tuple[dict[str, Tensor], MRPConfig]:
+    """Select the tensors and the config of a head repository, whose backbone is the `named` or else the loaded one.
+
+    Raises:
+        ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
+    """
+    backbone = named or model.backbone_source
+    if model.mrp_head is None or backbone is None:
+        raise ValueError(
+            "head_only=True needs a head, and a checkpoint that it can name as its backbone: the model has "
+            f"{'no MRP head' if model.mrp_head is None else 'one, and was not loaded from any'}. Give it one with attach_head, "
+            "pass base_model_name_or_path (and base_model_revision), or save it whole"
+        )
+    state = model.state_dict() if state_dict is None else state_dict
+    head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
+    with torch.device("meta"):
+        own = {HEAD + name for name in MRPHead(model.config).state_dict()}
+    if others := (head.keys() ^ own) | {name for name, tensor in head.items() if type(tensor) is not Tensor}:
+        raise ValueError(
+            f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... Merge adapters first "
+            "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
+        )
+    config = copy.deepcopy(model.config)
+    config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
+    config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
+    config.base_model_name_or_path, config.base_model_revision = backbone
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the backbone's
+    return head, config

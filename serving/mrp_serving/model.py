@@ -54,15 +54,13 @@ class Head(nn.Module):
             HeadLayer(config, first + index, quant_config, f"mrp_head.layers.{index}")
             for index in range(config.num_nextn_predict_layers)
         )
-        self.predicts = getattr(config, "head_predicts", "residual")
 
     def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, batch: Any) -> Tensor:
         """Compute h_C [tokens, hidden_size] of embeddings and hidden states h_A of that shape."""
         mixed, _ = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
         for layer in self.layers:
             mixed = layer(positions, mixed, batch)
-        predicted = self.norm(mixed)
-        return predicted if self.predicts == "residual" else predicted - hidden
+        return self.norm(mixed)
 
 
 class MRPForCausalLM(SDARForCausalLM):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from modeling_mrp.generate.budget import WIDTHS, Amount, Auto, Fixed, Shape, Times, budget_of
+from modeling_mrp.generate.budget import WIDTHS, Amount, Auto, Fixed, Times, budget_of
 
 # Steps that a row which can draft comes to in a round, by states, of stale drafts and the head's: the embedded checkpoint on
 # 24 math problems; and the extremes.
@@ -214,34 +214,23 @@ def test_what_drafts_win_for_one_row_is_not_lost_by_sixteen(clock: str, target: 
 
 
 def test_what_recording_takes_is_no_time_of_a_round() -> None:
-    times, shape = Times(), Shape(1, 2, False)
+    """A time that is not known is that of the largest one below, or with the head as much longer as others are."""
+    times = Times()
     for seconds in (0.029, 0.114, 0.004):
-        assert not times.known(shape)
-        times.learn(shape, seconds)
-    assert times.known(shape)
-    assert times.estimate(2, False) == 0.004
-    assert times.recording == pytest.approx(0.135)
-    times.learn(shape, 0.104)  # other work on the machine: at most half of a round counts, and a tenth of that
+        assert not times.known((1, 2, False))
+        times.learn((1, 2, False), seconds)
+    assert times.known((1, 2, False))
+    assert (times.estimate(2, False), times.recording) == (0.004, pytest.approx(0.135))
+    times.learn((1, 2, False), 0.104)  # other work on the machine: at most half of a round counts, and a tenth of that
     assert times.estimate(2, False) == pytest.approx(0.0042)
-
-
-def test_a_slow_first_round_is_no_recording_where_another_shape_has_none() -> None:
-    """Of a server, whose engine recorded its graphs as it started."""
     times = Times()
-    for states, first in ((1, 9.0), (2, 1.0)):
-        for seconds in (first, 1.0, 1.0):
-            times.learn(Shape(1, states, False), seconds)
-    assert times.recording == 0.0
-
-
-def test_a_time_that_is_not_known_is_on_the_line_of_the_two_below() -> None:
-    times = Times()
-    for states, seconds in [(2, 4.0), (4, 6.0), (8, 20.0)]:
+    for states, seconds in ((2, 4.0), (4, 6.0), (8, 20.0)):
         for _ in range(3):
-            times.learn(Shape(1, states, False), seconds)
-    assert [times.estimate(scored, False) for scored in (1, 3, 6, 10)] == [2.0, 4.0, 8.0, 27.0]
+            times.learn((1, states, False), seconds)
+    assert [times.estimate(scored, False) for scored in (1, 3, 6, 10)] == [2.0, 4.0, 6.0, 20.0]
+    assert times.recording == 0.0  # as of a server, whose engine recorded its graphs as it started
     for _ in range(3):
-        times.learn(Shape(1, 4, True), 9.0)
+        times.learn((1, 4, True), 9.0)
     assert times.estimate(8, True) == 30.0
 
 
@@ -251,7 +240,7 @@ def test_rows_that_cannot_draft_score_alone_where_that_pays() -> None:
         auto, rows = Auto(8, 1), [Line(9, 4) for _ in range(4)]
         for states, seconds in ((1, 1.0), (2, wide)):
             for _ in range(3):
-                auto.times.learn(Shape(4, states, False), seconds)
+                auto.times.learn((4, states, False), seconds)
         rows[0].masks = 0
         assert auto.choose(rows) == Amount(narrow=narrow)  # type: ignore[arg-type]
 

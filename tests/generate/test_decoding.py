@@ -174,21 +174,14 @@ def test_several_answers_to_a_prompt(random_model: MRPForCausalLM, mode: str) ->
         assert (again.past_key_values.rows, past.rows) == (6, 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "length"),
-    [
-        ({}, 20),  # transformers' default
-        ({"infill_ids": True}, 6),
-        ({"infill_ids": True, "max_new_tokens": 9}, 9),
-        ({"infill_ids": True, "max_length": 11}, 8),
-        ({"infill_ids": True, "generation_config": GenerationConfig(max_length=10)}, 7),
-    ],
-    ids=str,
-)
-def test_length(random_model: MRPForCausalLM, options: dict[str, Any], length: int) -> None:
-    if "infill_ids" in options:
-        options = {**options, "infill_ids": torch.tensor([[MASK, 7, MASK, MASK, 8, MASK]], dtype=torch.int)}
-    assert random_model.generate(torch.tensor([[1, 2, 3]]), **options).shape[1] == 3 + length
+def test_length(random_model: MRPForCausalLM) -> None:
+    """Without a limit transformers' 20 tokens, or as many as are to be filled in; else the limit, however it is given."""
+    infill = torch.tensor([[MASK, 7, MASK, MASK, 8, MASK]], dtype=torch.int)
+    cases: list[tuple[dict[str, Any], int]] = [({"max_new_tokens": 9}, 9), ({"max_length": 11}, 8), ({}, 6)]
+    cases.append(({"generation_config": GenerationConfig(max_length=10)}, 7))
+    for options, length in cases:
+        assert random_model.generate(torch.tensor([[1, 2, 3]]), infill_ids=infill, **options).shape[1] == 3 + length
+    assert random_model.generate(torch.tensor([[1, 2, 3]])).shape[1] == 3 + 20
 
 
 class AllRowsDone(StoppingCriteria):

@@ -1,10 +1,6 @@
 """The table of `generate`'s options: what the documents, a config and the modes of decoding make of it."""
 
-import copy
-import inspect
 import json
-import pydoc
-import re
 from functools import reduce
 from itertools import product
 from operator import or_
@@ -49,7 +45,7 @@ def test_the_documents_have_the_table() -> None:
     assert shown == expected, "the table is:\n" + "\n".join(expected)
 
 
-def test_a_config_and_help_have_the_options_as_typed_fields() -> None:
+def test_a_config_has_the_options_as_typed_fields() -> None:
     """Unset they are None, and take no room in a file."""
     hints = get_type_hints(DecodingOptions)
     assert issubclass(MRPGenerationConfig, DecodingOptions)
@@ -61,19 +57,14 @@ def test_a_config_and_help_have_the_options_as_typed_fields() -> None:
     assert vars(MRPGenerationConfig()).keys() == vars(GenerationConfig()).keys()
     defaults = checked()
     assert {name: getattr(defaults, name) for name in NAMED} == {option.name: option.default for option in OPTIONS}
-    for shown in (MRPForCausalLM.generate, MRPGenerationConfig):
-        text, parameters = pydoc.render_doc(shown, renderer=pydoc.plaintext), inspect.signature(shown).parameters
-        for option in OPTIONS:
-            assert f"{option.name}: {option.help} (default {option.default!r}" in text
-            assert parameters[option.name].annotation == hints[option.name]
 
 
 def test_a_wrong_value_is_refused_where_it_enters(tmp_path: Path) -> None:
-    """In a config that is made, changed or saved, in the file of a checkpoint that is loaded, and with a model that is saved:
-    there also what its block size bounds, whatever the class of the config."""
+    """In a config that is made, changed or saved, in the file of a checkpoint that is loaded, and with a model that is saved,
+    which then leaves nothing."""
     model = make_model()
     model.save_pretrained(tmp_path / "good")
-    for name in ("decoding", "do_sample"):
+    for name in ("decoding", "seed"):
         said, config = f"^{name} is {{}}", MRPGenerationConfig()
         with pytest.raises(ValueError, match=said):
             MRPGenerationConfig(**{name: {}})
@@ -88,13 +79,9 @@ def test_a_wrong_value_is_refused_where_it_enters(tmp_path: Path) -> None:
     (tmp_path / "good" / "generation_config.json").unlink()
     loaded = MRPForCausalLM.from_pretrained(tmp_path / "good")
     assert type(loaded.generation_config) is type(model.generation_config) is MRPGenerationConfig
-    own = loaded.generation_config
-    for wrong in ({"decoding": "x"}, {"denoising_steps": 5}, {"num_beams": 2}):
-        for config in (own, GenerationConfig()):
-            loaded.generation_config = copy.deepcopy(config)
-            vars(loaded.generation_config).update(wrong)
-            with pytest.raises(ValueError, match=re.escape(next(iter(wrong)))):
-                loaded.save_pretrained(tmp_path / "bad")
+    loaded.generation_config.decoding = "x"
+    with pytest.raises(ValueError, match=r"^decoding is 'x'"):
+        loaded.save_pretrained(tmp_path / "bad")
     assert not list((tmp_path / "bad").glob("*"))
 
 

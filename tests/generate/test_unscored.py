@@ -10,7 +10,6 @@ import torch
 from conftest import make_model
 from helpers import LIVELY, MASK, MODES, PROMPTS, VOCAB, generate, says_all, texts
 from refusals import rejected
-from transformers import LogitsProcessor
 
 from modeling_mrp import MRPForCausalLM
 
@@ -104,20 +103,6 @@ def test_a_shortlist_of_which_nothing_may_be_picked() -> None:
     options = {"max_new_tokens": 9, "min_new_tokens": 9, "eos_token_id": 9}
     drafted = texts(model, PROMPTS, decoding="mrp_spec", draft_shortlist=1, **options)
     assert drafted == texts(model, PROMPTS, decoding="static", **options)
-
-
-class KeepsTheTop(LogitsProcessor):
-    """Bars all but the likeliest tokens, as a truncation does: what the head makes of a token may be nothing at all."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.masked_fill(scores < scores.amax(-1, keepdim=True), -INF)
-
-
-@pytest.mark.parametrize("options", REMASKS, ids=str)
-def test_reveals_that_the_head_rules_out_come_to_an_end(random_model: MRPForCausalLM, options: dict[str, Any]) -> None:
-    """Of several such one is kept, at least, so that every step reveals something."""
-    given = {"max_new_tokens": 9, "logits_processor": [KeepsTheTop()], "confidence_threshold": 0.5, **options}
-    assert (generate(random_model, PROMPTS, **given).reveal_step >= 0).all()
 
 
 def test_a_cache_is_as_good_as_before() -> None:

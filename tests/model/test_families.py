@@ -135,26 +135,6 @@ def test_the_published_sizes_have_the_published_numbers(name: str, config: dict[
 
 # ------------------------------------------------------------------------------------------------- what is one family's own
 
-# Of the models that are published as SDAR the shape (hidden, intermediate, layers, heads), and block sizes.
-SMALL, MIDDLE, LARGE = (2048, 6144, 28, 16), (2560, 9728, 36, 32), (4096, 12288, 36, 32)
-SDAR: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "JetLM/SDAR-1.7B-Chat": (SMALL, (4, 16)),
-    "JetLM/SDAR-4B-Chat, Gen-Verse/TraDo-4B-Instruct": (MIDDLE, (4, 8, 16, 32, 64)),
-    "JetLM/SDAR-8B-Chat, Gen-Verse/TraDo-8B-Thinking, DiRL-8B-Instruct, TDAR-8B, RCD": (LARGE, (4, 8, 16, 32, 64)),
-}
-
-
-@pytest.mark.parametrize("name", SDAR)
-def test_what_is_published_as_sdar_is_read_by_its_config(name: str) -> None:
-    (hidden, intermediate, layers, heads), blocks = SDAR[name]
-    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
-    for block in blocks:
-        config = MRPConfig.from_dict(backbone_config(**sizes, mask_token_id=151669, block_size=block))
-        assert (config.family, config.block_size, config.mask_token_id) == ("sdar", block, 151669)
-        assert {name: getattr(config, name) for name in sizes} == sizes
-        assert "family" not in config.to_diff_dict()
-
 
 def test_sdar_moe(tmp_path: Path) -> None:
     """What does not fit is named; blocks are of four where the config says nothing."""

@@ -109,18 +109,6 @@ def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path:
         MRPForCausalLM.from_pretrained("org/head", cache_dir=tmp_path)
 
 
-def test_another_backbone_for_a_head_repository(folders: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(folders["head"], tmp_path / "head")
-    path = tmp_path / "head" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "org/not-there"}))
-    with pytest.raises(OSError, match="org/not-there"):
-        MRPForCausalLM.from_pretrained(tmp_path / "head")
-    backbone = MRPForCausalLM.from_pretrained(folders["full"])  # its own head gives way
-    model = MRPForCausalLM.from_backbone(backbone, head=tmp_path / "head")
-    assert same_tensors(model, MRPForCausalLM.from_pretrained(folders["full"]))
-    assert model is backbone
-
-
 # ------------------------------------------------------------------------------------------------ what may be followed
 
 
@@ -196,38 +184,16 @@ def test_a_published_head_on_a_published_backbone(tmp_path: Path) -> None:
     assert len(state) == len(tensors)
 
 
-@pytest.mark.parametrize(
-    ("change", "numbers"),
-    [
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, r"rope_parameters is .*5\.0.*10000"),
-        ({"block_size": 8, "mask_token_id": 61}, r"block_size is 8, the backbone's 4; its mask_token_id is 61"),
-    ],
-    ids=str,
-)
-def test_a_head_of_another_backbone(change: dict[str, Any], numbers: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    make_model(**change).float().save_pretrained(tmp_path / "other")
-    model = MRPForCausalLM.from_pretrained(folders["full"])
-    before = model.mrp_head
-    with pytest.raises(ValueError, match=r"does not belong to this backbone.*" + numbers):
-        model.attach_head(tmp_path / "other")
-    assert model.mrp_head is before
-    with pytest.raises(ValueError, match=numbers):
-        MRPForCausalLM.from_backbone(folders["backbone"], head=tmp_path / "other")
-
-
 def test_heads_that_do_not_fit(folders: dict[str, Path], tmp_path: Path) -> None:
     model = MRPForCausalLM.from_pretrained(folders["full"])
     before = model.mrp_head
     with pytest.raises(ValueError, match=r"head of another model does not belong to this backbone: its block_size is 8, .* 4"):
         model.attach_head(make_model(block_size=8).detach_head())
-    with pytest.raises(ValueError, match=r"head is of <class 'int'>: pass an MRPHead of .*own code, or the folder"):
-        model.attach_head(3)
+    make_model(rope_parameters={"rope_type": "default", "rope_theta": 5.0}).float().save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"does not belong to this backbone.*rope_parameters is .*5\.0.*10000"):
+        MRPForCausalLM.from_backbone(folders["backbone"], head=tmp_path / "other")
     with pytest.raises(ValueError, match=r"revison: attach_head takes .*revision.*spelling"):
         model.attach_head(folders["full"], revison="main")
-    with pytest.raises(ValueError, match=r"backbone is 3: pass the folder"):
-        MRPForCausalLM.from_backbone(3)
-    with pytest.raises(ValueError, match=r"head is of .*Linear"):
-        model.attach_head(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"has no MRP head"):
         model.attach_head(folders["backbone"])
     shutil.copytree(folders["head"], tmp_path / "head")
@@ -343,17 +309,3 @@ def test_a_head_that_cannot_be_saved_alone(folders: dict[str, Path], tmp_path: P
     make_model().save_pretrained(tmp_path / "x", head_only=True, base_model_name_or_path="org/x", base_model_revision="v1")
     config = json.loads((tmp_path / "x" / "config.json").read_text())
     assert (config["base_model_name_or_path"], config["base_model_revision"]) == ("org/x", "v1")
-
-
-@pytest.mark.parametrize("head_only", [False, True])
-def test_a_save_that_fails_leaves_what_was_there(head_only: bool, folders: dict[str, Path], tmp_path: Path) -> None:
-    """The generation config, which is written after the config, is refused by transformers."""
-    folder = Path(shutil.copytree(folders["other"], tmp_path / "mine"))
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    model = MRPForCausalLM.from_pretrained(folders["full"])
-    model.generation_config.do_sample, model.generation_config.temperature = False, 0.5
-    for target in (folder, tmp_path / "new"):
-        with pytest.raises(ValueError, match="temperature"):
-            model.save_pretrained(target, head_only=head_only)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    assert not (tmp_path / "new").exists()

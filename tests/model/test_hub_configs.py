@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, TINY
-from families import Shapes, decoder_shapes
 from mrp_trainer.publish.folder import read_folder
-from published import HEAD
+from published import HEAD, Shapes, decoder_shapes
 from transformers import GenerationConfig
 
 from modeling_mrp import MRPConfig, MRPForCausalLM, MRPGenerationConfig
@@ -25,7 +24,7 @@ SHARED: dict[str, Any] = {"model_type": "sdar_mrp", "architectures": ["MRPForCau
 SHARED |= {"num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu", "attention_bias": False, "rms_norm_eps": 1e-6}
 SHARED |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "max_position_embeddings": 32768}
 SHARED |= {"tie_word_embeddings": False, "block_size": 16, "mask_token_id": 151669, "num_nextn_predict_layers": 3}
-SHARED |= {"num_mrp_heads": 1, "bos_token_id": 151643, "eos_token_id": 151643, "pad_token_id": 151643}
+SHARED |= {"bos_token_id": 151643, "eos_token_id": 151643, "pad_token_id": 151643}
 each_size = pytest.mark.parametrize("size", SIZES)
 
 

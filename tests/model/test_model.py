@@ -127,7 +127,7 @@ def test_published_config_fields_load() -> None:
     published = published_config(**sizes, block_size=16, num_nextn_predict_layers=3, torch_dtype="bfloat16")
     config = MRPConfig.from_dict(published)
     renamed = {"rope_theta", "rope_scaling", "torch_dtype", "model_type", "transformers_version"}
-    renamed |= {"fuse_cross_entropy", "debug", "auto_map"}  # these mean nothing here
+    renamed |= {"fuse_cross_entropy", "debug", "auto_map", "num_mrp_heads"}  # these mean nothing here
     for name in published.keys() - renamed:
         assert getattr(config, name) == published[name], name
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1000000}
@@ -135,6 +135,7 @@ def test_published_config_fields_load() -> None:
     assert config.to_dict()["model_type"] == "sdar_mrp"
     assert "fuse_cross_entropy" not in config.to_dict()
     assert config.has_head
+    assert "family" not in config.to_diff_dict()
     assert not MRPConfig.from_dict({**published, "num_nextn_predict_layers": 0}).has_head
     again = MRPConfig.from_dict(config.to_dict())
     assert (again.block_size, again.mask_token_id, again.rope_parameters) == (16, 151669, config.rope_parameters)

@@ -137,34 +137,21 @@ def test_where_tokens_change_each_others_results_it_is_said(name: str, tiny_toke
     assert said[0].endswith(remedy)
 
 
-class OfBothConfig(SimpleNamespace):
-    """Of torchao's float8, which only GPUs run."""
-
-
-class DynamicActivationConfig(OfBothConfig):
-    pass
-
-
-class PerTensor:
-    pass
-
-
-class PerRow:
-    pass
-
-
 @pytest.mark.parametrize(
-    ("scheme", "mixes"),
+    ("kind", "scales", "mixes"),
     [
-        (DynamicActivationConfig(granularity=PerTensor()), True),
-        (DynamicActivationConfig(granularity=[PerTensor(), PerRow()]), True),
-        (DynamicActivationConfig(granularity=[PerRow(), PerTensor()]), False),
-        (DynamicActivationConfig(), False),
-        (OfBothConfig(granularity=PerTensor()), False),  # of weights alone, or of activations that were calibrated
+        ("DynamicActivationConfig", "PerTensor", True),
+        ("DynamicActivationConfig", "PerRow", False),
+        ("DynamicActivationConfig", None, False),
+        ("WeightOnlyConfig", "PerTensor", False),  # nor activations that were calibrated
     ],
 )
-def test_scales_of_activations_and_of_weights_are_told_apart(scheme: Any, mixes: bool) -> None:
-    assert (mixed_tokens(SimpleNamespace(quant_type=scheme)) is not None) == mixes
+def test_scales_of_activations_and_of_weights_are_told_apart(kind: str, scales: str | None, mixes: bool) -> None:
+    """Of torchao's float8, which only GPUs run."""
+    for several in (False, True):  # of activations, and of weights behind
+        given = None if scales is None else type(scales, (), {})()
+        scheme = type(kind, (), {"granularity": [given, None] if several else given})()
+        assert (mixed_tokens(SimpleNamespace(quant_type=scheme)) is not None) == mixes
     assert mixed_tokens(None) is None
 
 

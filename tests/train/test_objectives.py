@@ -110,13 +110,12 @@ class Recorded(Reveals):
         return self.left_out[-1]
 
 
-@pytest.mark.parametrize("head_predicts", ["residual", "hidden"])
 @pytest.mark.parametrize("order_weight", [0.0, 0.7])
-def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float, head_predicts: str) -> None:
+def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float) -> None:
     """Value and gradients of two unrolled steps, though the clean half is run once. The states that were drawn are
-    taken as given: acc_0 = h_A, acc_k = acc_{k-1} + Head(embed(x^(k)), acc_{k-1}) block by block, or without the sum where the
-    head predicts hidden states, each step against the backbone at x^(k)."""
-    model = confident_model(6, head_predicts=head_predicts)
+    taken as given: acc_0 = h_A, acc_k = acc_{k-1} + Head(embed(x^(k)), acc_{k-1}) block by block, each step against the
+    backbone at x^(k)."""
+    model = confident_model(6)
     samples = [*SAMPLES, sample(7, 24, 4), sample(8, 32, 0)]
     batch = collate(samples)
     reveals = Recorded("on_policy", 0.6, BLOCK)
@@ -138,7 +137,7 @@ def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float, head_predicts
         h_a = acc = run_alone(model, clean + batch.input_ids[row, at].tolist()).detach()
         for step, (ids, masked) in enumerate(states):
             revealed = clean + ids[row, at].tolist()
-            acc = torch.cat([h_a[:start], (acc + run_alone(model, revealed, acc))[start:]])  # its residual, either way
+            acc = torch.cat([h_a[:start], (acc + run_alone(model, revealed, acc))[start:]])
             h_b = run_alone(model, revealed).detach()
             shown = [i for i, c in enumerate(at) if masked[row, c] and batch.target_ids[row, c] != BLANK]
             if shown:

@@ -2,7 +2,8 @@ from typing import Any
 
 
 def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
-    """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in.
+    """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in, as
+    `sdar.generate(custom_generate="org/head", trust_remote_code=True)` does.
 
     The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
     repository and its commit by where transformers keeps the file.

@@ -30,6 +30,4 @@ class FastDLLMBackbone(FamilyBackbone):
     @classmethod
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Translate a published config, which calls the block size `bd_size` and names no mask."""
-        given = {name: value for name, value in fields.items() if value is not None}
-        width = {"head_dim": given["hidden_size"] // given["num_attention_heads"]} if "hidden_size" in given else {}
-        return {"block_size": given.get("bd_size", 32), "mask_token_id": 151665, **width, **given}
+        return {"block_size": fields.get("bd_size", 32), "mask_token_id": 151665, **fields}

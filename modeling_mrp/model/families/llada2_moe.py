@@ -103,11 +103,6 @@ class LLaDA2Backbone(FamilyBackbone):
         return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
     @classmethod
-    def reads(cls, fields: Mapping[str, Any]) -> bool:
-        """Tell if a published config is one of this family."""
-        return fields.get("model_type") == "llada2_moe"
-
-    @classmethod
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Translate a published config, which names neither blocks nor the mask.
 
@@ -121,7 +116,7 @@ class LLaDA2Backbone(FamilyBackbone):
         rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
         return {
             **{"block_size": 32, "mask_token_id": 156895, "eos_token_id": 156892},
-            **{name: value for name, value in fields.items() if value is not None and name not in _DROPPED},
+            **{name: value for name, value in fields.items() if name not in _DROPPED},
             "n_shared_experts": fields.get("num_shared_experts", 1),
             "rope_parameters": {
                 **{"rope_type": "default", "rope_theta": fields.get("rope_theta", 10000.0)},

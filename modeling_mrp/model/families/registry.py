@@ -8,7 +8,8 @@ from typing import Any
 
 DENSE = "sdar"  # the family of a config that names none
 
-_FAMILIES: dict[str, Any] = {}
+# transformers may run a repository's file again in the same module, and those that import it not: what they registered stays.
+_FAMILIES: dict[str, Any] = globals().get("_FAMILIES", {})
 _FOLDER = Path(__file__).parent if Path(__file__).stem == "registry" else None  # the families' files, if this is one of them
 
 

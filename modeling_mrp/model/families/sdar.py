@@ -14,12 +14,14 @@ class MRPBackbone(Qwen3Model):
     """transformers' `Qwen3Model`, whose mask has to be given: its own is causal. The backbone of dense SDAR.
 
     Attributes:
+        family: Its name, by which it was registered.
         models: What its published models are called.
         paper: Where they are described; None: nowhere that is cited.
         shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
     """
 
     _tp_plan: ClassVar[Any] = {"embed_tokens": "replicate"}  # rows of lm_head, with which it may be tied, are read
+    family: ClassVar[str]
     models: ClassVar[str] = "SDAR"
     paper: ClassVar[str | None] = "2510.06303"
     shifted: ClassVar[bool] = False
@@ -45,12 +47,12 @@ class MRPBackbone(Qwen3Model):
 
     @classmethod
     def reads(cls, fields: Mapping[str, Any]) -> bool:
-        """Tell if a published config is one of this family."""
-        return fields.get("model_type") == "sdar"
+        """Tell if a published config is one of this family: if its `model_type` is the family's name."""
+        return bool(fields.get("model_type") == cls.family)
 
     @classmethod
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate a published config's fields into those of `MRPConfig`; the rest of them is dropped."""
+        """Translate those fields of a published config that are not null into those of `MRPConfig`; others are dropped."""
         return dict(fields)
 
     @classmethod

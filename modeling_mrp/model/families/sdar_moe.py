@@ -34,11 +34,6 @@ class SDARMoeBackbone(FamilyBackbone):
     conversions = EXPERTS
 
     @classmethod
-    def reads(cls, fields: Mapping[str, Any]) -> bool:
-        """Tell if a published config is one of this family."""
-        return fields.get("model_type") == "sdar_moe"
-
-    @classmethod
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Translate a published config; the first checkpoints, of blocks of 4, name no block size."""
-        return {"block_size": 4, **{name: value for name, value in fields.items() if value is not None}}
+        return {"block_size": 4, **fields}

@@ -25,7 +25,5 @@ class StableDiffCoderBackbone(FamilyBackbone):
 
     @classmethod
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate a published config, which names neither blocks nor the mask, and a head's size only by others."""
-        given = {name: value for name, value in fields.items() if value is not None}
-        width = {"head_dim": given["hidden_size"] // given["num_attention_heads"]} if "hidden_size" in given else {}
-        return {"block_size": 4, "mask_token_id": 5, **width, **given}
+        """Translate a published config, which names neither blocks nor the mask."""
+        return {"block_size": 4, "mask_token_id": 5, **fields}
