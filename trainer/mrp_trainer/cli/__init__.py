@@ -112,8 +112,7 @@ def decode(**given: Any) -> None:
     from ..train.decode import decode as decode_prompts
 
     if (written := decode_prompts(options)) is not None:
-        cut = f", {written.cut} of them without an end (of these training takes whole blocks)" if written.cut else ""
-        typer.echo(f"wrote {written.texts} texts to {written.path}{cut}")
+        typer.echo(written)
 
 
 @app.command()

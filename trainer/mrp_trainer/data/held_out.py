@@ -18,13 +18,8 @@ def rows_of(dataset: Any) -> Iterator[Row]:
 
 
 class FilledUp(Dataset[Row]):
-    """The rows of a dataset, and behind them as many with nothing to learn as a multiple needs: accelerate would fill the last
-    batches up with first rows, which would count twice.
-
-    Args:
-        rows: By number.
-        multiple: Rows that all processes take at once.
-    """
+    """The rows of a dataset, and behind them as many with nothing to learn as make it a multiple of the rows that all processes
+    take at once: accelerate would fill the last batches up with first rows, which would count twice."""
 
     def __init__(self, rows: Any, multiple: int) -> None:
         self.rows = rows

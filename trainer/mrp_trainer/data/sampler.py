@@ -2,26 +2,28 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 from torch.utils.data import Sampler
 
-from .samples import Samples, samples_of
+from .samples import samples_of
 
 
 class LengthBucketSampler(Sampler[int]):
     """Visits the dataset in windows of 16 batches; inside a window rows of like length meet in one batch.
 
-    Yields numbers that go on over the epochs (see `Samples`). An epoch is rounded up to whole steps, which take the first rows
-    of the next round: a short step would be filled up by accelerate, with other rows for another number of processes. The order
-    is a function of the window's number alone, so a resumed run sees the same batches; and of the batch over all processes and
-    accumulation steps, so that it does not matter how a step is divided among them.
+    Yields numbers that go on over the epochs: row i is asked for as i, len + i, 2 * len + i and so on, and carries that number
+    as its `Sample.index`, so that every visit has noise of its own. An epoch is rounded up to whole steps, which take the
+    first rows of the next round: a short step would be filled up by accelerate, with other rows for another number of
+    processes. The order is a function of the window's number alone, so a resumed run sees the same batches; and of the batch
+    over all processes and accumulation steps, so that it does not matter how a step is divided among them.
 
     Args:
-        dataset: What is visited.
+        dataset: Rows by number: a sample, or several that share a row.
         batch_size: Rows that make one step.
     """
 
-    def __init__(self, dataset: Samples, batch_size: int) -> None:
+    def __init__(self, dataset: Any, batch_size: int) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.epoch = 0
