@@ -1,6 +1,5 @@
 """The options of training, checked where they enter."""
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,33 +86,25 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             self.learning_rate = LEARNING_RATES[str(self.objective)]
         if self.lr_scheduler_type == SCHEDULER and self.lr_scheduler_kwargs is None:
             self.lr_scheduler_kwargs = dict(MIN_RATE)
-        processes = int(os.environ.get("WORLD_SIZE", "1"))  # DeepSpeed's config needs the passes before there are any
+        super().__post_init__()
         if self.rows_per_step is not None:
-            at_once, given = self.per_device_train_batch_size * processes, vars(self)["gradient_accumulation_steps"]
+            at_once, given = self.per_device_train_batch_size * self.world_size, vars(self)["gradient_accumulation_steps"]
             passes, left = divmod(self.rows_per_step, at_once)
             if left or passes < 1 or given not in (1, passes):
                 raise ValueError(
-                    f"rows_per_step is {self.rows_per_step}: {processes} processes with per_device_train_batch_size "
+                    f"rows_per_step is {self.rows_per_step}: {self.world_size} processes with per_device_train_batch_size "
                     f"{self.per_device_train_batch_size} take {at_once} rows at once, so make it a multiple of that, and leave "
                     f"gradient_accumulation_steps out, which is {given}"
                 )
             self.gradient_accumulation_steps = passes
-        super().__post_init__()
-        if self.rows_per_step is not None and self.world_size != processes:
-            raise ValueError(
-                f"rows_per_step is {self.rows_per_step}, and how many processes share it cannot be told: WORLD_SIZE says "
-                f"{processes}, and there are {self.world_size}. Start them with accelerate launch or torchrun"
-            )
         if self.n_gpu > 1:
             raise ValueError(
                 f"one process sees {self.n_gpu} GPUs, and needs one for itself: start one on each, with accelerate launch "
                 f"--multi_gpu --num_processes {self.n_gpu} -m mrp_trainer.cli train ..., or show it one with "
                 "CUDA_VISIBLE_DEVICES=0"
             )
-        if self.eval_prompts and self.deepspeed_plugin is not None and self.deepspeed_plugin.zero_stage == 3:
-            raise ValueError(
-                f"eval_prompts is {self.eval_prompts}, but decoding needs whole weights, which ZeRO-3 divides: use 0"
-            )
+        if self.deepspeed_plugin is not None:
+            raise ValueError("deepspeed was never run with this trainer: use FSDP2, which shards the frozen backbone, too")
 
     def head_objective(self, block_size: int) -> HeadObjective:
         """The head's loss that these options describe."""

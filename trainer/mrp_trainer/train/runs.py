@@ -4,8 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import yaml
 from filelock import FileLock, Timeout
 from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
-from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import stored_json
@@ -24,7 +22,6 @@ from modeling_mrp.modeling import MRPForCausalLM
 from ..data.sources import open_source
 from ..heads import with_new_head
 from ..loading import load_tokenizer
-from .arguments import MRPTrainingArguments
 from .checkpoints import last_whole_checkpoint, step_of, under_own_class
 from .inputs import bare_model
 from .settings import RUN_FILE, RunOptions, Settings, read_yaml
@@ -86,7 +83,7 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
 
     Raises:
         ValueError: if the folder holds a run with other settings or data, or one that goes on; there is no data; what the
-            settings name does not go together, the tokenizer included; or DeepSpeed's config would leave nothing to save.
+            settings name does not go together, the tokenizer included.
         OSError: if a checkpoint is not there.
     """
     options = settings.options
@@ -94,12 +91,9 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     data = open_source(options.data, options.split)
     settings = replace(settings, data_digest=_data_digest(options.data))
     arguments, folder = settings.arguments(), Path(settings.training["output_dir"])
-    _check_sharding(arguments)
     set_seed(arguments.seed)
     tokenizer = run_tokenizer(options)
-    with _undivided(arguments):
-        model = load_model(settings)
-    trainer = MRPTrainer(model, arguments, data, held_out, processing_class=tokenizer)
+    trainer = MRPTrainer(load_model(settings), arguments, data, held_out, processing_class=tokenizer)
     if options.early_stopping_patience:
         trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
     lock = FileLock(folder / ".lock")
@@ -277,31 +271,9 @@ def _need_head(config: MRPConfig, source: str) -> None:
         raise ValueError(f"{source} has no MRP head: name a checkpoint that has one, or train one with mrp train head")
 
 
-def _check_sharding(arguments: MRPTrainingArguments) -> None:
-    """Raises `ValueError` where ZeRO-3 would leave nobody the whole weights to save."""
-    plugin, key = arguments.deepspeed_plugin, "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    if plugin is not None and plugin.zero_stage == 3 and not plugin.hf_ds_config.is_true(key):
-        raise ValueError(f"{key} is not true, and what was trained could not be saved: set it in DeepSpeed's config")
-
-
-@contextmanager
-def _undivided(arguments: MRPTrainingArguments) -> Iterator[None]:
-    """Inside, models are loaded whole under ZeRO-3, too: new heads are made from the backbone's layers. Weights are divided
-    when training starts."""
-    if (plugin := arguments.deepspeed_plugin) is None:
-        yield
-        return
-    unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        set_hf_deepspeed_config(plugin.dschf)
-
-
 def _save(trainer: MRPTrainer, settings: Settings, folder: Path) -> None:
     """The adapter, the head alone, or everything, in the type of the passes."""
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if not trainer.args.should_save:
         return
     if settings.options.lora_rank:

@@ -98,8 +98,7 @@ class MRPTrainer(Trainer):
             noise: Any = args.noisy_copies, args.inverse_level, args.noise_per
             data_collator = DiffusionCollator(bare.config.block_size, *ids, *noise, args.seed)
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs)
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if args.muon_learning_rate is not None and sharded:
+        if args.muon_learning_rate is not None and self.is_fsdp_enabled:
             raise ValueError("muon_learning_rate is set, but Muon needs whole matrices, which FSDP shards: leave it unset")
         checkpointing = args.gradient_checkpointing or getattr(args, "activation_checkpointing", None)  # in transformers 5.23
         checkpointing = checkpointing or (self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing)
@@ -282,8 +281,8 @@ class MRPTrainer(Trainer):
         That needs a frozen backbone which has a name (one on the Hub if the result is `pushed`), and a model that is not
         sharded; otherwise everything is saved.
         """
-        bare, sharded = bare_model(self.model), self.is_fsdp_enabled or self.is_deepspeed_enabled
-        source = bare.backbone_source if self.args.objective == "mrp" and bare is self.model and not sharded else None
+        bare, own = bare_model(self.model), self.args.objective == "mrp" and not self.is_fsdp_enabled
+        source = bare.backbone_source if own and bare is self.model else None
         named = source is not None and (not pushed or is_hub_id(source.name))
         return saving_head_alone(bare) if named else nullcontext()
 
