@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import yaml
 from filelock import FileLock, Timeout
-from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 
 from modeling_mrp.model.configuration import MRPConfig
@@ -23,13 +22,9 @@ from ..data.sources import open_source
 from ..heads import with_new_head
 from ..loading import load_tokenizer
 from .checkpoints import last_whole_checkpoint, step_of, under_own_class
-from .inputs import bare_model
 from .settings import RUN_FILE, RunOptions, Settings, read_yaml
 from .trainer import MRPTrainer
 
-_LAYER = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
-# The matrices that an adapter changes, by objective.
-LORA_TARGETS = {"mrp": rf"mrp_head\.(eh_proj|{_LAYER})", "block_diffusion": rf"model\.{_LAYER}"}
 _RESTART = "Name another folder, or begin again with --restart"
 
 
@@ -142,10 +137,9 @@ def _take(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> No
 
 
 def _how_to_go_on(folder: Path, settings: Settings) -> str:
-    """Say how to train further what a run has saved, with a space before; "" of an adapter."""
+    """Say how to train further what a run has saved, with a space before."""
     what, flag = ("head", "head") if settings.objective == "mrp" else ("backbone", "model")
-    further = f" To train its {what} further, give --{flag} {folder} and another --output-dir"
-    return "" if settings.options.lora_rank else further
+    return f" To train its {what} further, give --{flag} {folder} and another --output-dir"
 
 
 def run_tokenizer(options: RunOptions) -> PreTrainedTokenizerBase:
@@ -167,42 +161,27 @@ def load_model(settings: Settings) -> Any:
     would be rounded away.
 
     Raises:
-        ValueError: if what the settings name does not go together, or an adapter of a head is asked for and there is none.
+        ValueError: if what the settings name does not go together.
     """
     options = settings.options
-    frozen = torch.bfloat16 if settings.training.get("bf16") else torch.float32
-    whole = torch.float32 if settings.objective == "block_diffusion" and not options.lora_rank else frozen
-    where: dict[str, Any] = {"dtype": whole, **({} if options.revision is None else {"revision": options.revision})}
+    where: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     if settings.objective == "block_diffusion":
-        model = MRPForCausalLM.from_backbone(options.model, **where, **_of_qwen3(options))
+        model = MRPForCausalLM.from_backbone(options.model, dtype=torch.float32, **where, **_of_qwen3(options))
         if model.mrp_head is not None:
             model.detach_head()  # it belongs to the backbone as it was
-    elif options.lora_rank:
-        model = MRPForCausalLM.from_pretrained(options.model, **where)
-        _need_head(model.config, options.model)
-    else:
-        model = MRPForCausalLM.from_backbone(options.model, options.head, options.head_revision, **where)
-        if options.head is None:
-            with_new_head(model, options.head_layers, options.head_init)
-        model.mrp_head.to(torch.float32)
-    return with_adapter(model, settings) if options.lora_rank else model
+        return model
+    where["dtype"] = torch.bfloat16 if settings.training.get("bf16") else torch.float32
+    model = MRPForCausalLM.from_backbone(options.model, options.head, options.head_revision, **where)
+    if options.head is None:
+        with_new_head(model, options.head_layers, options.head_init)
+    model.mrp_head.to(torch.float32)
+    return model
 
 
 def _of_qwen3(options: RunOptions) -> dict[str, int]:
     """What an autoregressive checkpoint's config lacks, as far as it was given."""
     given = {name: getattr(options, name) for name in ("block_size", "mask_token_id")}
     return {name: value for name, value in given.items() if value is not None}
-
-
-def with_adapter(model: MRPForCausalLM, settings: Settings) -> Any:
-    """The model with a LoRA adapter, which alone trains."""
-    options = settings.options
-    alpha = 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
-    targets = LORA_TARGETS[settings.objective]
-    lora = LoraConfig(r=options.lora_rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
-    if os.path.isdir(options.model):
-        model.name_or_path = os.path.abspath(options.model)  # the adapter names it
-    return get_peft_model(model, lora)
 
 
 def dry_run(settings: Settings) -> str:
@@ -234,7 +213,7 @@ def meta_model(settings: Settings) -> Any:
     """Make the model that would train without its numbers, from configs alone: nothing is allocated, downloaded or written.
 
     Raises:
-        ValueError: if there is no head to adapt or to go on from.
+        ValueError: if there is no head to go on from.
         OSError: if a config is neither here nor in the cache.
     """
     options = settings.options
@@ -244,18 +223,15 @@ def meta_model(settings: Settings) -> Any:
     config = MRPConfig.from_dict(found)
     if settings.objective == "block_diffusion":
         config.num_nextn_predict_layers = 0
-    elif options.lora_rank:
-        _need_head(config, options.model)
     elif options.head is None:
         config.num_nextn_predict_layers = options.head_layers
     else:
         head = MRPConfig.from_dict(_stored_fields(options.head, options.head_revision))
-        _need_head(head, options.head)
+        if not head.has_head:
+            raise ValueError(f"{options.head} has no MRP head: name a checkpoint that has one")
         config.num_nextn_predict_layers = head.num_nextn_predict_layers
     with torch.device("meta"):
         model: Any = MRPForCausalLM(config)
-        if options.lora_rank:
-            return with_adapter(model, settings)
     if settings.objective == "mrp":
         model.requires_grad_(False)
         model.mrp_head.requires_grad_(True)
@@ -266,20 +242,10 @@ def _stored_fields(source: str, revision: str | None) -> dict[str, Any]:
     return stored_json(source, revision=revision, local_files_only=True)[1]
 
 
-def _need_head(config: MRPConfig, source: str) -> None:
-    if not config.has_head:
-        raise ValueError(f"{source} has no MRP head: name a checkpoint that has one, or train one with mrp train head")
-
-
 def _save(trainer: MRPTrainer, settings: Settings, folder: Path) -> None:
-    """The adapter, the head alone, or everything, in the type of the passes."""
+    """Save the head alone, or everything, in the type of the passes."""
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if not trainer.args.should_save:
-        return
-    if settings.options.lora_rank:
-        # Embeddings never train here, and to find out peft would ask the Hub.
-        with under_own_class(bare_model(trainer.model)):
-            trainer.model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
         return
     dtype = torch.bfloat16 if trainer.args.bf16 else torch.float32
     if state is None:

@@ -95,12 +95,11 @@ def read_settings(
         raise ValueError(f"{config} is for another objective than {objective!r}: use the other command of mrp train")
     names = _option_names(objective)
     given = {name: found.pop(name) for name in list(found) if name in names}
-    if given.get("lora_rank") and "head" in given and "model" not in given:  # the checkpoint that the adapter changes
-        given |= {new: given.pop(name) for name, new in (("head", "model"), ("head_revision", "revision")) if name in given}
     for name, values in (("model", given), ("output_dir", found)):
         if name not in values:
             raise ValueError(f"no {name}: give --{name.replace('_', '-')}, or {name} in the YAML file")
-    _check_together(given)
+    if given.get("head") is not None and (new := sorted({"head_layers", "head_init"} & given.keys())):
+        raise ValueError(f"head is {given['head']!r}, and {', '.join(new)} describe a new one: leave out either")
     settings = Settings(objective, RunOptions(**given), _with_defaults(found, objective, given))
     check_declared(settings.options)
     return settings
@@ -131,20 +130,6 @@ def _with_defaults(given: dict[str, Any], objective: str, options: Mapping[str, 
         best = {"load_best_model_at_end": True, "restore_callback_states_from_checkpoint": True}
         training = {**training, "save_steps": training.get("eval_steps"), **best, **given}
     return training
-
-
-def _check_together(given: Mapping[str, Any]) -> None:
-    """Refuse options of a head beside another one that decides them."""
-    new = sorted({"head_layers", "head_init"} & given.keys())
-    if given.get("lora_rank") and (new := sorted({"head", "save"} & given.keys()) + new):
-        raise ValueError(
-            f"lora_rank is {given['lora_rank']}: an adapter belongs to one checkpoint, which has the head that it changes. "
-            f"Give that as model, and leave out {', '.join(new)}"
-        )
-    if given.get("head") is not None and new:
-        raise ValueError(f"head is {given['head']!r}, and {', '.join(new)} describe a new one: leave out either")
-    if given.get("lora_alpha") is not None and not given.get("lora_rank"):
-        raise ValueError(f"lora_alpha is {given['lora_alpha']}, and there is no lora_rank: give both")
 
 
 def _config_path(config: str) -> Path:
