@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.chat import RecordEncoder
-from ..data.held_out import rows_of
 from ..data.rows import RecordRows
+from ..data.sampler import rows_of
 from ..data.samples import samples_of
 from ..data.sources import source_of
 from .arguments import MRPTrainingArguments

@@ -27,8 +27,8 @@ _LOSS, _OPTIMIZER, _WATCH = "Objective", "Optimizer", "Watching and saving"
 class RunOptions:
     """What a run needs beside `MRPTrainingArguments`; the flags' help says what each is.
 
-    `early_stopping_patience` also has the weights of the lowest held-out loss saved. `block_size` and `mask_token_id` are for an
-    autoregressive Qwen3 checkpoint that becomes a block-diffusion model. `head_revision` is the commit, branch or tag of `head`.
+    `early_stopping_patience` also has the weights of the lowest held-out loss saved. `block_size` and `mask_token_id` are for
+    an autoregressive Qwen3 checkpoint that becomes a block-diffusion model. `head_revision` is the revision of `head`.
     """
 
     model: str = flag("Checkpoint: folder or Hub id.", panel=_MODEL, metavar="PATH")

@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase, Trainer
 
 from modeling_mrp.model.layouts import is_hub_id
 
-from ..data.held_out import FilledUp
-from ..data.sampler import LengthBucketSampler
+from ..data.sampler import FilledUp, LengthBucketSampler
 from ..evaluate.acceptance import measure_acceptance
 from ..publish import push
 from .arguments import MRPTrainingArguments
@@ -64,8 +63,8 @@ class MRPTrainer(Trainer):
 
     def __init__(
         self,
-        model: Any = None,
-        args: MRPTrainingArguments | None = None,
+        model: Any,
+        args: MRPTrainingArguments,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         data_collator: Any = None,
@@ -147,8 +146,9 @@ class MRPTrainer(Trainer):
         """Muon and AdamW in one, if a rate for Muon is given."""
         args = self.args
         if self.optimizer is None and args.muon_learning_rate is not None:
-            rates, betas = (args.learning_rate, args.muon_learning_rate), (args.adam_beta1, args.adam_beta2)
-            self.optimizer = MuonAdamW(self.model, *rates, args.weight_decay, betas, args.adam_epsilon)
+            rates = args.learning_rate, args.muon_learning_rate, args.weight_decay
+            adamw = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+            self.optimizer = MuonAdamW(self.model, *rates, **adamw)
         return super().create_optimizer() if self.optimizer is None else self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
@@ -286,23 +286,16 @@ class MRPTrainer(Trainer):
         named = source is not None and (not pushed or is_hub_id(source.name))
         return saving_head_alone(bare) if named else nullcontext()
 
-    def push_to_hub(
-        self, commit_message: str | None = "End of training", *args: Any, tags: str | Sequence[str] = (), **kwargs: Any
+    def push_to_hub(  # type: ignore[override]  # the options of the Trainer say the rest
+        self, commit_message: str | None = "End of training", revision: str | None = None, tags: str | Sequence[str] = ()
     ) -> CommitInfo | None:
-        """Save to the output folder and publish that as `mrp push` does: one commit, no pickles, with a card.
+        """Save to the output folder and publish that as `mrp_trainer.publish.push` does: one commit, no pickles, with a card.
 
-        It is the head alone where the backbone has a name on the Hub. The options of the Trainer say where to, and whether a
-        new repository is private; no other arguments of `Trainer.push_to_hub` are taken.
+        It is the head alone where the backbone has a name on the Hub.
 
         Returns:
             The commit; None on other processes than the first.
-
-        Raises:
-            ValueError: for another argument, and as `mrp_trainer.publish.push`.
-            OSError: if the Hub refused it.
         """
-        if args or kwargs:
-            raise ValueError(f"{', '.join(map(str, [*args, *kwargs]))} does nothing here: set it in MRPTrainingArguments")
         if self.hub_model_id is None:
             self.init_hf_repo()
         with self._head_alone(pushed=True):
@@ -312,7 +305,7 @@ class MRPTrainer(Trainer):
         published = push(
             str(self.args.output_dir),
             str(self.hub_model_id),
-            revision=self.args.hub_revision,
+            revision=revision or self.args.hub_revision,
             commit_message=commit_message,
             token=self.args.hub_token,
             tags=[tags] if isinstance(tags, str) else tags,
