@@ -1,7 +1,7 @@
 """The order in which rows are visited, and rows to evaluate on, of which several processes get equally many."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,24 +23,21 @@ class LengthBucketSampler(Sampler[int]):
     Args:
         dataset: Rows by number: a sample, or several that share a row.
         batch_size: Rows that make one step.
+        epoch: Tells which epoch an iteration is when it begins: accelerate's wrappers of a resumed run over several processes
+            would not pass it on.
     """
 
-    def __init__(self, dataset: Any, batch_size: int) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.epoch = 0
+    def __init__(self, dataset: Any, batch_size: int, epoch: Callable[[], int]) -> None:
+        self.dataset, self.batch_size, self.epoch = dataset, batch_size, epoch
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.batch_size) * self.batch_size
 
-    def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next iteration is."""
-        self.epoch = epoch
-
     def __iter__(self) -> Iterator[int]:
         window = 16 * self.batch_size
-        end = (self.epoch + 1) * len(self)
-        for begin in range(self.epoch * len(self), end, window):
+        first = self.epoch() * len(self)
+        end = first + len(self)
+        for begin in range(first, end, window):
             order = sorted(range(begin, min(begin + window, end)), key=self._cost)
             batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
             random.Random(begin).shuffle(batches)

@@ -21,7 +21,7 @@ from ..evaluate.acceptance import measure_acceptance
 from ..publish import push
 from .arguments import MRPTrainingArguments
 from .attention import TRAINING_FLEX, attending
-from .callbacks import LogAtSaves, SetEpoch
+from .callbacks import LogAtSaves
 from .checkpoints import last_whole_checkpoint, saving_head_alone, step_of, under_own_class
 from .collator import DiffusionCollator
 from .inputs import as_rows, bare_model, check_tokenizer, make_ready, prompts_of
@@ -153,17 +153,14 @@ class MRPTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         step = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
-        sampler = LengthBucketSampler(train_dataset if train_dataset is not None else self.train_dataset, step)
-        self.remove_callback(SetEpoch)  # of an earlier call of train
-        self.add_callback(SetEpoch(sampler))
-        return sampler
+        rows = train_dataset if train_dataset is not None else self.train_dataset
+        return LengthBucketSampler(rows, step, lambda: int(self.state.epoch or 0))
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer._get_dataloader`; records become rows, and no row is evaluated twice."""
         if description != "Training":
             dataset = as_rows(dataset, "eval_dataset", self.model, self.args, self.processing_class, held_out=True)
-        if self.args.world_size > 1 and description != "Training":
-            dataset = FilledUp(dataset, batch_size * self.args.world_size)
+            dataset = FilledUp(dataset, batch_size * self.args.world_size) if self.args.world_size > 1 else dataset
         return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
 
     def get_batch_samples(
