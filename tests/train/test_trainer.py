@@ -12,7 +12,7 @@ import torch
 from helpers import word_model
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.rows import RecordRows
-from mrp_trainer.data.sources import Rows
+from mrp_trainer.data.sources import Source
 from mrp_trainer.data.tasks import Split, training_lines
 from mrp_trainer.evaluate.acceptance import measure_acceptance
 from mrp_trainer.train.arguments import MRPTrainingArguments
@@ -39,8 +39,9 @@ def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **opti
 
 
 def math_problems(tokenizer: PreTrainedTokenizerFast, size: int, split: Split = "train", seed: int = 0) -> RecordRows:
-    rows = Rows([json.loads(line) for line in training_lines("math", split, size, seed)], "math")
-    return RecordRows(rows, RecordEncoder(tokenizer, 8, 128, tokenizer.mask_token_id), packed=False, shuffle=False)
+    rows = [json.loads(line) for line in training_lines("math", split, size, seed)]
+    encoder = RecordEncoder(tokenizer, 8, 128, tokenizer.mask_token_id)
+    return RecordRows(Source({"math": rows}), encoder, packed=False, shuffle=False)
 
 
 RATES = {"learning_rate": 1e-2, "muon_learning_rate": 1e-2, "lr_scheduler_type": "constant"}
