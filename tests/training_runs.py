@@ -101,16 +101,13 @@ class Run:
     Attributes:
         folder: Its checkpoints, and what it leaves for the test.
         options: Of `MRPTrainingArguments`, beside `OPTIONS`.
-        rows: How many rows the dataset has.
-        without_response: Which of them have nothing to learn.
+        rows: How many rows the dataset has, of which some have nothing to learn (`without_response`).
         double: Whether all is computed in float64.
         seed: Of torch's generator and of the weights that training starts from.
-        resume: Whether to take up the newest checkpoint.
         kill: The process kills itself, with SIGKILL, at a step's event: `(3, "on_step_end")`.
         scramble: Whether every step is preceded by another seed of every global generator.
         sharded: Whether FSDP2 shards the model.
         adapter: Whether only a LoRA adapter of the head trains.
-        eval_rows: How many rows are held out.
     """
 
     folder: Path
@@ -217,15 +214,8 @@ def _train(run: Run, rank: int, processes: int, port: int) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left behind.
-
-    Attributes:
-        lines: The lines of its log that have a loss, without what depends on the clock.
-        evaluations: The lines with held-out losses, likewise.
-        weights: At its end.
-        gradients: Of its first step.
-        share: How much of all parameters this process holds between steps.
-    """
+    """What a run left behind: the lines of its log with a loss and those with held-out ones, without what depends on the clock;
+    its weights, the gradients of its first step, and how much of all parameters this process held between steps."""
 
     lines: list[dict[str, float]]
     evaluations: list[dict[str, float]]

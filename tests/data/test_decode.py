@@ -3,8 +3,8 @@
 import json
 import logging
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,6 @@ from mrp_trainer.train.inputs import digest
 from mrp_trainer.train.runs import open_run
 from mrp_trainer.train.settings import read_settings
 from peft import LoraConfig, get_peft_model
-from training_runs import start
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
@@ -120,13 +119,9 @@ def test_a_digest_is_of_the_backbone(files: dict[str, str]) -> None:
         assert digest(MRPForCausalLM(model.config)) is None
 
 
-def in_a_process(options: DecodeOptions, rank: int) -> None:
-    decode(options)
-
-
 def test_what_is_there_is_kept_and_the_rest_is_made(files: dict[str, str], tmp_path: Path) -> None:
-    """Of calls that were stopped behind a batch the one with the same prompts and options is taken up, here by two processes
-    and whatever the checkpoint is called; the file is that of one process, and one that is done is refused."""
+    """Of calls that were stopped behind a batch the one with the same prompts and options is taken up, here by two processes,
+    the second before the first, and whatever the checkpoint is called; a file that is done is refused."""
     whole, part, generate = tmp_path / "whole.jsonl", tmp_path / "whole.part", MRPForCausalLM.generate
     for change in ({}, {"temperature": 0.5}, {"limit": 4}):
         outcomes = mock.Mock(side_effect=[None, KeyboardInterrupt])
@@ -138,7 +133,13 @@ def test_what_is_there_is_kept_and_the_rest_is_made(files: dict[str, str], tmp_p
     for path in first:
         path.write_text(path.read_text().replace("}", ', "kept": 1}', 1))
     (part / "cut.partial").write_text("{")
-    assert start(partial(in_a_process, short(files, whole, model=files["model"] + "/")), 2) == [0, 0]
+    for rank in (1, 0):
+        one = SimpleNamespace(
+            process_index=rank, num_processes=2, is_main_process=not rank, wait_for_everyone=int, device="cpu"
+        )
+        with mock.patch("mrp_trainer.train.decode.PartialState", lambda one=one, **_: one):
+            assert (decode(short(files, whole, model=files["model"] + "/")) is None) == (rank == 1)
+        assert whole.exists() == (rank == 0)
     assert [line["decoded_by"].get("kept") for line in lines_of(whole)] == [1, *[None] * (COUNT - 1)]
     decode(short(files, tmp_path / "again.jsonl"))
     assert [line["ids"] for line in lines_of(tmp_path / "again.jsonl")] == [line["ids"] for line in lines_of(whole)]

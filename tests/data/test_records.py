@@ -248,7 +248,7 @@ def test_a_template_with_end_tokens_and_a_system_prompt(word_tokenizer: Any) -> 
     for end, template in (("<end>", QWEN), ("<end> <pad>", QWEN.replace("<end> ' }}{% endfor", "<end> <pad> ' }}{% endfor"))):
         tokenizer = with_template(word_tokenizer, template)
         sample = encoder(tokenizer, end_token_ids=[END, PAD]).sample(chat(USER, REPLY, *more))
-        behind, last = end.removeprefix("<end>"), "<end> <pad>" if end == "<end>" else "<end>"
+        behind, last = end.removeprefix("<end>"), "<end> <pad>" if end == "<end>" else "<end> <pad> <pad>"
         assert shown(tokenizer, sample) == (
             f"<unk> : be <end> user : 1 + 2 {end} assistant : {{3 <end>}}{behind} user : sum {end} assistant : {{[] 4 {last}}}"
         )
@@ -268,9 +268,8 @@ def test_a_template_with_end_tokens_and_a_system_prompt(word_tokenizer: Any) -> 
         ("{% for m in messages[-2:] %}{{ m.role + ' : ' + m.content + ' ' }}{% endfor %}", "its turns cannot be told apart"),
         (QWEN.replace(" <end>", ""), "its turns cannot be told apart"),
         ("{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}", "refuses it: one turn only"),
-        ("{{ '<mask> ' * (messages | length > 2) }}", "its text holds the mask token"),
     ],
-    ids=["reasoning", "the last exchange", "no end", "refuses", "mask"],
+    ids=["reasoning", "the last exchange", "no end", "refuses"],
 )
 def test_templates_that_cannot_be_used(word_tokenizer: Any, template: str, message: str) -> None:
     """Which a chat of one turn does not show."""
@@ -335,7 +334,7 @@ def test_what_is_cut_and_what_is_left_out(word_tokenizer: Any) -> None:
 def test_rejected_encoders(word_tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="max_length is 3: at least one block of 4 tokens must fit"):
         encoder(word_tokenizer, max_length=3)
-    with pytest.raises(ValueError, match=r"the chat template refuses it: .* chat_template is not set"):
+    with pytest.raises(ValueError, match=r"the chat template refuses it: .*chat_template is not set"):
         encoder(with_template(word_tokenizer, None)).sample(GOOD)
     for name, message in (
         ("pad_token", "no pad token: set"),

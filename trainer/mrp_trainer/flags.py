@@ -17,11 +17,17 @@ import typer
 import yaml
 
 
-class _Numbers(yaml.SafeLoader):
-    """YAML with 1e-3 as a number, which YAML 1.1 takes for a text."""
+class _Yaml(yaml.SafeLoader):
+    """YAML 1.2's scalars: 1e-3 is a number, and `no` a text, which `save_strategy` may be."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":bool")]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
-_Numbers.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|false)$", re.IGNORECASE), list("tTfF"))
 
 
 def flag(
@@ -173,7 +179,7 @@ def assigned(
 def parsed(text: str, where: str) -> Any:
     """Read a text of YAML; `ValueError`, which begins with `where`, if it is none."""
     try:
-        return yaml.load(text, _Numbers)
+        return yaml.load(text, _Yaml)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not YAML that is read here: {error}") from error
 

@@ -215,7 +215,7 @@ def check_utf8(text: str) -> None:
 def decoded_line(line: bytes) -> Any:
     """The value in a line of JSON in UTF-8, with or without a byte order mark; `FieldError` if it is none."""
     try:
-        return json.loads(line.decode("utf-8-sig"))
+        return json.loads(line.decode("utf-8-sig").strip())
     except (ValueError, RecursionError) as error:
         raise FieldError(None, f"not JSON in UTF-8: {error}") from error
 
