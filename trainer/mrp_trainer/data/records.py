@@ -154,7 +154,8 @@ def _of_sharegpt(message: Any) -> Any:
 
 def _trajectory(given: Mapping[str, Any]) -> Trajectory:
     """Check that there is a step for each id of the response."""
-    ids, start, steps = (given.get(name) for name in ("ids", "response_start", "reveal_step"))
+    found: Any = [given.get(name) for name in ("ids", "response_start", "reveal_step")]
+    ids, start, steps = found
     whole = all(isinstance(one, list) and one and {type(number) for number in one} == {int} for one in (ids, [start], steps))
     if not whole or not 0 <= start < len(ids) or len(steps) != len(ids) - start or min(steps) < 0:
         raise FieldError(

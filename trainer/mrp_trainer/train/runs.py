@@ -178,7 +178,7 @@ def load_model(settings: Settings) -> Any:
     return model
 
 
-def _of_qwen3(options: RunOptions) -> dict[str, int]:
+def _of_qwen3(options: RunOptions) -> dict[str, Any]:
     """What an autoregressive checkpoint's config lacks, as far as it was given."""
     given = {name: getattr(options, name) for name in ("block_size", "mask_token_id")}
     return {name: value for name, value in given.items() if value is not None}

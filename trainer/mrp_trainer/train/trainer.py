@@ -93,9 +93,9 @@ class MRPTrainer(Trainer):
         if args.ddp_find_unused_parameters is None:  # an adapter of the backbone beside one of the head may get no gradient
             args.ddp_find_unused_parameters = bare is not model
         if data_collator is None:
-            ids = bare.config.mask_token_id, bare.config.pad_token_id or 0
-            noise: Any = args.noisy_copies, args.inverse_level, args.noise_per
-            data_collator = DiffusionCollator(bare.config.block_size, *ids, *noise, args.seed)
+            shape, pad = (bare.config.block_size, bare.config.mask_token_id), bare.config.pad_token_id or 0
+            noise: Any = {name: getattr(args, name) for name in ("inverse_level", "noise_per", "seed")}
+            data_collator = DiffusionCollator(*shape, pad, args.noisy_copies, **noise)
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs)
         if args.muon_learning_rate is not None and self.is_fsdp_enabled:
             raise ValueError("muon_learning_rate is set, but Muon needs whole matrices, which FSDP shards: leave it unset")
@@ -283,7 +283,7 @@ class MRPTrainer(Trainer):
         named = source is not None and (not pushed or is_hub_id(source.name))
         return saving_head_alone(bare) if named else nullcontext()
 
-    def push_to_hub(  # type: ignore[override]  # the options of the Trainer say the rest
+    def push_to_hub(  # the options of the Trainer say the rest
         self, commit_message: str | None = "End of training", revision: str | None = None, tags: str | Sequence[str] = ()
     ) -> CommitInfo | None:
         """Save to the output folder and publish that as `mrp_trainer.publish.push` does: one commit, no pickles, with a card.
