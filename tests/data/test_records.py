@@ -292,7 +292,7 @@ def test_plain_texts(word_tokenizer: Any) -> None:
     assert shown(begins, encoder(begins).sample({"text": "the sum of"})) == "{the sum of <end>}"
     begins.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 3)])
     assert shown(begins, encoder(begins).sample({"prompt": "1", "completion": "2"})) == "<unk> 1 {2 <end>}"
-    assert shown(begins, encoder(begins).sample(GOOD)) == "user : 1 + 2 assistant : {3 <end>}"  # a template writes its own
+    assert shown(begins, encoder(begins).sample(GOOD)) == "user : 1 + 2 assistant : {3 <end> <pad> <pad> <pad>}"
     tools = with_template(word_tokenizer, "{% if tools %}{{ tools[0].name }} {% endif %}" + word_tokenizer.chat_template)
     sample = encoder(tools).sample({**GOOD, "tools": [{"name": "count"}]})
     assert shown(tools, sample) == "count user : 1 + 2 assistant : {3 <end> <pad> <pad>}"

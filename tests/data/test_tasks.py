@@ -60,6 +60,7 @@ def test_answers_follow_from_the_words(split: Any) -> None:
     sums = problems("math", split, 300)
     for problem in sums:
         assert problem.number == number_that_the_words_say(problem.prompt), problem
+        assert max(map(int, re.findall(r"\d+", problem.answer))) <= 30
     assert judge(sums, [problem.answer for problem in sums]) == [True] * 300
     functions = problems("code", split, 300)
     assert judge(functions, [problem.answer for problem in functions]) == [True] * 300
@@ -80,6 +81,7 @@ MATH = Problem("math", "Ana has 3 pens. Ana buys 4 more. Ana loses 1. How many p
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 7 - 0 = 7\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 1 - 7 = 6\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nm = 7 - 1 = 6\n#### 6", False),
+        ("Let n and m be the pens.\nn = 3 + 4 = 7\nm = 7 - 1 = 6\n#### 6", False),
         ("Let m be the pens.\nn = 3 + 4 = 7\nn = 7 - 1 = 6\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 3 = 6\nn = 5 + 1 = 6\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 7 - 1 = 6\n#### 6 pens", False),

@@ -130,7 +130,7 @@ def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float, head_predicts
     predicts hidden states, each step against the backbone at x^(k)."""
     model = confident_model(6, head_predicts=head_predicts)
     samples = [*SAMPLES, sample(7, 24, 4), sample(8, 32, 0)]
-    batch = collate(samples)
+    batch = collate(samples, inverse_level=True)
     reveals = Recorded("on_policy", SHARE, BLOCK)
     objective = HeadObjective(reveals, unroll=2, order_weight=order_weight, reread_weight=0.6)
     whole, _ = objective(model, batch)  # with a vocabulary matrix that trains
@@ -144,7 +144,8 @@ def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float, head_predicts
     states, left_out = reveals.states[2:], reveals.left_out[1:]
     assert all(torch.equal(a, b) for x, y in zip(states, reveals.states[:2], strict=True) for a, b in zip(x, y, strict=True))
     assert (len(states), len(left_out)) == (2, 1)
-    names = ("step 1", "step 2", "order 1", "order 2", "reread", "kl_stale", "reread_kl_stale")
+    names = ("step 1", "step 2", "order 1", "order 2", "reread")
+    names += ("kl_head", "kl_stale", "reread_kl_head", "reread_kl_stale", "ordered")
     sums = {name: torch.zeros((), dtype=torch.float64) for name in names}
     several = stale = 0
     for row, at, clean, start in blocks_of(batch, samples):
@@ -168,15 +169,21 @@ def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float, head_predicts
             if shown:
                 places = torch.tensor(shown) + start
                 sums[f"order {step + 1}"] = sums[f"order {step + 1}"] + naive_order(model, acc[places], h_b[places])
+                sums["ordered"] += step == 0
             for i, column in enumerate(at):
+                weight = batch.weight[row, column]
                 if masked[row, column]:
-                    sums[f"step {step + 1}"] = sums[f"step {step + 1}"] + naive_kl(model, acc[start + i], h_b[start + i])
+                    kl = naive_kl(model, acc[start + i], h_b[start + i])
+                    sums[f"step {step + 1}"] = sums[f"step {step + 1}"] + weight * kl
+                    sums["kl_head"] += (step == 0) * kl.detach()
                     sums["kl_stale"] += (step == 0) * naive_kl(model, h_a[start + i], h_b[start + i])
                 if step == 0 and left_out[0][row, column]:
                     again = list(revealed)
                     again[start + i] = MASK
                     teacher = run_alone(model, again)[start + i].detach()
-                    sums["reread"] = sums["reread"] + naive_kl(model, acc[start + i], teacher)
+                    kl = naive_kl(model, acc[start + i], teacher)
+                    sums["reread"] = sums["reread"] + weight * kl
+                    sums["reread_kl_head"] += kl.detach()
                     sums["reread_kl_stale"] += naive_kl(model, h_a[start + i], teacher)
     assert min(value.item() for value in sums.values()) > 1e-4, sums
     assert min(several, stale) > 0
@@ -189,19 +196,13 @@ def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float, head_predicts
             assert name.startswith("mrp_head.")
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
     totals = {name: total.item() for name, (total, _) in measured.items()}
-    expected = {
-        "kl_stale": sums["kl_stale"],
-        "kl_head": sums["step 1"],
-        "reread_kl_stale": sums["reread_kl_stale"],
-        "reread_kl_head": sums["reread"],
-        **({"kl_order": sums["order 1"]} if order_weight else {}),
-    }
-    assert {name: totals[name] for name in expected} == pytest.approx(
-        {name: value.item() for name, value in expected.items()}, rel=1e-4
-    )
+    expected = {name: sums[name].item() for name in ("kl_head", "kl_stale", "reread_kl_head", "reread_kl_stale")}
+    expected |= {"kl_order": sums["order 1"].item()} if order_weight else {}
+    assert {name: totals[name] for name in expected} == pytest.approx(expected, rel=1e-4)
     counts = {name: int(count) for name, (_, count) in measured.items()}
     assert counts["kl_stale"] == counts["agreement"] == int(states[0][1].sum())
     assert counts["reread_kl_head"] == int(left_out[0].sum())
+    assert not order_weight or counts["kl_order"] == sums["ordered"]
 
 
 def test_random_reveals() -> None:
@@ -212,6 +213,9 @@ def test_random_reveals() -> None:
     batch.weight[batch.view == 1] = 1
     reveals, unused = Reveals("random", 0.5, BLOCK), torch.zeros(*batch.input_ids.shape, 1)
     sampler = Picker(torch.zeros(64, 1), MASK)
+    own = uniform(batch, 1, batch.position_ids)
+    assert own[batch.view == 1].unique().numel() == 120 * 44
+    assert not torch.equal(uniform(replace(batch, view=batch.view * 2), 1, batch.position_ids), own)  # nor do copies share them
     draws = [reveals(batch, batch.input_ids, batch.supervised, unused, sampler, step) for step in (0, 1)]
     assert not torch.equal(draws[0][1], draws[1][1])  # each step draws anew
     for ids, masked in draws:

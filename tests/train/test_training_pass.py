@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_model
-from helpers import BLOCK, MASK, close, collate, random_ids, sample
+from helpers import BLOCK, MASK, chi_square_p, close, collate, random_ids, sample
 from mrp_trainer.train.collator import DiffusionCollator
 from mrp_trainer.train.objectives import HeadObjective
 from mrp_trainer.train.packed import PackedBatch
@@ -102,9 +102,7 @@ def test_the_noise_is_drawn_per_sequence_and_weighted_by_its_level(training: boo
     uniform = torch.arange(n) / n
     distance = max((ordered - uniform).abs().max(), (ordered - uniform - 1 / n).abs().max())
     assert distance < (torch.tensor(2e6).log() / (2 * n)).sqrt()
-    counts = masked.sum(1).bincount(minlength=5)
-    chi_square = ((counts - n / 5) ** 2 / (n / 5)).sum()
-    assert torch.special.gammaincc(torch.tensor(2.0), chi_square / 2) > 1e-6  # 4 degrees of freedom
+    assert chi_square_p(masked.sum(1).bincount(minlength=5), torch.full((5,), 0.2)) > 1e-6
 
 
 @pytest.mark.usefixtures("exact_norms")
@@ -123,6 +121,8 @@ def test_in_eval_mode_a_text_has_one_loss(random_model: MRPForCausalLM) -> None:
     ]
     assert losses[0] == pytest.approx(float(torch.tensor(alone) @ learned.float() / learned.sum()), rel=1e-6)
     assert len(set(alone)) == 3
+    left = {name: torch.stack([row.roll(3) for row in value[2:]]) for name, value in example.items()}
+    assert random_model(**left).loss.item() == pytest.approx(alone[2], rel=1e-12)
     random_model.train()
     drawn = {random_model(**example).loss.item() for _ in range(3)}
     random_model.eval()
