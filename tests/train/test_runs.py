@@ -53,14 +53,16 @@ def settings_of(
 
 def test_flags_win_over_yaml_and_that_over_defaults(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text("model: from_yaml\nlearning_rate: 1e-2\nmax_length: 64\nreport_to: tensorboard\ndata: [a, b]\n")
-    more = ["weight_decay=0.5", "run_name=a", "max_grad_norm=2"]
+    config.write_text(
+        "model: from_yaml\nlearning_rate: 1e-2\nmax_length: 64\nreport_to: tensorboard\ndata: [a, b]\nwarmup_steps: 3\n"
+    )
+    more = ["weight_decay=0.5", "run_name=a", "max_grad_norm=2", "warmup_steps=7"]
     read = read_settings("mrp", str(config), {"max_length": 32, "output_dir": "out"}, more)
     assert (read.options.model, read.training["max_length"], read.options.data) == ("from_yaml", 32, ["a", "b"])
     assert read.options.head_layers == 3
     assert read.training["learning_rate"] == 0.01  # a text in YAML 1.1, which has a point in its floats
     assert (read.training["report_to"], read.training["weight_decay"], read.training["run_name"]) == ("tensorboard", 0.5, "a")
-    assert type(read.training["max_grad_norm"]) is float
+    assert (type(read.training["max_grad_norm"]), read.training["warmup_steps"]) == (float, 7)
     assert read.training["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
     other = read_settings("mrp", str(config), {"output_dir": "out"}, ["lr_scheduler_type=linear"])
     assert "lr_scheduler_kwargs" not in other.training
