@@ -21,7 +21,6 @@ from helpers import naive_norm
 from mrp_trainer import TINY
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.train.arguments import MRPTrainingArguments
-from mrp_trainer.train.runs import LORA_TARGETS
 from mrp_trainer.train.trainer import MRPTrainer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -102,16 +101,13 @@ class Run:
     Attributes:
         folder: Its checkpoints, and what it leaves for the test.
         options: Of `MRPTrainingArguments`, beside `OPTIONS`.
-        rows: How many rows the dataset has.
-        without_response: Which of them have nothing to learn.
+        rows: How many rows the dataset has, of which some have nothing to learn (`without_response`).
         double: Whether all is computed in float64.
         seed: Of torch's generator and of the weights that training starts from.
-        resume: Whether to take up the newest checkpoint.
         kill: The process kills itself, with SIGKILL, at a step's event: `(3, "on_step_end")`.
         scramble: Whether every step is preceded by another seed of every global generator.
         sharded: Whether FSDP2 shards the model.
         adapter: Whether only a LoRA adapter of the head trains.
-        eval_rows: How many rows are held out.
     """
 
     folder: Path
@@ -165,16 +161,14 @@ def whole(tensor: Any) -> Tensor:
 def prepare(run: Run) -> MRPTrainer:
     """The trainer of a run."""
     chosen = {**OPTIONS, **run.options}
-    if "deepspeed" in chosen:
-        del chosen["use_cpu"]  # with it, accelerate would leave DeepSpeed out
-        _let_deepspeed_run_on_cpus()
     arguments = MRPTrainingArguments(output_dir=str(run.folder), **chosen)
     if run.sharded:
         _let_accelerate_shard_on_cpus()
     model: Any = small_model(run.double, run.seed)
     if run.adapter:
         torch.manual_seed(run.seed)
-        lora = LoraConfig(r=2, target_modules=LORA_TARGETS["mrp"], init_lora_weights=False)
+        targets = r"mrp_head\.(eh_proj|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj))"
+        lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
         model = get_peft_model(model, lora)
     held_out: Any = Rows(run.eval_rows) if run.eval_rows else None
     trainer = MRPTrainer(model, arguments, Rows(run.rows, run.without_response), held_out)
@@ -192,14 +186,6 @@ def _let_accelerate_shard_on_cpus() -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def _let_deepspeed_run_on_cpus() -> None:
-    """accelerate has no way for processes of DeepSpeed to speak to each other but through GPUs: it is told of gloo."""
-    from accelerate import PartialState
-    from accelerate.utils import DistributedType
-
-    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.NO)  # type: ignore[method-assign]
-
-
 def _join(rank: int, processes: int, port: int) -> None:
     """Makes this process one of several, as a launcher does."""
     torch.set_num_threads(1)
@@ -211,7 +197,7 @@ def _join(rank: int, processes: int, port: int) -> None:
 def _train(run: Run, rank: int, processes: int, port: int) -> None:
     _join(rank, processes, port)
     if processes > 1:
-        os.environ.update({"DS_ACCELERATOR": "cpu"} if "deepspeed" in run.options else {"ACCELERATE_USE_CPU": "true"})
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     if run.double:  # Qwen3's norms would round to float32
         Qwen3RMSNorm.forward = lambda norm, x: naive_norm(norm, x)  # type: ignore[method-assign]
     trainer = prepare(run)
@@ -220,34 +206,22 @@ def _train(run: Run, rank: int, processes: int, port: int) -> None:
     watch = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, _Watch))
     weights = {name: whole(value).detach().clone() for name, value in trainer.model.state_dict().items()}
     here = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in trainer.model.parameters())
-    share = here / sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters())
-    searched = getattr(trainer.model_wrapped, "find_unused_parameters", False)
+    share = here / sum(p.numel() for p in trainer.model.parameters())
     save_file(weights, run.folder / f"{rank}.weights.safetensors")
     save_file(watch.gradients, run.folder / f"{rank}.gradients.safetensors")
-    (run.folder / f"{rank}.json").write_text(
-        json.dumps({"history": trainer.state.log_history, "share": share, "searched": searched})
-    )
+    (run.folder / f"{rank}.json").write_text(json.dumps({"history": trainer.state.log_history, "share": share}))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left behind.
-
-    Attributes:
-        lines: The lines of its log that have a loss, without what depends on the clock.
-        evaluations: The lines with held-out losses, likewise.
-        weights: At its end.
-        gradients: Of its first step.
-        share: How much of all parameters this process holds between steps; nothing under ZeRO-3, which keeps its part apart.
-        searched: Whether DDP looked for parameters without gradients in every step.
-    """
+    """What a run left behind: the lines of its log with a loss and those with held-out ones, without what depends on the clock;
+    its weights, the gradients of its first step, and how much of all parameters this process held between steps."""
 
     lines: list[dict[str, float]]
     evaluations: list[dict[str, float]]
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
     share: float
-    searched: bool
 
 
 def result(run: Run, rank: int = 0) -> Result:
@@ -261,7 +235,6 @@ def result(run: Run, rank: int = 0) -> Result:
         load_file(run.folder / f"{rank}.weights.safetensors"),
         load_file(run.folder / f"{rank}.gradients.safetensors"),
         left["share"],
-        left["searched"],
     )
 
 

@@ -44,7 +44,7 @@ def test_help_waits_for_nothing_heavy() -> None:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_help_reads_well(name: str) -> None:
     shown = mrp("train", name, "--help")
-    for panel in ("Run", "Model", "Data", "Objective", "Optimizer", "Watching and saving", "Adapter (LoRA)"):
+    for panel in ("Run", "Model", "Data", "Objective", "Optimizer", "Watching and saving"):
         assert f" {panel} ─" in shown
     assert (" Head ─" in shown) == (name == "head")
     assert len(shown.splitlines()) < 90
@@ -65,7 +65,7 @@ def test_flags_are_settings_and_show_their_defaults(name: str) -> None:
     }
     assert flags.keys() <= set(known_names(objective))
     shown = {n: p.show_default for n, p in flags.items() if isinstance(p.show_default, str)}
-    in_words = {"tokenizer", "head", "lora_alpha", "learning_rate", "max_steps", "muon_learning_rate"}
+    in_words = {"tokenizer", "head", "learning_rate", "max_steps", "muon_learning_rate"}
     in_words |= {"packed", "bf16", "block_size"}
     for flag, text in shown.items():
         if flag not in in_words:

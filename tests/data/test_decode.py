@@ -4,6 +4,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,24 +13,19 @@ import torch
 from commands import mrp
 from helpers import word_model
 from mrp_trainer.data.chat import RecordEncoder
-from mrp_trainer.data.records import RecordError
-from mrp_trainer.data.rows import RecordRows
-from mrp_trainer.data.sources import JsonLines
 from mrp_trainer.data.tasks import training_lines
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from mrp_trainer.heads import with_new_head
 from mrp_trainer.train.decode import DecodeOptions, decode
+from mrp_trainer.train.inputs import digest
 from mrp_trainer.train.runs import open_run
 from mrp_trainer.train.settings import read_settings
-from mrp_trainer.train.trajectories import digest
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
 
 COUNT = 5
-USER, REPLY = {"role": "user", "content": "1 + 2"}, {"role": "assistant", "content": "3"}
-GOOD = {"ids": [9, 8, 7, 6, 5, 1], "response_start": 3, "reveal_step": [0, 2, 1]}
 QUICK = ["use_cpu=true", "disable_tqdm=true", "dataloader_pin_memory=false", "logging_steps=1", "save_strategy=no"]
 
 
@@ -45,17 +41,14 @@ def files(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: PreTrainedTo
     model.save_pretrained(root / "model")
     word_tokenizer.save_pretrained(root / "model")
     (root / "chats.jsonl").write_text("\n".join(training_lines("math", "train", COUNT)))
-    found = {path.stem: str(path) for path in root.iterdir()}
-    told = mrp(*command(found, root / "wrote.jsonl", "--max-new-tokens", str(NEW_TOKENS["math"])))
-    cut = sum(line["ids"][-1] != word_tokenizer.eos_token_id for line in lines_of(root / "wrote.jsonl"))
+    found = {path.stem: str(path) for path in root.iterdir()} | {"wrote": str(root / "wrote.jsonl")}
+    flags = ["--model", found["model"], "--data", found["chats"], "--output", found["wrote"]]
+    told = mrp("decode", *flags, "--max-new-tokens", str(NEW_TOKENS["math"]))
+    cut = sum(line["ids"][-1] != word_tokenizer.eos_token_id for line in lines_of(found["wrote"]))
     assert 0 < cut < COUNT
     also = f", {cut} of them without an end (of these training takes whole blocks)"
-    assert told.splitlines()[-1] == f"wrote {COUNT} texts to {root / 'wrote.jsonl'}{also}"
-    return {**found, "wrote": str(root / "wrote.jsonl")}
-
-
-def command(files: dict[str, str], output: Path, *more: str) -> list[str]:
-    return ["decode", "--model", files["model"], "--data", files["chats"], "--output", str(output), *more]
+    assert told.splitlines()[-1] == f"wrote {COUNT} texts to {found['wrote']}{also}"
+    return found
 
 
 def lines_of(path: str | Path) -> list[dict[str, Any]]:
@@ -63,37 +56,8 @@ def lines_of(path: str | Path) -> list[dict[str, Any]]:
 
 
 def short(files: dict[str, str], path: Path, **others: Any) -> DecodeOptions:
-    options = DecodeOptions(files["model"], [files["chats"]], str(path), max_new_tokens=8, batch_size=2)
+    options = DecodeOptions(files["model"], [files["chats"]], str(path), max_new_tokens=8, batch_size=2, device="cpu")
     return replace(options, **others)
-
-
-def encoder(tokenizer: Any, block_size: int = 4, **options: Any) -> RecordEncoder:
-    return RecordEncoder(tokenizer, block_size, 64, tokenizer.mask_token_id, **options)
-
-
-def test_what_is_cut_and_what_is_left_out(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """Of a text without an end whole blocks are kept; of one that is too long, too."""
-    records = (
-        GOOD,
-        {"ids": [9, 8, 7, 6, 5, 4], "response_start": 1, "reveal_step": [2, 0, 1, 3, 4]},
-        {"ids": [9, 8, 7, 6, 5], "response_start": 4, "reveal_step": [0]},
-        {"ids": [9] * 9 + [1], "response_start": 3, "reveal_step": [0, 1, 2, 3, 4, 5, 6]},
-    )
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(map(json.dumps, records)))
-    rows = RecordRows(JsonLines([path]), replace(encoder(word_tokenizer), max_length=8), packed=False, shuffle=False)
-    made = [sample for row in rows for sample in row]
-    assert [(sample.ids.tolist(), sample.length) for sample in made] == [
-        ([9, 8, 7, 6, 5, 1, 0, 0], 6),
-        ([9, 8, 7, 6], 4),
-        ([9] * 8, None),
-    ]
-    assert made[0].response.tolist() == [False] * 3 + [True] * 5
-    assert [sample.reveal_step.tolist() for sample in made] == [
-        [-1, -1, -1, 0, 2, 1, -1, -1],
-        [-1, 2, 0, 1],
-        [-1, -1, -1, 0, 1, 2, 3, 4],
-    ]
 
 
 def test_a_head_trains_on_decoded_texts_among_chats(files: dict[str, str], tmp_path: Path) -> None:
@@ -121,38 +85,21 @@ def test_sampled_texts_are_their_own(files: dict[str, str], tmp_path: Path) -> N
     assert found["at once"][:2] != found["seed"]
 
 
-def test_prompts_are_what_training_puts_before_a_response(word_tokenizer: PreTrainedTokenizerFast) -> None:
-    made = encoder(word_tokenizer)
-    for record, words in (
-        ({"messages": [USER, REPLY]}, "user : 1 + 2 assistant :"),
-        ({"prompt": [USER], "completion": [REPLY]}, "user : 1 + 2 assistant :"),
-        ({"prompt": "1 + 2", "completion": "3"}, "1 + 2"),
-    ):
-        sample = made.sample(record)
-        assert sample is not None
-        assert made.prompt(record) == sample.ids[: sample.response.argmax()].tolist()
-        assert made.prompt(record) == word_tokenizer.encode(words, add_special_tokens=False)
-    conversation = {"messages": [USER, REPLY, USER]}
-    words = "user : 1 + 2 assistant : 3 user : 1 + 2 assistant :"
-    for more in ([], [REPLY]):
-        asked = {"messages": conversation["messages"] + more}
-        assert made.prompt(asked) == word_tokenizer.encode(words, add_special_tokens=False)
-
-
 def test_another_backbone_is_told_of_once(
     word_tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = encoder(word_tokenizer, digest="aa")
+    made = RecordEncoder(word_tokenizer, 4, 64, word_tokenizer.mask_token_id, digest="aa")
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    wrote = {"ids": [9, 8, 7, 6, 5, 1], "response_start": 3, "reveal_step": [0, 2, 1]}
     for origin in ({}, {"digest": None}, {"digest": "aa"}):
-        made.sample({**GOOD, "decoded_by": origin})
+        made.sample({**wrote, "decoded_by": origin})
     assert not caplog.records
     for _ in range(2):
-        made.sample({**GOOD, "decoded_by": {"model": "org/other", "digest": "bb"}})
-    assert [record.getMessage() for record in caplog.records] == [
-        "'org/other' wrote texts of the data, and another backbone trains: a head learns most from what its own backbone "
-        "wrote, decode the prompts with that one"
-    ]
+        made.sample({**wrote, "decoded_by": {"model": "org/other", "digest": "bb"}})
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "'org/other' wrote texts of the data, and another backbone trains: a head learns most"
+    )
 
 
 def test_a_digest_is_of_the_backbone(files: dict[str, str]) -> None:
@@ -173,18 +120,26 @@ def test_a_digest_is_of_the_backbone(files: dict[str, str]) -> None:
 
 
 def test_what_is_there_is_kept_and_the_rest_is_made(files: dict[str, str], tmp_path: Path) -> None:
-    """Batches of a run that was stopped, whatever the checkpoint is called; a file that is done is refused."""
-    whole, part = tmp_path / "whole.jsonl", tmp_path / "whole.part"
-    stopped = mock.patch("mrp_trainer.train.trajectories.shutil.copyfileobj", side_effect=KeyboardInterrupt)
-    with stopped, pytest.raises(KeyboardInterrupt):
-        decode(short(files, whole))
-    first, second, _ = sorted(part.glob("*.jsonl"))
-    second.unlink()
+    """Of calls that were stopped behind a batch the one with the same prompts and options is taken up, here by two processes,
+    the second before the first, and whatever the checkpoint is called; a file that is done is refused."""
+    whole, part, generate = tmp_path / "whole.jsonl", tmp_path / "whole.part", MRPForCausalLM.generate
+    for change in ({}, {"temperature": 0.5}, {"limit": 4}):
+        outcomes = mock.Mock(side_effect=[None, KeyboardInterrupt])
+        once = mock.patch.object(MRPForCausalLM, "generate", lambda *a, o=outcomes, **k: o() or generate(*a, **k))
+        with once, pytest.raises(KeyboardInterrupt):
+            decode(short(files, whole, **change))
+    first = sorted(part.glob("*-0.jsonl"))
+    assert len(first) == len(list(part.iterdir())) == 3
+    for path in first:
+        path.write_text(path.read_text().replace("}", ', "kept": 1}', 1))
     (part / "cut.partial").write_text("{")
-    first.write_text(first.read_text().replace("}", ', "kept": 1}', 1))
-    written = decode(short(files, whole, model=files["model"] + "/"))
-    assert written is not None
-    assert (written.path, written.texts) == (whole, COUNT)
+    for rank in (1, 0):
+        one = SimpleNamespace(
+            process_index=rank, num_processes=2, is_main_process=not rank, wait_for_everyone=int, device="cpu"
+        )
+        with mock.patch("mrp_trainer.train.decode.PartialState", lambda one=one, **_: one):
+            assert (decode(short(files, whole, model=files["model"] + "/")) is None) == (rank == 1)
+        assert whole.exists() if rank == 0 else len(list(part.glob("*.jsonl"))) == 3 + 1  # its own alone
     assert [line["decoded_by"].get("kept") for line in lines_of(whole)] == [1, *[None] * (COUNT - 1)]
     decode(short(files, tmp_path / "again.jsonl"))
     assert [line["ids"] for line in lines_of(tmp_path / "again.jsonl")] == [line["ids"] for line in lines_of(whole)]
@@ -193,19 +148,9 @@ def test_what_is_there_is_kept_and_the_rest_is_made(files: dict[str, str], tmp_p
         decode(short(files, whole))
 
 
-def test_batches_of_other_prompts_or_options_are_not_taken(files: dict[str, str], tmp_path: Path) -> None:
-    with mock.patch("mrp_trainer.train.trajectories.shutil.copyfileobj", side_effect=KeyboardInterrupt):
-        for change in ({}, {"temperature": 0.5}, {"limit": 2}):
-            with pytest.raises(KeyboardInterrupt):
-                decode(short(files, tmp_path / "a.jsonl", **change))
-    names = {path.name.split("-")[0] for path in (tmp_path / "a.part").glob("*.jsonl")}
-    assert len(names) == 3
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"output": "a.json"}, r"output is 'a\.json': give a name that ends in \.jsonl"),
         ({"temperature": float("nan")}, r"temperature is nan: it must be 0 \(greedy\) or more"),
         ({"max_new_tokens": 7}, "max_new_tokens is 7: training takes whole blocks, give at least 8, one of them"),
         ({"max_new_tokens": 240}, r"line 1: its prompt has 28 tokens, and 16 leave room for the new ones: shorten"),
@@ -216,9 +161,3 @@ def test_what_cannot_be_decoded(change: dict[str, Any], message: str, files: dic
     with pytest.raises(ValueError, match=message):
         decode(short(files, tmp_path / "a" / "b.jsonl", **change))
     assert list(tmp_path.rglob("*.*")) == []
-
-
-def test_random_masks_are_weighed_and_decoded_texts_have_none(files: dict[str, str], tmp_path: Path) -> None:
-    given = {"model": files["model"], "data": [files["wrote"]], "output_dir": str(tmp_path), "inverse_level": True}
-    with pytest.raises(RecordError, match=r"wrote\.jsonl, line 1, field reveal_step: .* inverse_level to weigh: switch"):
-        open_run(read_settings("mrp", None, given, QUICK))

@@ -1,5 +1,6 @@
 """The sandbox against Python itself: what it computes, what it refuses, and what no program can do."""
 
+import builtins
 import os
 import re
 import resource
@@ -69,6 +70,7 @@ def test_every_call_has_an_argument_of_its_own() -> None:
     assert argument == [[1], [2, 3]]
 
 
+LOOP = "    for j in [1] * 1000000:"
 REFUSED = {
     "one undecorated function": [
         *("import os", "x = 1", "", "f(1)", "f = lambda x: x", "class F:\n    pass", "async def f(x):\n    return x"),
@@ -76,12 +78,7 @@ REFUSED = {
         *(f"def f({parameters}):\n    return 1" for parameters in ("", "x, y", "x=1", "*x", "**x", "*, x", "x, /", "x: int")),
         "def f(x) -> int:\n    return x",
     ],
-    "SyntaxError|IndentationError": [
-        "def f(x) return x",
-        "def f(x):\nreturn x",
-        body("return x", "break"),
-        body("if x:", "    continue"),
-    ],
+    "SyntaxError|IndentationError": ["def f(x) return x", "def f(x):\nreturn x", body("return x", "break")],
     "is refused": [
         *(body(line, "return x") for line in ("import os", "from os import path", "global g", "del x", "assert x", "raise x")),
         *(body(line, "    pass") for line in ("while x:", "with x:", "def g(y):", "class G:", "try:\n        x\n    except:")),
@@ -97,33 +94,24 @@ REFUSED = {
         ),
     ],
     "can be called": [
-        body(f"return {call}")
-        for call in (
-            *("open('/etc/passwd')", "eval('1')", "exec('1')", "compile('1', '', 'exec')", "range(x)", "print(x)", "f(x)"),
-            *("__import__('os')", "getattr(x, 'real')", "globals()", "vars()", "type(x)", "input()", "[abs][0](x)"),
-        )
+        *(
+            body(f"return {name}(x)")
+            for name in dir(builtins)
+            if name.islower() and name not in sandbox._BUILTINS and name[0] != "_"
+        ),
+        *(body(f"return {call}") for call in ("f(x)", "__import__('os')", "[abs][0](x)")),
     ],
-    "NameError": [body("return y"), body("return f if x < 0 else open"), body("a = [i for i in [x]]", "return i")],
-    "UnboundLocalError": [body("y += 1"), body("if x < 0:", "    y = 1", "return y"), body("y = sum([x])", "sum = y")],
-    "TypeError": [
-        *(body(f"return {wrong}") for wrong in ("x[0]", "x + 'a'", "[x] - [x]", "-[x]", "x in x", "sum(x)", "abs()", "sum")),
-        *(body("return (i for i in [x])"), body("sum = x", "return sum([x])"), body("for i in x:", "    pass")),
-    ],
-    "IndexError": [body("return [x][1]")],
-    "ZeroDivisionError": [body("return x // 0"), body("return x % 0")],
-    "ValueError": [body("return max([])"), body("return int('a')")],
+    "NameError": [body("return f if x < 0 else open"), body("a = [i for i in [x]]", "return i")],
+    "TypeError": [body("return x[0]"), body("return sum"), body("return (i for i in [x])")],
+    "ZeroDivisionError": [body("return x // 0")],
     "null bytes": ["def f(x):\n    return '\0'"],
     "UnicodeEncodeError": ["def f(x):\n    return '\ud800'"],
-    "RecursionError": ["def sum(x):\n    return sum([x])"],
-    "Recursion|Memory|too many nested": [body("return " + "-" * 3900 + "1"), body("return " + "(" * 1900 + "1" + ")" * 1900)],
+    "Recursion|Memory|too many nested": [body("return " + "-" * 3900 + "1"), "def sum(x):\n    return sum([x])"],
     "too slow or too big": [
-        body("for i in [1] * 1000000:", "    for j in [1] * 1000000:", "        pass"),
-        body("a = x", "for i in [1] * 100:", "    a *= a", "return a"),
+        body("for i in [1] * 1000000:", LOOP, "        pass"),
+        body("a = x", "for i in [1] * 100:", "    a *= a"),
     ],
-    "MemoryError": [
-        *(body("return [0] * 1000000000"), body("a = [0]", "for i in a:", "    a += a"), body("return '%9999999999d' % x")),
-        body("return len('a' * 10000000000)"),
-    ],
+    "MemoryError": [body("return [0] * 1000000000"), body("a = [0]", "for i in a:", "    a += a")],
     "no whole answer": [body("return [0] * 1000000")],
     "Circular reference": [body("a = [x]", "a += [a]", "return a")],
     "Recursion|no whole answer": [body("a = []", "for i in [x] * 999999:", "    a = [a]", "return a")],

@@ -60,8 +60,11 @@ def test_answers_follow_from_the_words(split: Any) -> None:
     sums = problems("math", split, 300)
     for problem in sums:
         assert problem.number == number_that_the_words_say(problem.prompt), problem
+        assert max(map(int, re.findall(r"\d+", problem.answer))) <= 30
     assert judge(sums, [problem.answer for problem in sums]) == [True] * 300
-    for problem in problems("code", split, 300):
+    functions = problems("code", split, 300)
+    assert judge(functions, [problem.answer for problem in functions]) == [True] * 300
+    for problem in functions:
         assert len(problem.cases) >= 6
         for argument, result in problem.cases:
             assert result == result_that_the_words_say(problem.prompt, argument), problem
@@ -78,6 +81,7 @@ MATH = Problem("math", "Ana has 3 pens. Ana buys 4 more. Ana loses 1. How many p
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 7 - 0 = 7\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 1 - 7 = 6\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nm = 7 - 1 = 6\n#### 6", False),
+        ("Let n and m be the pens.\nn = 3 + 4 = 7\nm = 7 - 1 = 6\n#### 6", False),
         ("Let m be the pens.\nn = 3 + 4 = 7\nn = 7 - 1 = 6\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 3 = 6\nn = 5 + 1 = 6\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 7 - 1 = 6\n#### 6 pens", False),
@@ -92,7 +96,6 @@ def test_math_judge_by_hand(text: str, right: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "right"),
     [
-        ("def f(xs):\n    return sum(x + 1 for x in xs if x > 2)", True),
         ("def f(xs):\n    t = 0\n    for x in xs:\n        if 2 < x:\n            t += 1 + x\n    return t", True),
         ("def f(xs):\n    return sum(x + 1 for x in xs if x > 3)", False),
         ("def f(xs):\n    t = 0\n    for x in xs:\n        if 2 < x:\n            t += 1 + x\n        return t", False),
@@ -107,7 +110,6 @@ def test_code_judge_by_hand(text: str, right: bool) -> None:
 def test_a_batch_of_every_family_is_judged_in_order() -> None:
     asked = [make_problem(family, "train", index) for index in range(3) for family in FAMILIES]
     answers = [problem.answer for problem in asked]
-    assert judge(asked, answers) == [True, True, None] * 3
     assert judge(asked, [*answers[:4], "import os", *answers[5:]]) == [True, True, None, True, False, None, True, True, None]
     assert judge([], []) == []
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,6 @@ from mrp_trainer.data.samples import Sample
 from mrp_trainer.data.tasks import Problem
 from mrp_trainer.train.losses import BLANK
 from transformers import PreTrainedTokenizerFast
-
-# ------------------------------------------------------------------------------------------------ dataset
 
 
 def test_encode_is_a_chat_turn_or_plain_text(word_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -39,9 +38,6 @@ class Lengths:
     def __getitem__(self, visit: int) -> Sample:
         return self.samples[visit % len(self.samples)]
 
-    def sampler(self, batch_size: int) -> LengthBucketSampler:
-        return LengthBucketSampler(self, batch_size)  # type: ignore[arg-type]
-
 
 def random_lengths(count: int) -> Lengths:
     rng = np.random.default_rng(0)
@@ -50,147 +46,114 @@ def random_lengths(count: int) -> Lengths:
 
 @pytest.mark.parametrize("size", [1, 3, 47, 48, 49, 200])
 def test_the_sampler_visits_each_index_once(size: int) -> None:
-    """With batches of 3 a window is 48 samples, and an epoch takes from the next what is missing to whole batches."""
-    sampler = random_lengths(size).sampler(3)
+    """With batches of 3 a window is 48 samples, and an epoch takes from the next what is missing to whole batches. In a window
+    samples of like cost meet in a batch: 3 * length - 2 * prompt, of two noisy copies of the response's blocks and the text."""
+    dataset = random_lengths(size)
+    sampler = LengthBucketSampler(dataset, 3, lambda: 0)
     whole = -(-size // 3) * 3
     order = list(sampler)
     assert sorted(order) == list(range(whole))
     assert len(sampler) == whole
     assert list(sampler) == order  # a resumed run sees the same batches
-    sampler.set_epoch(2)
-    assert sorted(sampler) == list(range(2 * whole, 3 * whole))
+    assert sorted(LengthBucketSampler(dataset, 3, lambda: 2)) == list(range(2 * whole, 3 * whole))
+    cost = [3 * len(dataset[i].ids) - 2 * int(dataset[i].response.argmax()) for i in range(whole)]
+    for begin in range(0, whole, 48):
+        window = order[begin : begin + 48]
+        assert sorted(window) == list(range(begin, min(begin + 48, whole)))
+        batches = sorted(sorted(cost[i] for i in window[at : at + 3]) for at in range(0, len(window), 3))
+        assert sum(batches, []) == sorted(cost[i] for i in window)  # noqa: RUF017 - 16 short lists
     if size == 200:
-        assert order != sorted(order)
-        for begin in range(0, 192, 48):
-            assert sorted(order[begin : begin + 48]) == list(range(begin, begin + 48))
-        assert list(random_lengths(100).sampler(3))[:96] == order[:96]
-
-
-def test_samples_of_like_cost_meet_in_a_batch() -> None:
-    """A packed row holds two noisy copies of the response's blocks and the whole text: 3 * length - 2 * prompt."""
-    dataset = random_lengths(64)
-    cost = [3 * len(s.ids) - 2 * int(s.response.argmax()) for s in dataset.samples]
-    order = list(dataset.sampler(4))
-    batches = sorted(sorted(cost[i] for i in order[begin : begin + 4]) for begin in range(0, 64, 4))
-    assert sum(batches, []) == sorted(cost)  # noqa: RUF017 - 16 short lists
-    ascending = sorted(range(64), key=lambda i: cost[i])
-    assert order != ascending  # short batches do not all come first
+        assert order[:48] != sorted(range(48), key=lambda i: cost[i])  # short batches do not all come first
+        assert list(LengthBucketSampler(random_lengths(100), 3, lambda: 0))[:96] == order[:96]
 
 
 # ------------------------------------------------------------------------------------------------ collator
 
 
-def test_the_layout_of_a_batch() -> None:
-    """A: 12 tokens, the response from 6 on, so its noisy blocks begin at 4. B: 8 tokens, the response from 4 on."""
-    a, b = sample(0, 12, 6), sample(1, 8, 4)
-    batch = collate([a, b])
-    a_noisy, b_noisy = list(range(4, 12)), [4, 5, 6, 7]
-    assert batch.view.tolist() == [
-        [1] * 8 + [2] * 8 + [0] * 12,
-        [1] * 4 + [2] * 4 + [-1] * 8 + [0] * 8 + [-1] * 4,
-    ]
-    assert batch.position_ids.tolist() == [
-        a_noisy + a_noisy + list(range(12)),
-        b_noisy + b_noisy + [0] * 8 + list(range(8)) + [0] * 4,
-    ]
-    assert batch.sample.tolist() == [[0] * 28] * 2
-    assert batch.response_tokens == 6 + 4
-    a_ids, b_ids = a.ids.tolist(), b.ids.tolist()
-    assert batch.target_ids.tolist() == [
-        a_ids[4:] + a_ids[4:] + a_ids,
-        b_ids[4:] + b_ids[4:] + [PAD] * 8 + b_ids + [PAD] * 4,
-    ]
-    masked = batch.input_ids == MASK
-    assert torch.equal(batch.input_ids[~masked], batch.target_ids[~masked])
-    assert torch.equal(masked, batch.supervised)
-    assert batch.weight.unique().tolist() == [0, 1]
-    single = collate([a, b], copies=1)
-    assert single.view.tolist() == [[1] * 8 + [0] * 12, [1] * 4 + [-1] * 4 + [0] * 8 + [-1] * 4]
-    assert torch.equal(single.input_ids[0, :8], batch.input_ids[0, :8])  # the same noise
+def random_sample(index: int, draw: np.random.Generator, decoded: bool) -> Sample:
+    """One to four blocks with one turn or two, which may end in the last block, and the steps of a decoder, if one wrote it."""
+    tokens = BLOCK * int(draw.integers(1, 5))
+    length = None if draw.random() < 0.3 else tokens - int(draw.integers(0, BLOCK))
+    response = np.zeros(tokens, bool)
+    for _ in range(int(draw.integers(1, 3))):
+        begin = int(draw.integers(0, tokens))
+        response[begin : begin + int(draw.integers(1, 6))] = True
+    response[tokens if length is None else length :] = True
+    steps = np.where(response, draw.integers(0, 3, tokens) + 3 * (np.arange(tokens) // BLOCK), -1) if decoded else None
+    return Sample(index, draw.integers(1, 50, tokens), response, length, steps)
 
 
-def test_behind_the_end_all_is_masked_and_blank() -> None:
-    """Response tokens 3 to 8 and the rest of the third block: masked in both copies, learned once, as blank."""
-    ids = np.arange(20, 32)
-    for index in range(30):
-        batch = collate([Sample(index, ids, np.arange(12) >= 3, 9)])
-        noisy = batch.view[0] > 0
-        behind = noisy & (batch.position_ids[0] >= 9)
-        assert (batch.input_ids[0, behind] == MASK).all()
-        assert (batch.target_ids[0, behind] == BLANK).all()
-        assert (batch.target_ids[0, ~behind] != BLANK).all()
-        supervised = batch.position_ids[0, batch.supervised[0]].sort().values
-        assert supervised.tolist() == list(range(3, 12))
-        assert batch.response_tokens == 9
+@pytest.mark.parametrize("decoded", [False, True])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_batch_is_what_its_definition_says(copies: int, decoded: bool) -> None:
+    """Token by token: which blocks are repeated, what is hidden, what is learned, and with which target and weight."""
+    draw = np.random.default_rng(copies)
+    for _ in range(40):
+        rows: Any = [
+            [random_sample(int(draw.integers(1 << 20)), draw, decoded) for _ in range(draw.integers(1, 4))] for _ in "ab"
+        ]
+        inverse = not decoded and bool(draw.integers(2))
+        batch = collate(rows, copies=copies, inverse_level=inverse)
+        assert batch.response_tokens == sum(int(one.response.sum()) for row in rows for one in row)
+        for at, row in enumerate(rows):
+            names = ("view", "sample", "position_ids", "input_ids", "target_ids", "weight")
+            columns = list(zip(*(getattr(batch, name)[at].tolist() for name in names), strict=True))
+            assert {column[3:] for column in columns if column[0] < 0} <= {(PAD, PAD, 0.0)}
+            found = {column[:3]: column[3:] for column in columns if column[0] >= 0}
+            noisy = [(copy + 1, n, p) for n, one in enumerate(row) for copy in range(copies) for p in repeated(one)]
+            clean = {(0, n, p): (one.ids[p], one.ids[p], 0.0) for n, one in enumerate(row) for p in range(len(one.ids))}
+            assert list(found) == [*noisy, *clean]
+            assert {key: found[key] for key in clean} == clean
+            for n, one in enumerate(row):
+                check_copies(one, [{p: found[copy + 1, n, p] for p in repeated(one)} for copy in range(copies)], inverse)
 
 
-def test_what_follows_an_answer_in_its_block_is_hidden() -> None:
-    """Two turns, positions 2 to 4 and 9: decoding the first would not know of 5, 6 and 7, nor of 10 and 11 in the second. The
-    block between is not repeated, and the clean half shows everything."""
-    response = np.isin(np.arange(16), [2, 3, 4, 13])
-    for index in range(20):
-        item = Sample(index, np.arange(20, 36), response)
-        batch = collate([item])
-        assert batch.position_ids[0, batch.view[0] == 1].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]
-        for copy in (1, 2):
-            here = batch.view[0] == copy
-            masked = set(batch.position_ids[0, here & (batch.input_ids[0] == MASK)].tolist())
-            assert {5, 6, 7, 14, 15} <= masked <= {5, 6, 7, 14, 15, 2, 3, 4, 13}
-        assert sorted(batch.position_ids[0, batch.supervised[0]].tolist()) == [2, 3, 4, 13]
-        assert (batch.target_ids[0, batch.supervised[0]] != BLANK).all()
-        assert batch.input_ids[0, batch.view[0] == 0].tolist() == item.ids.tolist()
+def repeated(one: Sample) -> list[int]:
+    """The positions of the blocks that hold something to learn."""
+    blocks = {position // BLOCK for position in np.flatnonzero(one.response)}
+    return [position for position in range(len(one.ids)) if position // BLOCK in blocks]
+
+
+def check_copies(one: Sample, copies: list[dict[int, tuple[int, int, float]]], inverse: bool) -> None:
+    """Check copies, each with input, target and weight by position."""
+    end = len(one.ids) if one.length is None else one.length
+    for p in repeated(one):
+        block = range(p // BLOCK * BLOCK, p // BLOCK * BLOCK + BLOCK)
+        # Behind the end, or what decoding a turn would not know of.
+        blank = p >= end or (not one.response[p] and any(one.response[q] for q in block if q < p))
+        weights = [copy[p][2] for copy in copies]
+        for copy in copies:
+            assert copy[p][:2] == (MASK if blank or copy[p][2] else one.ids[p], BLANK if blank else one.ids[p])
+            if one.reveal_step is not None:  # some step is still to come, and all before it are shown
+                learned = [q for q in block if one.response[q] and q < end]
+                hidden = [one.reveal_step[q] for q in learned if copy[q][2]]
+                shown = [one.reveal_step[q] for q in learned if not copy[q][2]]
+                assert not learned or max(shown, default=-1) < min(hidden)
+        assert one.response[p] or not any(weights)
+        if len(copies) == 2 and one.response[p] and (one.reveal_step is None or p >= end):
+            assert sum(weight > 0 for weight in weights) == 1
+        levels = [
+            {1 / copy[q][2] for q in block if copy[q][2]} for copy in copies
+        ]  # 2t in the first copy, 2(1 - t) in the second
+        assert inverse or set().union(*levels) <= {1}
+        assert all(len(level) <= 1 for level in levels)
+        if inverse and len(copies) == 2 and all(levels):
+            assert sum(map(min, levels)) == pytest.approx(2, abs=1e-5)
 
 
 def test_recorded_steps_give_the_states_that_decoding_met() -> None:
-    """Every number of revealed tokens of a block is equally likely, always the earliest ones; chi-square over 4 and 3."""
+    """Every number of revealed tokens of a block is equally likely (chi-square); two copies lie half of it apart."""
     steps = np.array([-1, -1, -1, -1, 2, 0, 3, 1, 6, 4, 5, -1])  # the last is behind the end
-    order = {4: [5, 7, 4, 6], 8: [9, 10, 8]}  # positions by block, in the order of their steps
-    apart = {4: 2, 8: 2}  # half of 4; half of 3, rounded either way
     counts = {4: torch.zeros(4), 8: torch.zeros(3)}
     for index in range(600):
         batch = collate([Sample(index, np.arange(20, 32), np.arange(12) >= 4, 11, steps)])
-        revealed: dict[int, list[int]] = {4: [], 8: []}
-        assert batch.position_ids[0, batch.supervised[0]].tolist().count(11) == 1  # behind the end: once over both copies
-        for copy in (1, 2):
-            masked = set(batch.position_ids[0, (batch.view[0] == copy) & (batch.input_ids[0] == MASK)].tolist()) - {11}
-            for start, places in order.items():
-                left = len(masked & set(places))
-                assert masked & set(places) == set(places[len(places) - left :])
-                counts[start][left - 1] += copy == 1
-                revealed[start].append(len(places) - left)
-            assert batch.supervised[0, batch.view[0] == copy].sum() >= len(masked)
-        assert all(1 <= abs(a - b) <= apart[start] for start, (a, b) in revealed.items())
-    for start, count in counts.items():
-        assert chi_square_p(count, torch.full((len(order[start]),), 1 / len(order[start]))) > ALPHA
-
-
-def test_what_one_step_revealed_stays_together() -> None:
-    """Two steps of two positions: a copy shows all four masked, or the two of the second step."""
-    steps = np.array([-1, -1, -1, -1, 7, 3, 3, 7])
-    seen = set()
-    for index in range(40):
-        batch = collate([Sample(index, np.arange(20, 28), np.arange(8) >= 4, 8, steps)])
-        for copy in (1, 2):
-            seen.add(tuple(batch.position_ids[0, (batch.view[0] == copy) & (batch.input_ids[0] == MASK)].tolist()))
-    assert seen == {(4, 5, 6, 7), (4, 7)}  # a false alarm in 2^39
-
-
-def test_inverse_levels() -> None:
-    """A block's masked tokens weigh 1 / 2t in the first copy and 1 / 2(1 - t) in the second, a t for each block."""
-    batch = collate([sample(i, 40, 0) for i in range(20)], inverse_level=True)
-    assert torch.equal(batch.supervised, batch.input_ids == MASK)
-    checked, levels = 0, set()
-    for row in range(20):
-        for block in range(10):
-            here = (batch.position_ids[row] // BLOCK == block) & batch.supervised[row]
-            first, second = (batch.weight[row, here & (batch.view[row] == copy)].unique() for copy in (1, 2))
-            assert len(first) <= 1
-            assert len(second) <= 1
-            if len(first) and len(second):
-                assert (1 / first + 1 / second).item() == pytest.approx(2, abs=1e-5)
-                levels.add(first.item())
-                checked += 1
-    assert checked == len(levels) > 50
+        hidden = [batch.position_ids[0, (batch.view[0] == copy) & (batch.input_ids[0] == MASK)].tolist() for copy in (1, 2)]
+        for start, count in counts.items():
+            left = [sum(start <= p < min(start + 4, 11) for p in places) for places in hidden]
+            count[left[0] - 1] += 1
+            assert 1 <= abs(left[0] - left[1]) <= 2
+    for count in counts.values():
+        assert chi_square_p(count, torch.full((len(count),), 1 / len(count))) > ALPHA
 
 
 def test_each_block_draws_its_own_level() -> None:
@@ -223,6 +186,9 @@ def test_noise_is_a_function_of_seed_and_index() -> None:
     again = collate(list(reversed(samples)), seed=7)
     assert torch.equal(again.input_ids.flip(0), batch.input_ids)
     assert torch.equal(collate(samples[2:3], seed=7).input_ids[0], batch.input_ids[2])
+    assert torch.equal(collate(samples, seed=7, copies=1).input_ids[:, :16], batch.input_ids[:, :16])
     assert not torch.equal(collate(samples, seed=8).supervised, batch.supervised)
     copies = [replace(samples[0], index=i) for i in range(6)]  # one text under six indices
     assert len(collate(copies, seed=7).supervised.unique(dim=0)) == 6
+    with pytest.raises(ValueError, match="inverse_level weighs random masks"):
+        collate([replace(samples[0], reveal_step=np.zeros(16))], inverse_level=True)

@@ -1,6 +1,5 @@
 """Several processes (gloo, on CPUs), gradient accumulation and sharding against one process; reduced precision; wrappers."""
 
-import importlib.util
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +10,12 @@ import pytest
 import torch
 from helpers import close
 from mrp_trainer.train.arguments import MRPTrainingArguments
-from mrp_trainer.train.runs import _check_sharding
 from mrp_trainer.train.trainer import MRPTrainer
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
-from training_runs import OPTIONS, Result, Rows, Run, prepare, result, small_model, start
-from transformers import AutoModelForCausalLM, TrainingArguments
+from training_runs import OPTIONS, Result, Rows, Run, result, small_model, start
+from transformers import AutoModelForCausalLM
 
 from modeling_mrp import MRPForCausalLM
 
@@ -80,7 +77,6 @@ def test_a_step_does_not_depend_on_how_it_is_divided(
     assert min(value.abs().max().item() for value in expected.gradients.values()) > 1e-6
     for rank in range(layout[0]):
         assert_same(result(head_runs[layout], rank), expected, 1e-10)
-        assert not result(head_runs[layout], rank).searched
 
 
 def test_the_backbone_on_two_processes(tmp_path: Path) -> None:
@@ -92,16 +88,6 @@ def test_the_backbone_on_two_processes(tmp_path: Path) -> None:
     assert start(two, 2) == [0, 0]
     assert_same(result(two, 1), result(one), 1e-10)
     assert not any(name.startswith("mrp_head.") for name in result(one).gradients)
-
-
-@pytest.mark.parametrize(("objective", "adapted", "searches"), [("mrp", "mrp_head.", False), ("block_diffusion", "", True)])
-def test_ddp_looks_for_parameters_without_gradients_where_there_are_any(
-    objective: str, adapted: str, searches: bool, tmp_path: Path
-) -> None:
-    """Adapters of the backbone get none from the head's loss, nor the head's from the backbone's."""
-    model = get_peft_model(small_model(), LoraConfig(r=2, target_modules=rf".*{adapted}layers.*q_proj"))
-    arguments = MRPTrainingArguments(str(tmp_path), **{**OPTIONS, "objective": objective})
-    assert MRPTrainer(model, arguments, Rows(4)).args.ddp_find_unused_parameters is searches
 
 
 def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
@@ -123,7 +109,8 @@ def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
     own = MRPForCausalLM.from_pretrained(run.folder / "final")
     remote = AutoModelForCausalLM.from_pretrained(run.folder / "final", trust_remote_code=True)
     assert type(remote).__module__.startswith("transformers_modules")
-    resumed = resumed_at(run, 4, tmp_path / "resumed")
+    shutil.copytree(run.folder / "checkpoint-4", tmp_path / "resumed" / "checkpoint-4")
+    resumed = replace(run, folder=tmp_path / "resumed", resume=True, seed=3)
     assert not (resumed.folder / "checkpoint-4" / "model.safetensors").exists()
     assert start(resumed, 2) == [0, 0]
     assert result(resumed).lines == result(run).lines
@@ -132,14 +119,9 @@ def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
         assert all(torch.equal(trained[name], value) for name, value in found.items())
 
 
-def resumed_at(run: Run, step: int, folder: Path) -> Run:
-    """A run that goes on from a checkpoint of another."""
-    shutil.copytree(run.folder / f"checkpoint-{step}", folder / f"checkpoint-{step}")
-    return replace(run, folder=folder, resume=True, seed=3)
-
-
 def test_an_adapter_beside_a_sharded_model(tmp_path: Path) -> None:
-    """It alone trains, as in one process. lm_head, whose forward nobody calls, then is a unit of its own."""
+    """It alone trains, as in one process, of a model that names the arguments of its forward (CAUSAL_LM). lm_head, whose
+    forward nobody calls, then is a unit of its own."""
     options = options_of((2, 2, 1), objective="mrp", unroll=2, max_steps=3)
     one = Run(tmp_path / "one", {"objective": "mrp", "unroll": 2, "max_steps": 3}, adapter=True)
     two = Run(tmp_path / "two", {**options, "fsdp": True, "fsdp_config": {"version": 2}}, sharded=True, adapter=True)
@@ -151,76 +133,6 @@ def test_an_adapter_beside_a_sharded_model(tmp_path: Path) -> None:
     assert saved.keys() == expected.keys()
     for name, value in expected.items():
         close(saved[name], value, 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fsdp": True, "muon_learning_rate": 1e-3}, "muon_learning_rate is set, but Muon needs whole matrices, which FSDP"),
-        ({"deepspeed": {"zero_optimization": {"stage": 2}}, "muon_learning_rate": 1e-3}, "muon_learning_rate is set, but Muon"),
-    ],
-)
-def test_what_shards_cannot_do(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MRPTrainingArguments("unused", objective="mrp", **options)
-
-
-def test_what_zero_3_cannot_do() -> None:
-    """Found before anything is loaded."""
-    plugin = mock.Mock(zero_stage=3)
-    plugin.hf_ds_config.is_true = lambda key: False
-    with pytest.raises(ValueError, match=r"stage3_gather_16bit_weights_on_model_save is not true, and what was trained could"):
-        _check_sharding(mock.Mock(deepspeed_plugin=plugin))
-    sharded = mock.patch.object(TrainingArguments, "__post_init__", lambda given: setattr(given, "deepspeed_plugin", plugin))
-    with sharded, pytest.raises(ValueError, match=r"eval_prompts is 2, but decoding needs whole weights, which ZeRO-3"):
-        MRPTrainingArguments("unused", objective="mrp", eval_prompts=2)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_equals_one_process(stage: int, tmp_path: Path) -> None:
-    """In float32, and after a resume. ZeRO-3 divides every weight."""
-    one = Run(tmp_path / "one", {"objective": "mrp", "unroll": 2, "max_steps": 4})
-    assert start(one) == [0]
-    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 0}
-    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
-    options = {**one.options, "deepspeed": {"zero_optimization": zero, **auto}, "save_strategy": "steps", "save_steps": 2}
-    run = Run(tmp_path / "zero", options_of((2, 1, 2), **options))
-    assert start(run, 2) == [0, 0]
-    assert result(run).share == (0 if stage == 3 else 1)
-    resumed = resumed_at(run, 2, tmp_path / "resumed")
-    assert start(resumed, 2) == [0, 0]
-    for folder in (run, resumed):
-        saved = load_file(folder.folder / "final" / "model.safetensors")
-        for name, value in result(one).weights.items():
-            close(saved[name], value, 1e-5)
-        for line, expected in zip(result(folder).lines, result(one).lines, strict=True):
-            assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.parametrize("objective", ["block_diffusion", "mrp"])
-def test_bfloat16_computes_in_it_and_keeps_float32_weights(objective: str, tmp_path: Path) -> None:
-    trainer = prepare(Run(tmp_path, {**ONE_STEP, "objective": objective, "bf16": True}, eval_rows=4))
-    seen: dict[str, set[torch.dtype]] = {}
-
-    def note(name: str) -> Any:
-        return lambda module, inputs, output: seen.setdefault(name, set()).add(output.dtype)
-
-    layers = {"backbone": trainer.model.model.layers[0].mlp.gate_proj, "head": trainer.model.mrp_head.layers[0].mlp.gate_proj}
-    for name, layer in layers.items():
-        layer.register_forward_hook(note(name))
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    trainer.train()
-    trainer.evaluate()
-    assert seen == {name: {torch.bfloat16} for name in (layers if objective == "mrp" else ["backbone"])}
-    assert {value.dtype for value in trainer.model.state_dict().values()} == {torch.float32}
-    assert {value.dtype for state in trainer.optimizer.state.values() for value in state.values()} == {torch.float32}
-    changed = {name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])}
-    assert {name.startswith("mrp_head.") for name in changed} == {objective == "mrp"}
-    full = prepare(Run(tmp_path / "full", {**ONE_STEP, "objective": objective}))
-    full.train()
-    assert trainer.state.log_history[0]["loss"] != full.state.log_history[0]["loss"]
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(full.state.log_history[0]["loss"], rel=0.02)
 
 
 class EnoughSeenError(Exception):
@@ -256,15 +168,3 @@ def test_flex_attention_gets_queries_keys_and_values_of_one_type(objective: str,
     layers = 2 if objective == "block_diffusion" else 3 * 2 + 1
     assert types == [(torch.bfloat16,) * 3] * layers
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
-
-
-def test_a_peft_model_that_names_the_arguments_of_its_forward(tmp_path: Path) -> None:
-    """Of task type CAUSAL_LM. Only its adapters train; of these the first step moves B alone."""
-    adapters = LoraConfig(r=2, target_modules=r"mrp_head\.layers\.\d+\..*(q_proj|up_proj)", task_type="CAUSAL_LM")
-    options = MRPTrainingArguments(str(tmp_path), **{**OPTIONS, **ONE_STEP, "objective": "mrp"})
-    trainer = MRPTrainer(get_peft_model(small_model(), adapters), options, Rows(12))
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    trainer.train()
-    changed = [name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])]
-    assert len(changed) == 2
-    assert all("lora_B" in name for name in changed)

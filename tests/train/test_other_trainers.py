@@ -61,14 +61,3 @@ def test_the_stock_trainer_keeps_no_labels_for_itself(
     before = model.lm_head.weight.clone()
     Trainer(model, TrainingArguments(str(tmp_path), **QUIET), train_dataset=rows).train()
     assert not torch.equal(model.lm_head.weight, before)
-
-
-def test_the_chat_template_marks_the_assistant(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """What it writes with the token that ends its turn; the text is the one without marks."""
-    expected = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in CHAT)
-    assert tiny_tokenizer.apply_chat_template(CHAT, tokenize=False) == expected
-    prompt = tiny_tokenizer.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
-    assert prompt == expected[: expected.index("7")]
-    encoded = tiny_tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
-    marked = [token for token, mark in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mark]
-    assert tiny_tokenizer.decode(marked) == "7<|im_end|>6<|im_end|>"

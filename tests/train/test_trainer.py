@@ -12,7 +12,7 @@ import torch
 from helpers import word_model
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.rows import RecordRows
-from mrp_trainer.data.sources import Rows
+from mrp_trainer.data.sources import Source
 from mrp_trainer.data.tasks import Split, training_lines
 from mrp_trainer.evaluate.acceptance import measure_acceptance
 from mrp_trainer.train.arguments import MRPTrainingArguments
@@ -20,14 +20,13 @@ from mrp_trainer.train.losses import BLANK
 from mrp_trainer.train.packed import PackedBatch
 from mrp_trainer.train.trainer import MRPTrainer
 from torch import nn
-from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from modeling_mrp import MRPForCausalLM
 
 
 def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **options: Any) -> MRPTrainer:
-    functions = ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics")
-    of_trainer = ("model_init", "eval_dataset", "callbacks", "processing_class", *functions)
+    of_trainer = ("model_init", "eval_dataset", "callbacks", "processing_class", "compute_metrics")
     rest = {name: options.pop(name) for name in of_trainer if name in options}
     arguments = MRPTrainingArguments(
         output_dir=str(folder),
@@ -40,8 +39,9 @@ def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **opti
 
 
 def math_problems(tokenizer: PreTrainedTokenizerFast, size: int, split: Split = "train", seed: int = 0) -> RecordRows:
-    rows = Rows([json.loads(line) for line in training_lines("math", split, size, seed)], "math")
-    return RecordRows(rows, RecordEncoder(tokenizer, 8, 128, tokenizer.mask_token_id), packed=False, shuffle=False)
+    rows = [json.loads(line) for line in training_lines("math", split, size, seed)]
+    encoder = RecordEncoder(tokenizer, 8, 128, tokenizer.mask_token_id)
+    return RecordRows(Source({"math": rows}), encoder, packed=False, shuffle=False)
 
 
 RATES = {"learning_rate": 1e-2, "muon_learning_rate": 1e-2, "lr_scheduler_type": "constant"}
@@ -106,7 +106,7 @@ def test_log_lines_average_what_was_measured_since_the_last(word_tokenizer: PreT
     trainer.train()
     lines = [line for line in trainer.state.log_history if "kl_head" in line]
     assert len(lines) == 2
-    # Nothing was learned, so a batch still measures what it did.
+    trainer.state.epoch = 0  # nothing was learned, so a batch of this epoch still measures what it did
     counts = [trainer._head_objective(model, PackedBatch(**batch))[1] for batch in trainer.get_train_dataloader()]
     for first, line in enumerate(lines):
         for name in ("kl_head", "kl_stale", "agreement", "reread_kl_head"):
@@ -137,29 +137,14 @@ def test_evaluation_measures_held_out_samples(word_tokenizer: PreTrainedTokenize
 
 
 def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """Every evaluation while training reports what `mrp_spec` does with the prompts of the first samples, and training goes
-    on."""
-    model = word_model(word_tokenizer)
-    held_out = math_problems(word_tokenizer, 6, "tune")
-    trainer = new_trainer(
-        model,
-        tmp_path,
-        math_problems(word_tokenizer, 16),
-        objective="mrp",
-        eval_dataset=held_out,
-        processing_class=word_tokenizer,
-        max_steps=2,
-        eval_strategy="steps",
-        eval_steps=1,
-        eval_prompts=3,
-        eval_new_tokens=12,
-        per_device_train_batch_size=2,
-        packed_attention="eager",
-    )
+    """What `mrp_spec` does with the prompts of the first samples, with the attention of decoding; and training goes on."""
+    model, held_out = word_model(word_tokenizer), math_problems(word_tokenizer, 6, "tune")
+    given = {"objective": "mrp", "eval_dataset": held_out, "processing_class": word_tokenizer, "max_steps": 2}
+    watched = {"eval_strategy": "steps", "eval_steps": 1, "eval_prompts": 3, "eval_new_tokens": 12, "packed_attention": "eager"}
+    trainer = new_trainer(model, tmp_path, math_problems(word_tokenizer, 16), **given, **watched)
     seen = set()
-    head = model.get_submodule("mrp_head")
-    head.register_forward_pre_hook(
-        lambda module, inputs: seen.add(model.config._attn_implementation) if module.training else None
+    model.get_submodule("mrp_head").register_forward_pre_hook(
+        lambda module, inputs: seen.add((module.training, model.config._attn_implementation))
     )
     trainer.train()
     lines = [line for line in trainer.state.log_history if "eval_loss" in line]
@@ -167,9 +152,9 @@ def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizer
     prompts = [held_out[i][0].ids[: int(held_out[i][0].response.argmax())].tolist() for i in range(3)]
     expected = measure_acceptance(model, word_tokenizer, prompts, 12)
     assert {name: lines[-1][f"eval_{name}"] for name in expected} == pytest.approx(expected)
-    assert seen == {"eager"}  # while it trained
+    assert {attention for training, attention in seen if training} == {"eager"}
     assert model.config._attn_implementation == "sdpa"
-    assert lines[-1]["eval_tokens_per_forward"] > 0
+    assert lines[-1]["eval_stale_tokens_per_forward"] > 0
 
 
 @pytest.mark.parametrize(
@@ -180,17 +165,16 @@ def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizer
         ({"noisy_copies": 3}, "noisy_copies is 3: it must be from 1 to 2"),
         ({"max_length": 0}, "max_length is 0: it must be 1 or more"),
         ({"eager_share": 1.5}, "eager_share is 1.5: it must be from 0 to 1"),
-        ({"gradient_checkpointing": True, "objective": "mrp"}, "gradient_checkpointing drops the keys"),
         ({"torch_compile": True}, "torch_compile is True, which does nothing here: the objectives run in place of the forward"),
         ({"rows_per_step": 10}, "rows_per_step is 10: 1 processes with per_device_train_batch_size 4 take 4 rows at once"),
-        ({"rows_per_step": 16, "gradient_accumulation_steps": 2}, "is 2, and rows_per_step 16 makes it 4: set rows_per_step"),
+        ({"rows_per_step": 16, "gradient_accumulation_steps": 2}, "leave gradient_accumulation_steps out, which is 2"),
         ({"hub_strategy": "checkpoint"}, r"hub_strategy is 'checkpoint', which does nothing here: .* pickled, .* mrp push"),
         # of the trainer itself
-        ({"eval_prompts": 2}, "eval_prompts is 2: give eval_dataset and processing_class"),
+        ({"gradient_checkpointing": True, "objective": "mrp"}, "gradient_checkpointing drops the keys"),
         ({"eval_prompts": 2, "without": "head"}, "eval_prompts is 2, but there is no head to decode them with"),
         ({"objective": "mrp", "without": "head"}, "needs a model with a head: give it a new one"),
-        ({"compute_metrics": len}, "compute_metrics is <built-in function len>, which would never be called"),
-        ({"model_init": len}, "model is None, or model_init is given: pass a model"),
+        ({"compute_metrics": len}, "compute_metrics is given and would never be called"),
+        ({"model_init": len}, "model_init is given and would never be called"),
     ],
 )
 def test_rejected_values(
@@ -202,19 +186,25 @@ def test_rejected_values(
         new_trainer(model, tmp_path, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        # Another launcher may have set WORLD_SIZE, or left it out.
-        ("world_size", {"rows_per_step": 16}, r"rows_per_step is 16, .* WORLD_SIZE says 1, and there are 2\. Start"),
-        # transformers would replicate the model, each copy with the forward of the first.
-        ("n_gpu", {}, "one process sees 2 GPUs, .* with accelerate launch --multi_gpu --num_processes 2 -m mrp_trainer.cli"),
-    ],
-)
-def test_processes_that_are_not_there(name: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    two = mock.patch.object(TrainingArguments, name, mock.PropertyMock(return_value=2))
-    with two, pytest.raises(ValueError, match=message):
-        MRPTrainingArguments(str(tmp_path), objective="mrp", use_cpu=True, **options)
+def test_processes_and_devices(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Passes follow from the number of processes. transformers would replicate the model on several GPUs, each copy with the
+    forward of the first; and what was never run is not left to chance."""
+    given: dict[str, Any] = {"objective": "mrp", "use_cpu": True}
+    with mock.patch.object(TrainingArguments, "world_size", mock.PropertyMock(return_value=2)):
+        assert MRPTrainingArguments(str(tmp_path), rows_per_step=16, **given).gradient_accumulation_steps == 2
+    two = mock.patch.object(TrainingArguments, "n_gpu", mock.PropertyMock(return_value=2))
+    with two, pytest.raises(ValueError, match=r"one process sees 2 GPUs, .* launch --multi_gpu --num_processes 2"):
+        MRPTrainingArguments(str(tmp_path), **given)
+    started = mock.patch.object(TrainingArguments, "__post_init__", lambda args: setattr(args, "deepspeed_plugin", "plugin"))
+    with started, pytest.raises(ValueError, match="deepspeed was never run with this trainer: use FSDP2"):
+        MRPTrainingArguments(str(tmp_path), **given)
+    args = MRPTrainingArguments(str(tmp_path), muon_learning_rate=0.1, **given)
+    sharded = mock.patch.object(Trainer, "__init__", lambda trainer, *a, **k: setattr(trainer, "is_fsdp_enabled", True))
+    with (
+        sharded,
+        pytest.raises(ValueError, match="muon_learning_rate is set, but Muon needs whole matrices"),
+    ):
+        MRPTrainer(word_model(word_tokenizer), args)
 
 
 def test_the_options_reach_the_collator_and_the_objective(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Nothing here imports torch, so that help comes at once.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, field, fields
@@ -14,6 +15,19 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 import yaml
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML 1.2's scalars: 1e-3 is a number, and `no` a text, which `save_strategy` may be."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":bool")]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|false)$", re.IGNORECASE), list("tTfF"))
 
 
 def flag(
@@ -41,16 +55,8 @@ def flag(
         positional: Whether it is given without a flag.
         more: For `typer.Option`: `metavar`, `min`, `max`.
     """
-    declared = {
-        "help": help,
-        "panel": panel,
-        "shown": shown,
-        "name": name,
-        "kind": kind,
-        "positional": positional,
-        "more": more,
-    }
-    metadata = {"flag": declared, "only": only}
+    declared = {"help": help, "panel": panel, "shown": shown, "name": name, "kind": kind, "positional": positional}
+    metadata = {"flag": {**declared, "more": more}, "only": only}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -120,9 +126,8 @@ def shown_default(one: Field[Any]) -> str | None:
         return declared["shown"]
     if isinstance(default, bool):
         return declared["name"].split("/")[not default].strip("-") if declared["name"] else None
-    if isinstance(default, list):
-        return ", ".join(map(str, default))
-    return f"{default:g}" if isinstance(default, float) else str(default)
+    values = default if isinstance(default, list) else [default]
+    return ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
 
 
 def for_typer(kind: Any) -> Any:
@@ -167,19 +172,16 @@ def assigned(
             raise ValueError(f"--set {assignment}: use --{(flags or {})[name]}")
         if name in (fixed or {}):
             raise ValueError(f"--set {assignment}: {(fixed or {})[name]} decides on {name}, leave it out")
-        try:
-            found[name] = plain_number(yaml.safe_load(text))
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise ValueError(f"--set {assignment}: the value is not YAML that is read here: {error}") from error
+        found[name] = parsed(text, f"--set {assignment}")
     return found
 
 
-def plain_number(value: Any) -> Any:
-    """A value of YAML 1.1, which reads 1e-3, a number without a point, as a text."""
+def parsed(text: str, where: str) -> Any:
+    """Read a text of YAML; `ValueError`, which begins with `where`, if it is none."""
     try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+        return yaml.load(text, _Yaml)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not YAML that is read here: {error}") from error
 
 
-__all__ = ["assigned", "flag", "for_typer", "plain_number", "reported_errors", "shown_default", "takes_flags"]
+__all__ = ["assigned", "flag", "for_typer", "parsed", "reported_errors", "shown_default", "takes_flags"]

@@ -14,17 +14,9 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from .embedded import located
 
-# What `hf download` needs to fetch all of a repository that tells of a model without its weights.
-WITHOUT_WEIGHTS = '--include "*.json" --include "*.txt" --include "*.jinja"'
-
 
 def load_tokenizer(source: str, revision: str | None = None, local_files_only: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder or a repository.
-
-    Args:
-        source: A folder, or an id on the Hub.
-        revision: Its commit, branch or tag.
-        local_files_only: Whether to read nothing but folders and the cache.
+    """The tokenizer in a folder, or of an id on the Hub and its revision.
 
     Raises:
         ValueError: if there is none, or it cannot be read.
@@ -35,30 +27,20 @@ def load_tokenizer(source: str, revision: str | None = None, local_files_only: b
     try:
         return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **where)
     except Exception as error:  # whatever damaged files come to, which libraries read that check little
-        if os.path.isdir(source):
-            remedy = "save one there, or name another with --tokenizer"
-        else:
-            remedy = "check the name, or name another with --tokenizer"
-        raise ValueError(f"the tokenizer of {source!r} cannot be loaded: {remedy} ({_first_line(error)})") from error
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        remedy = "check the name, save one in the folder, or name another with --tokenizer"
+        raise ValueError(f"the tokenizer of {source!r} cannot be loaded: {remedy} ({first_line})") from error
 
 
 def load_config(source: str) -> MRPConfig:
-    """The config of what `load_model` loads, before any weights are read.
-
-    Raises:
-        ValueError, OSError: as from `load_model`.
-    """
+    """The config of what `load_model` loads, before any weights are read, with its errors."""
     base, _ = _base_and_adapter(source)
     stored_json(base)  # transformers' own error does not say what it looked for
     return MRPConfig.from_pretrained(base)
 
 
 def load_generation_fields(source: str) -> dict[str, Any]:
-    """The fields of the generation config of what `load_model` loads; none where there is none.
-
-    Raises:
-        ValueError: as from `load_model`.
-    """
+    """The fields of the generation config of what `load_model` loads; none where there is none."""
     base, _ = _base_and_adapter(source)
     try:
         return stored_json(base, GENERATION_CONFIG_NAME)[1]
@@ -104,9 +86,4 @@ def _base_and_adapter(source: str) -> tuple[str, str | None]:
     return named, source
 
 
-def _first_line(error: Exception) -> str:
-    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-    return kind + (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-__all__ = ["WITHOUT_WEIGHTS", "load_config", "load_generation_fields", "load_model", "load_tokenizer"]
+__all__ = ["load_config", "load_generation_fields", "load_model", "load_tokenizer"]

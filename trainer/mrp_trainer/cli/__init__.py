@@ -52,7 +52,7 @@ def options(
 @train.command("head")
 @takes_flags(TrainCommand, RunOptions, TrainerFlags, only="mrp")
 def train_head(**given: Any) -> None:
-    """Train a head on a frozen backbone, or with --lora-rank an adapter of a trained head.
+    """Train a head on a frozen backbone.
 
     mrp train head --model JetLM/SDAR-1.7B-Chat-b16 --data chats.jsonl --output-dir head --bf16
     """
@@ -88,7 +88,7 @@ def _train(objective: str, given: dict[str, Any]) -> None:
 
 def _next_command(objective: str, options: RunOptions, folder: str) -> str:
     """What to do with what a run has saved: have a backbone's head trained, or look at its drafts."""
-    if objective == "mrp" or options.lora_rank:
+    if objective == "mrp":
         return shlex.join(["mrp", "show", "--model", folder])
     data = [word for path in options.data for word in ("--data", path)]
     return shlex.join(["mrp", "train", "head", "--model", folder, *data, "--output-dir", f"{folder}-head"])
@@ -112,8 +112,7 @@ def decode(**given: Any) -> None:
     from ..train.decode import decode as decode_prompts
 
     if (written := decode_prompts(options)) is not None:
-        cut = f", {written.cut} of them without an end (of these training takes whole blocks)" if written.cut else ""
-        typer.echo(f"wrote {written.texts} texts to {written.path}{cut}")
+        typer.echo(written)
 
 
 @app.command()

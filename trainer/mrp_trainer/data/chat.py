@@ -1,6 +1,6 @@
 """Records as token ids: chats through the tokenizer's template, and which of their tokens are learned."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -8,9 +8,12 @@ from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
-from .records import Backbone, Chat, FieldError, RecordParser, Text, Trajectory
+from .records import Chat, FieldError, Text, Trajectory, parse, parse_prompt
 from .samples import Sample, make_sample
+
+logger = logging.get_logger(__name__)
 
 Piece = tuple[str, bool]  # a text, and whether it is learned
 
@@ -20,7 +23,8 @@ class RecordEncoder:
     """Makes samples of records.
 
     Of a chat every assistant turn is learned, with the token that ends it, and nothing else. Turns are found by rendering
-    the conversation up to each of them, so that any chat template serves whose later turns leave the earlier text alone.
+    the conversation up to each of them, so that any chat template serves whose later turns leave the earlier text alone;
+    published ones do not mark what the assistant writes.
 
     Args:
         tokenizer: Encodes, and holds the chat template.
@@ -30,8 +34,7 @@ class RecordEncoder:
         end_token_ids: What ends a turn; the first one is put behind a text that does not end itself. The tokenizer's eos
             token if there are none; give a model's `generation_config.eos_token_id`.
         vocab_size: Ids that decoded texts may have; the tokenizer's if None.
-        digest: Of the backbone that decoded texts are for (`trajectories.digest`); None if it is not known.
-        with_decoded: Whether decoded texts may be among the records; not where `inverse_level` weighs random masks.
+        digest: Of the backbone that decoded texts are for (`train.inputs.digest`); None if it is not known.
 
     Raises:
         ValueError: The tokenizer lacks a pad or an end token, or no block fits.
@@ -44,7 +47,6 @@ class RecordEncoder:
     end_token_ids: Sequence[int] = ()
     vocab_size: int | None = None
     digest: str | None = None
-    with_decoded: bool = True
 
     def __post_init__(self) -> None:
         if self.max_length < self.block_size:
@@ -61,33 +63,22 @@ class RecordEncoder:
         """The longest a sample can be: `max_length` in whole blocks."""
         return self.max_length // self.block_size * self.block_size
 
-    @cached_property
-    def parser(self) -> RecordParser:
-        """Turns lines and rows into records."""
-        vocab_size = len(self.tokenizer) if self.vocab_size is None else self.vocab_size
-        backbone = Backbone(vocab_size, self.block_size, self.mask_token_id, self.digest)
-        return RecordParser(self._text_of(self.mask_token_id), self._end_tokens, backbone)
-
-    def prompt(self, raw: bytes | Mapping[str, Any]) -> list[int]:
+    def prompt(self, row: Any) -> list[int]:
         """The ids that a decoder is given: of a chat before a last turn of the assistant, or of a `prompt`.
 
         Raises:
             FieldError: The record is malformed, asks nothing or holds the mask token; or the chat template refuses it.
-            ValueError: It is a chat and the tokenizer has no chat template.
         """
-        record = self.parser.parse_prompt(raw)
+        record = parse_prompt(row)
         if isinstance(record, Chat):
-            self._need_template()
             begin, text = [], self._render(record, len(record.messages), add_generation_prompt=True)
         else:
             begin, text = self._begin_ids, record.prompt
-        ids = [*begin, *self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-        if len(ids) == len(begin):
+        if not (ids := self._ids([text])[0]):
             raise FieldError("prompt", "it has no token: write a longer one")
-        self._check_no_mask(ids)
-        return ids
+        return self._without_mask([*begin, *ids])
 
-    def sample(self, raw: bytes | Mapping[str, Any]) -> Sample | None:
+    def sample(self, row: Any) -> Sample | None:
         """The sample of a record, of visit 0; None if nothing that is learned lies within `max_length`.
 
         A text that was cut has no end, and its sample no `length`.
@@ -95,28 +86,23 @@ class RecordEncoder:
         Raises:
             FieldError: It is malformed, holds the mask token, or the chat template cannot render it so that its turns are
                 found.
-            ValueError: It is a chat and the tokenizer has no chat template.
         """
-        record = self.parser.parse(raw)
+        record = parse(row)
         if isinstance(record, Trajectory):
-            if not self.with_decoded:
-                raise FieldError(
-                    "reveal_step",
-                    "a decoded text has no random masks for inverse_level to weigh: switch that off, or leave "
-                    "decoded texts out",
-                )
+            self._check_decoder(record)
             start, ids = record.response_start, record.ids
             learned = [place >= start for place in range(len(ids))]
             ended, steps = ids[-1] in self.end_token_ids, [*[-1] * start, *record.reveal_step]
         else:
             (ids, learned), ended, steps = self._encode(record), True, None
-            self._check_no_mask(ids)
         pad = self.tokenizer.pad_token_id
-        return make_sample(ids, learned, self.block_size, pad, ended, self.capacity, steps)
+        return make_sample(self._without_mask(ids), learned, self.block_size, pad, ended, self.capacity, steps)
 
     @cached_property
     def _end_tokens(self) -> list[str]:
-        return [text for text in map(self._text_of, self.end_token_ids) if text]
+        """The texts of the tokens that end a turn and are themselves wherever they stand, as special ones are."""
+        added = self.tokenizer.added_tokens_decoder
+        return [added[token].content for token in self.end_token_ids if token in added]
 
     @cached_property
     def _begin_ids(self) -> list[int]:
@@ -124,18 +110,34 @@ class RecordEncoder:
         begin = self.tokenizer.bos_token_id
         return [begin] if begin is not None and self.tokenizer("a")["input_ids"][0] == begin else []
 
-    def _text_of(self, token_id: int) -> str | None:
-        """The text of a token that is itself wherever it stands, as special ones are; None for others."""
-        token = self.tokenizer.added_tokens_decoder.get(token_id)
-        return None if token is None else token.content
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _check_no_mask(self, ids: Sequence[int]) -> None:
+    def _without_mask(self, ids: list[int]) -> list[int]:
         if self.mask_token_id in ids:
             raise FieldError(None, f"its text holds the mask token, id {self.mask_token_id}: remove it")
+        return ids
+
+    def _check_decoder(self, record: Trajectory) -> None:
+        """Refuse ids, a block size and a mask that the model that trains does not have."""
+        vocab_size, decoder = self.vocab_size or len(self.tokenizer), record.decoded_by
+        if wrong := [token for token in record.ids if not 0 <= token < vocab_size]:
+            raise FieldError("ids", f"found {wrong[0]}: needed are ids from 0 to {vocab_size - 1}")
+        for name in ("block_size", "mask_token_id"):
+            if decoder.get(name, getattr(self, name)) != getattr(self, name):
+                raise FieldError(
+                    f"decoded_by.{name}",
+                    f"found {decoder[name]}, and the model that trains has {getattr(self, name)}: decode with that one",
+                )
+        if None not in (self.digest, decoder.get("digest")) and decoder["digest"] != self.digest:
+            logger.warning_once(
+                f"{decoder.get('model')!r} wrote texts of the data, and another backbone trains: a head learns most from what "
+                "its own backbone wrote, decode the prompts with that one"
+            )
 
     def _encode(self, record: Chat | Text) -> tuple[list[int], list[bool]]:
-        pieces = self._pieces(record)
-        encoded = self.tokenizer([text for text, _ in pieces], add_special_tokens=False, verbose=False)["input_ids"]
+        pieces = self._pieces(record) if isinstance(record, Chat) else [(record.prompt, False), (record.completion, True)]
+        encoded = self._ids([text for text, _ in pieces])
         begin = [] if isinstance(record, Chat) else self._begin_ids
         ids = [*begin, *chain.from_iterable(encoded)]
         learned = [False] * len(begin)
@@ -143,63 +145,46 @@ class RecordEncoder:
             learned += [wanted] * len(part)
         return (ids, learned) if ids and ids[-1] in self.end_token_ids else ([*ids, self.end_token_ids[0]], [*learned, True])
 
-    def _need_template(self) -> None:
-        if self.tokenizer.chat_template is None:
-            raise ValueError(
-                "a record is a chat and the tokenizer has no chat template: set tokenizer.chat_template, or give 'prompt' and"
-                " 'completion' as strings"
-            )
-
-    def _pieces(self, record: Chat | Text) -> list[Piece]:
-        """A record's text in pieces that are encoded one by one, as a decoder is given the prompt alone."""
-        if not isinstance(record, Chat):
-            return [(record.prompt, False), (record.completion, True)]
-        self._need_template()
+    def _pieces(self, record: Chat) -> list[Piece]:
+        """A chat's text in pieces that are encoded one by one, as a decoder is given the prompt alone."""
         whole = self._render(record, len(record.messages))
-        if (mask := self.parser.mask_token) and mask in whole:
-            raise FieldError(
-                record.field_name,
-                f"the chat template renders it with the mask token {mask}, which clean text must not hold: remove it from what "
-                "the template writes",
-            )
         pieces: list[Piece] = []
         done = 0
         for turn, message in enumerate(record.messages):
             if message["role"] != "assistant" or turn < record.learned_from:
                 continue
-            span = self._span(record, turn, whole, done)
-            if span is None:
+            for token in self._end_tokens:
+                if token in (message.get("content") or ""):
+                    remedy = "which ends a turn: remove it, the chat template sets it"
+                    raise FieldError(f"messages[{turn}].content", f"found {token}, {remedy}")
+            span = self._span(record, turn, whole)
+            if span is None or span[0] < done:
                 raise FieldError(
-                    record.field_name,
+                    "messages",
                     f"the chat template renders what precedes message {turn + 1} otherwise once later messages follow, so that"
                     " its turns cannot be told apart: give each turn as a record of its own that ends with it",
                 )
-            pieces += [(whole[done : span[0]], False), (whole[span[0] : span[1]], True)]
+            pieces += [(whole[done : span[0]], False), (whole[slice(*span)], True)]
             done = span[1]
         return pieces
 
-    def _span(self, record: Chat, turn: int, whole: str, done: int) -> tuple[int, int] | None:
+    def _span(self, record: Chat, turn: int, whole: str) -> tuple[int, int] | None:
         """Where an assistant turn begins and ends (behind its end token) in the whole text; None if that cannot be told."""
         before = self._render(record, turn, add_generation_prompt=True)
-        if len(before) < done or not whole.startswith(before):
-            return None
         after = whole if turn == len(record.messages) - 1 else self._render(record, turn + 1)
-        if not after.startswith(before):
+        if not whole.startswith(before) or not after.startswith(before):
             return None
+        begin = len(before)
         # No turn holds an end token, so the next one ends this turn, even where later messages change how it is rendered
         # (some templates drop an earlier turn's reasoning).
-        if any(token in after[len(before) :] for token in self._end_tokens):
-            ends = [whole.find(token, len(before)) + len(token) for token in self._end_tokens if token in whole[len(before) :]]
-            return (len(before), min(ends)) if ends else None
-        return (len(before), len(after)) if whole.startswith(after) else None
+        if any(token in after[begin:] for token in self._end_tokens):
+            ends = [at + len(token) for token in self._end_tokens if (at := whole.find(token, begin)) >= 0]
+            return (begin, min(ends)) if ends else None
+        return (begin, len(after)) if whole.startswith(after) else None
 
-    def _render(self, record: Chat, count: int, add_generation_prompt: bool = False) -> str:
+    def _render(self, record: Chat, count: int, **options: Any) -> str:
+        """The text of the first messages of a chat, as the tokenizer's template has it."""
         try:
-            return self.tokenizer.apply_chat_template(
-                record.messages[:count],
-                tools=record.tools,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except (TemplateError, TypeError) as error:
-            raise FieldError(record.field_name, f"the chat template refuses it: {error}") from error
+            return self.tokenizer.apply_chat_template(record.messages[:count], tools=record.tools, tokenize=False, **options)
+        except (TemplateError, TypeError, ValueError) as error:  # ValueError: there is none
+            raise FieldError("messages", f"the chat template refuses it: {error}") from error

@@ -15,6 +15,7 @@ from .sources import Source, checked
 logger = logging.get_logger(__name__)
 
 _ORDER = 2 << 32  # keeps these draws apart from the noise's, which use the same seed
+_WINDOW = 4096  # samples that are packed together
 
 
 class RecordRows(Dataset[list[Sample]]):
@@ -30,40 +31,31 @@ class RecordRows(Dataset[list[Sample]]):
         packed: Whether rows hold several samples.
         seed: With the epoch's number, decides the order.
         shuffle: Whether to shuffle; if not, rows come in the records' order in every epoch.
-        show_progress: Whether to show a progress bar on a terminal.
-        window: How many samples are packed together.
-
-    Attributes:
-        dropped: How many records were left out, since their prompts alone fill `max_length`.
-        cut: How many of the others lost their end to it.
 
     Raises:
         RecordError: Records are malformed, or there is none.
-        ValueError: All records were left out or cut, or the seed is negative.
+        ValueError: All records were left out, since their prompts alone fill `max_length`, or cut.
     """
 
     def __init__(
-        self,
-        source: Source,
-        encoder: RecordEncoder,
-        packed: bool = True,
-        seed: int = 0,
-        shuffle: bool = True,
-        show_progress: bool = False,
-        window: int = 4096,
+        self, source: Source, encoder: RecordEncoder, packed: bool = True, seed: int = 0, shuffle: bool = True
     ) -> None:
-        if seed < 0:
-            raise ValueError(f"seed is {seed}: 0 or more is needed")
         self.seed, self.shuffle = seed, shuffle
-        made = [sample for _, sample in checked(source, encoder.sample, show_progress=show_progress)]
+        made = [sample for _, sample in checked(source, encoder.sample)]
         self._samples = [sample for sample in made if sample is not None]
-        self.dropped, self.cut = len(made) - len(self._samples), sum(sample.length is None for sample in self._samples)
-        _report_cuts(self.dropped, self.cut, len(made), encoder, source)
-        count = len(self._samples)
+        count, whole = len(self._samples), sum(sample.length is not None for sample in self._samples)
+        if whole < len(made):
+            found = (
+                f"{', '.join(source.tables)}: of {len(made)} records {count - whole} lose their end to max_length "
+                f"{encoder.max_length}, and {len(made) - count} all that is learned"
+            )
+            if not whole:
+                raise ValueError(f"{found}: raise max_length, or shorten the records")
+            logger.warning_once(f"{found}. Raise max_length to learn from all of them")
         if packed:
             lengths = np.asarray([len(sample.ids) for sample in self._samples])
             order = _order(count, seed, 0) if shuffle else np.arange(count)
-            windows = [order[begin : begin + window] for begin in range(0, count, window)]
+            windows = [order[begin : begin + _WINDOW] for begin in range(0, count, _WINDOW)]
             self._rows = [numbers[row] for numbers in windows for row in pack(lengths[numbers], encoder.capacity)]
         else:
             self._rows = list(np.arange(count)[:, None])
@@ -72,11 +64,9 @@ class RecordRows(Dataset[list[Sample]]):
         return len(self._rows)
 
     def __iter__(self) -> Iterator[list[Sample]]:
-        return map(self.__getitem__, range(len(self)))
+        return (self[number] for number in range(len(self)))  # numbers go on behind them
 
     def __getitem__(self, visit: int) -> list[Sample]:
-        if visit < 0:
-            raise IndexError(f"visit {visit}: visits count from 0")
         epoch, row = divmod(visit, len(self))
         if self.shuffle:
             row = int(_order(len(self), self.seed, epoch)[row])
@@ -88,17 +78,12 @@ def pack(lengths: np.ndarray, max_length: int) -> list[np.ndarray]:
     """Puts samples into rows: the longest first, each into the first row with room.
 
     Args:
-        lengths: [n] int64 tokens.
+        lengths: [n] int64 tokens, none above `max_length`.
         max_length: Tokens a row may hold.
 
     Returns:
         Per row the numbers of its samples, ascending; the rows by their first samples.
-
-    Raises:
-        ValueError: A sample is longer than a row.
     """
-    if lengths.max(initial=0) > max_length:
-        raise ValueError(f"a sample of {lengths.max()} tokens does not fit a row of {max_length}: cut samples to max_length")
     room = np.full(len(lengths), max_length)
     rows: list[list[int]] = [[] for _ in lengths]
     for number in np.argsort(-lengths, kind="stable").tolist():
@@ -111,17 +96,3 @@ def pack(lengths: np.ndarray, max_length: int) -> list[np.ndarray]:
 @lru_cache(maxsize=8)
 def _order(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=[seed + _ORDER, epoch])).permutation(count)
-
-
-def _report_cuts(dropped: int, cut: int, seen: int, encoder: RecordEncoder, source: Source) -> None:
-    """Warn of records that do not fit; raise `ValueError` if none does."""
-    limit, found = f"max_length {encoder.max_length}", []
-    if dropped:
-        found.append(f"{dropped} of {seen} records are left out: nothing that is learned lies within {limit}")
-    if cut:
-        found.append(f"{cut} of {seen} records are cut to {limit}: their ends are not learned")
-    names = ", ".join(source.names)
-    if dropped + cut == seen:
-        raise ValueError(f"{names}: {'; '.join(found)}. None fits: raise max_length, or shorten the records")
-    if found:
-        logger.warning_once(f"{names}: {'; '.join(found)}. Raise max_length to learn from all of them")

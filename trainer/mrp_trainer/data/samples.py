@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -73,22 +72,6 @@ def make_sample(
         None if is_cut else length,
         None if reveal_step is None else np.asarray([*reveal_step[:length], *[-1] * padding], dtype=np.int32),
     )
-
-
-class Samples(Protocol):
-    """A dataset of rows by number: a sample, or several that share a row.
-
-    Numbers go on when all rows have been visited: row i is asked for as i, len + i, 2 * len + i and so on, and carries that
-    number as its `Sample.index`.
-    """
-
-    def __len__(self) -> int:
-        """How many rows an epoch has."""
-        ...
-
-    def __getitem__(self, visit: int) -> Sample | Sequence[Sample]:
-        """The row of that number."""
-        ...
 
 
 def samples_of(row: Sample | Sequence[Sample]) -> Sequence[Sample]:

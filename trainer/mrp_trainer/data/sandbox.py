@@ -1,20 +1,15 @@
 """Judging of small Python functions written by a model, each in a process of its own.
 
 `run_functions` starts one bare interpreter (``python -I -S``: no environment, no installed packages, an empty folder to work
-in), which forks a child for every program. The child checks the syntax tree against a list of what is allowed, executes the
+in), which forks a child for every program. The child checks the syntax tree against a list of what is allowed, calls the
 function under the limits of the operating system, and writes its results to a pipe.
 
-A hostile program **cannot** name anything but its own variables and nine builtins: no attribute, import, global, other
-function or ``while`` passes the list, so that it reaches no module, file, process, network or environment. Behind the list the
-limits hold: 1 second of CPU time and 10 of wall clock, 256 MiB of memory, no file or socket can be opened, no byte written to
-a file, and (for other users than root) no process started. What is too slow, too big, crashes its interpreter or answers too
-much fails alone: no program sees another one, nor the results of another one.
+A hostile program **cannot** name anything but its own variables and nine builtins. Behind the list the limits hold: 1 second
+of CPU time and 10 of wall clock, 256 MiB of memory, no file or socket opened, no byte written to a file, and (for other users
+than root) no process started. What is too slow, too big, or crashes its interpreter fails alone.
 
-It **can** use up its second and its memory, and answer anything, also what its judge hopes for. Who finds a way through both
-the list and CPython still acts as the user who runs the command, and can read what was open before: run weights that you do
-not trust as a user with nothing to lose.
-
-Needs a POSIX system.
+It **can** use up its second and its memory, and answer anything. Who finds a way through both the list and CPython still acts
+as the user who runs the command: run weights that you do not trust as a user with nothing to lose. Needs a POSIX system.
 """
 
 import ast
@@ -66,16 +61,14 @@ def run_functions(programs: Sequence[tuple[str, Sequence[Any]]]) -> list[list[An
 
 
 def _results(line: str) -> list[Any] | str:
-    answer = json.loads(line)
     try:
-        found = json.loads(answer)
+        return json.loads(line)
     except (ValueError, RecursionError):
-        return f"no whole answer, but {answer[:100]!r}"
-    return found if isinstance(found, list | str) else "no list of results"
+        return f"no whole answer, but {line[:100]!r}"
 
 
 def _serve() -> None:
-    """Answer the programs of the standard input, each with a line that is the JSON of what its child wrote."""
+    """Answer the programs of the standard input, each with the line of JSON that its child wrote, as far as it is read."""
     for source, arguments in json.load(sys.stdin):
         reader, writer = os.pipe()
         child = os.fork()
@@ -87,10 +80,9 @@ def _serve() -> None:
                 os._exit(0)
         os.close(writer)
         with open(reader, "rb") as pipe:
-            answer = pipe.read(_ANSWER).decode(errors="replace")
-        _, status = os.waitpid(child, 0)
-        killed = f"killed by {signal.Signals(status).name}" if os.WIFSIGNALED(status) else "ended"
-        print(json.dumps(answer or json.dumps(f"{killed}: too slow or too big")))
+            answer = pipe.read(_ANSWER).decode()
+        os.waitpid(child, 0)
+        print(answer or json.dumps("killed: too slow or too big"))
 
 
 def _confine(writer: int) -> None:

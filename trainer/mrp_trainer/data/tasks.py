@@ -15,12 +15,13 @@ also draw from disjoint seeds. `mrp tasks` writes them as JSON lines.
 
 import hashlib
 import json
+import operator
 import random
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -31,7 +32,7 @@ Split = Literal["train", "tune", "heldout"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 SPLITS: tuple[Split, ...] = get_args(Split)
 
-# Share of prompts (in percent of the hash range) that a split owns.
+# Percents of the hash range that a split owns.
 _SPLIT_RANGES: dict[Split, range] = {"heldout": range(0, 8), "tune": range(8, 16), "train": range(16, 100)}
 
 
@@ -68,6 +69,13 @@ _OPENINGS = (
     "We write {u} for the {things}.",
     "The {things} are {u}.",
 )
+# By operation, how a step of it is said: of person p, another one q and the number n.
+_TOLD: dict[str, tuple[str, ...]] = {
+    "+": ("{p} buys {n} more.", "{q} gives {p} {n} more.", "{p} finds {n}."),
+    "-": ("{p} loses {n}.", "{p} gives {n} to {q}.", "{p} sells {n}."),
+    "*": ("Then {p} has {times} times as many.", "The number grows {times} times."),
+}
+_RESULTS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _LARGEST = 30
 
 
@@ -83,32 +91,23 @@ def _math(rng: random.Random) -> Problem:
     person, other = rng.sample(_PEOPLE, 2)
     things = rng.choice(_THINGS)
     value = rng.randint(2, 20)
-    sentences = [rng.choice((f"{person} has {value} {things}.", f"{person} starts with {value} {things}."))]
+    sentences = [
+        rng.choice(("{p} has {n} {things}.", "{p} starts with {n} {things}.")).format(p=person, n=value, things=things)
+    ]
     unknown = _name(rng)
     lines = [rng.choice(_OPENINGS).format(u=unknown, things=things)]
     for _ in range(rng.choice((2, 3))):
-        kinds = [
-            kind for kind, possible in (("+", value < _LARGEST), ("-", value > 1), ("*", value * 2 <= _LARGEST)) if possible
-        ]
-        kind = rng.choice(kinds)
-        told: tuple[str, ...]
-        if kind == "+":
-            operand = rng.randint(1, min(9, _LARGEST - value))
-            told = (f"{person} buys {operand} more.", f"{other} gives {person} {operand} more.", f"{person} finds {operand}.")
-            result = value + operand
-        elif kind == "-":
-            operand = rng.randint(1, min(9, value - 1))
-            told = (f"{person} loses {operand}.", f"{person} gives {operand} to {other}.", f"{person} sells {operand}.")
-            result = value - operand
-        else:
+        possible = {"+": value < _LARGEST, "-": value > 1, "*": value * 2 <= _LARGEST}
+        kind = rng.choice([kind for kind in _TOLD if possible[kind]])
+        if kind == "*":
             operand = 3 if value * 3 <= _LARGEST and rng.random() < 0.5 else 2
-            times = {2: "two", 3: "three"}[operand]
-            told = (f"Then {person} has {times} times as many.", f"The number grows {times} times.")
-            result = value * operand
-        sentences.append(rng.choice(told))
+        else:
+            operand = rng.randint(1, min(9, _LARGEST - value if kind == "+" else value - 1))
+        words = {"p": person, "q": other, "n": operand, "times": {2: "two", 3: "three"}.get(operand)}
+        sentences.append(rng.choice(_TOLD[kind]).format(**words))
         left, right = (operand, value) if kind != "-" and rng.random() < 0.5 else (value, operand)
-        lines.append(f"{unknown} = {left} {kind} {right} = {result}")
-        value = result
+        value = _RESULTS[kind](value, operand)
+        lines.append(f"{unknown} = {left} {kind} {right} = {value}")
     sentences.append(rng.choice((f"How many {things} does {person} have?", f"How many {things} are there now?")))
     lines.append(f"#### {value}")
     return Problem("math", " ".join(sentences), "\n".join(lines), number=value)
@@ -132,9 +131,7 @@ def _judge_math(problem: Problem, text: str) -> bool:
             return False
         unknown, left, sign, right, result = match.groups()
         a, b = int(left), int(right)
-        if {"+": a + b, "-": a - b, "*": a * b}[sign] != int(result):
-            return False
-        if results and results[-1] not in (a, b):
+        if _RESULTS[sign](a, b) != int(result) or (results and results[-1] not in (a, b)):
             return False
         unknowns.add(unknown)
         results.append(int(result))
@@ -172,10 +169,6 @@ def _map(rng: random.Random) -> _Phrase:
             _Phrase(f"times {k}", (f"{{x}} * {k}", f"{k} * {{x}}"), lambda v: v * k),
         )
     )
-
-
-def _code(rng: random.Random) -> Problem:
-    return (_code_number if rng.random() < 0.5 else _code_list)(rng)
 
 
 def _code_number(rng: random.Random) -> Problem:
@@ -284,7 +277,7 @@ def source_modules(split: Split) -> tuple[str, ...]:
     return tuple(
         path.read_text(encoding="utf-8")
         for path in sorted(folder.glob("*.py"))
-        if path.stat().st_size > 4000 and _split_of(path.name) == split
+        if path.stat().st_size > 4000 and _belongs(path.name, split)
     )
 
 
@@ -297,27 +290,19 @@ def _source(rng: random.Random, split: Split) -> Problem:
     return Problem("source", text[start:middle], text[middle : middle + _SOURCE_ANSWER_CHARS])
 
 
-def _split_of(text: str) -> Split:
-    bucket = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 100
-    return next(split for split, buckets in _SPLIT_RANGES.items() if bucket in buckets)
+def _belongs(text: str, split: Split) -> bool:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 100 in _SPLIT_RANGES[split]
 
 
 def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Problem:
-    """The ``index``-th problem of a split: always the same for the same arguments.
-
-    Raises:
-        ValueError: if ``family`` or ``split`` is unknown.
-    """
-    if family not in FAMILIES:
-        raise ValueError(f"unknown family {family!r}: choose one of {', '.join(FAMILIES)}")
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
+    """The ``index``-th problem of a split: always the same for the same arguments."""
     rng = random.Random(f"{family}/{split}/{seed}/{index}")
-    make: dict[Family, Callable[[random.Random], Problem]]
-    make = {"math": _math, "code": _code, "source": partial(_source, split=split)}
     while True:
-        problem = make[family](rng)
-        if _split_of(problem.prompt) == split:
+        if family == "code":
+            problem = (_code_number if rng.random() < 0.5 else _code_list)(rng)
+        else:
+            problem = _math(rng) if family == "math" else _source(rng, split)
+        if _belongs(problem.prompt, split):
             return problem
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..data.records import Chat, FieldError, RecordParser, Text, read_object
-from ..data.sources import JsonLines, checked
+from ..data.records import Chat, FieldError, Text, parse_prompt
+from ..data.sources import checked, json_lines
 
 # A minus behind a word or a digit is one between two numbers.
 _NUMBER = re.compile(r"(?:(?<!\w)-)?\$?\d[\d,]*(?:\.\d+)?")
@@ -63,17 +63,16 @@ def read_questions(path: str | Path, judge: str = "exact", limit: int | None = N
     """The records of a file; at most the first `limit` of them.
 
     Raises:
-        ValueError: for a file that is not there or has no record, and for malformed records (also behind the limit), naming
-            file, line and field.
+        ValueError: for a file without a record, and for malformed records (also behind the limit), naming file, line and field.
+        OSError: for one that is not there.
     """
     if judge not in JUDGES:
         raise ValueError(f"judge is {judge!r}: choose one of {', '.join(JUDGES)}")
-    parser = RecordParser()
 
-    def read(raw: bytes) -> tuple[Chat | Text, str | None]:
-        return parser.parse_prompt(raw), _answer(read_object(raw).get("answer"), judge)
+    def read(row: Any) -> tuple[Chat | Text, str | None]:
+        return parse_prompt(row), _answer(row.get("answer"), judge)
 
-    return [Question(f"{path}, line {line}", *made) for line, made in checked(JsonLines([path]), read)][:limit]
+    return [Question(f"{path}, line {line}", *made) for line, made in checked(json_lines([path]), read)][:limit]
 
 
 def _answer(answer: Any, judge: str) -> str | None:

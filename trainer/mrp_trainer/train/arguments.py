@@ -1,6 +1,5 @@
 """The options of training, checked where they enter."""
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,21 +11,15 @@ from .reveals import Reveals
 
 OBJECTIVES = ("block_diffusion", "mrp")
 ATTENTIONS = ("auto", "flex_attention", "sdpa", "eager")
-NO_CHECKPOINTING = "gradient_checkpointing drops the keys that the head's passes share: leave it off for objective 'mrp'"
-# Options of `TrainingArguments` that would do nothing: their defaults, and why.
-_LEFT_OUT: dict[str, tuple[Any, str]] = {
-    "torch_compile": (False, "the objectives run in place of the forward that it compiles"),
-    "torch_compile_backend": (None, "the objectives run in place of the forward that it compiles"),
-    "torch_compile_mode": (None, "the objectives run in place of the forward that it compiles"),
-    "train_sampling_strategy": ("random", "rows of like length meet in one batch anyway, in an order that the seed decides"),
-    "label_smoothing_factor": (0.0, "no objective has labels to smooth"),
-    "dataloader_drop_last": (False, "epochs are rounded up to whole steps"),
-    "hub_strategy": (
-        "end",
-        "what a run goes on from is pickled, which is never pushed: mrp push CHECKPOINT pushes another model",
-    ),
+# Options of `TrainingArguments` that would do nothing, and why.
+_COMPILED = "the objectives run in place of the forward that it compiles"
+_LEFT_OUT = {
+    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILED),
+    "train_sampling_strategy": "rows of like length meet in one batch anyway, in an order that the seed decides",
+    "label_smoothing_factor": "no objective has labels to smooth",
+    "dataloader_drop_last": "epochs are rounded up to whole steps",
+    "hub_strategy": "what a run goes on from is pickled, which is never pushed: mrp push CHECKPOINT pushes another model",
 }
-NO_MUON = "muon_learning_rate is set, but Muon needs whole matrices, which FSDP and DeepSpeed shard: leave it unset"
 
 
 @dataclass
@@ -81,59 +74,37 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
     remove_unused_columns: bool = False
 
     def __post_init__(self) -> None:
-        self._check()
+        if self.objective is None:
+            raise ValueError(
+                "objective is not given: 'mrp' trains the head on a frozen backbone, 'block_diffusion' trains the backbone"
+            )
+        for name, reason in _LEFT_OUT.items():
+            if getattr(self, name) != getattr(type(self), name):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave it out")
+        check_declared(self)
         if self.learning_rate is None:
             self.learning_rate = LEARNING_RATES[str(self.objective)]
-        if self.lr_scheduler_type == type(self).lr_scheduler_type and self.lr_scheduler_kwargs is None:
+        if self.lr_scheduler_type == SCHEDULER and self.lr_scheduler_kwargs is None:
             self.lr_scheduler_kwargs = dict(MIN_RATE)
-        processes = int(os.environ.get("WORLD_SIZE", "1"))  # DeepSpeed's config needs the passes before there are any
+        super().__post_init__()
         if self.rows_per_step is not None:
-            at_once = self.per_device_train_batch_size * processes
+            at_once, given = self.per_device_train_batch_size * self.world_size, vars(self)["gradient_accumulation_steps"]
             passes, left = divmod(self.rows_per_step, at_once)
-            if left or passes < 1:
+            if left or passes < 1 or given not in (1, passes):
                 raise ValueError(
-                    f"rows_per_step is {self.rows_per_step}: {processes} processes with per_device_train_batch_size "
-                    f"{self.per_device_train_batch_size} take {at_once} rows at once, so make it a multiple of that"
-                )
-            given = vars(self)["gradient_accumulation_steps"]
-            if given not in (1, passes):
-                raise ValueError(
-                    f"gradient_accumulation_steps is {given}, and rows_per_step {self.rows_per_step} makes it {passes}: set "
-                    "rows_per_step to null, or leave gradient_accumulation_steps out"
+                    f"rows_per_step is {self.rows_per_step}: {self.world_size} processes with per_device_train_batch_size "
+                    f"{self.per_device_train_batch_size} take {at_once} rows at once, so make it a multiple of that, and leave "
+                    f"gradient_accumulation_steps out, which is {given}"
                 )
             self.gradient_accumulation_steps = passes
-        super().__post_init__()
-        if self.rows_per_step is not None and self.world_size != processes:
-            raise ValueError(
-                f"rows_per_step is {self.rows_per_step}, and how many processes share it cannot be told: WORLD_SIZE says "
-                f"{processes}, and there are {self.world_size}. Start them with accelerate launch or torchrun"
-            )
         if self.n_gpu > 1:
             raise ValueError(
                 f"one process sees {self.n_gpu} GPUs, and needs one for itself: start one on each, with accelerate launch "
                 f"--multi_gpu --num_processes {self.n_gpu} -m mrp_trainer.cli train ..., or show it one with "
                 "CUDA_VISIBLE_DEVICES=0"
             )
-        if self.eval_prompts and self.deepspeed_plugin is not None and self.deepspeed_plugin.zero_stage == 3:
-            raise ValueError(
-                f"eval_prompts is {self.eval_prompts}, but decoding needs whole weights, which ZeRO-3 divides: use 0"
-            )
-
-    def _check(self) -> None:
-        if self.objective is None:
-            raise ValueError(
-                "objective is not given: 'mrp' trains the head on a frozen backbone, 'block_diffusion' trains the backbone"
-            )
-        for name, (needed, reason) in _LEFT_OUT.items():
-            if getattr(self, name) != needed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave it out")
-        check_declared(self)
-        if self.muon_learning_rate is not None and (self.fsdp or self.deepspeed):
-            raise ValueError(NO_MUON)
-        # transformers 5.23 has renamed it
-        checkpointing = self.gradient_checkpointing or getattr(self, "activation_checkpointing", None)
-        if checkpointing and self.objective == "mrp":
-            raise ValueError(NO_CHECKPOINTING)
+        if self.deepspeed_plugin is not None:
+            raise ValueError("deepspeed was never run with this trainer: use FSDP2, which shards the frozen backbone, too")
 
     def head_objective(self, block_size: int) -> HeadObjective:
         """The head's loss that these options describe."""

@@ -4,7 +4,6 @@ The Trainer writes a checkpoint's `trainer_state.json` last: where that cannot b
 """
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
-
-_STATE = "trainer_state.json"
 
 
 @contextmanager
@@ -40,22 +37,14 @@ def under_own_class(model: Any) -> Iterator[None]:
 
 
 def last_whole_checkpoint(folder: Path) -> Path | None:
-    """Find the newest whole checkpoint of a run, or None; those that were cut off are passed over."""
-    whole = [path for path in _checkpoints(folder) if step_of(path) is not None]
-    return max(whole, key=_number, default=None)
+    """Find the checkpoint of the greatest step in a run's folder, or None; those that were cut off are passed over."""
+    whole = {step: path for path in folder.glob("checkpoint-*") if (step := step_of(path)) is not None}
+    return whole[max(whole)] if whole else None
 
 
 def step_of(checkpoint: Path) -> int | None:
     """Where a checkpoint goes on; None of one that was cut off."""
     try:
-        return int(json.loads((checkpoint / _STATE).read_text())["global_step"])
+        return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-
-
-def _number(checkpoint: Path) -> int:
-    return int(checkpoint.name.partition("-")[2])

@@ -1,11 +1,13 @@
 """Texts that a model writes itself, step by step, as training data for a head: the command `mrp decode`.
 
-A head drafts best when it was trained on the states that decoding meets (see `trajectories`). The command decodes
-the prompts of a user's records with `static` and writes lines that `mrp train` reads (see `mrp_trainer.data.records`).
+Randomly masked text has the wrong states for a head. Decoding goes from the surest positions to the least sure, so that what is
+still masked is what the backbone cannot know yet, and it writes the backbone's own words. The command decodes the prompts of a
+user's records with `static` and writes lines that `mrp train` reads (see `mrp_trainer.data.records`).
 """
 
 import json
-from dataclasses import dataclass
+import shutil
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from hashlib import sha256
 from itertools import islice
@@ -14,74 +16,34 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from tqdm.auto import tqdm
 
 from modeling_mrp.modeling import MRPForCausalLM
 
-from ..data.chat import RecordEncoder
 from ..data.records import FieldError
-from ..data.sources import Source, checked, open_source
-from ..evaluate.decoded import padding_id
+from ..data.sources import checked, open_source
+from ..evaluate.decoded import pad_left, padding_id
 from .decode_options import DecodeOptions
-from .inputs import check_tokenizer, encoder_of
+from .inputs import check_tokenizer, digest, encoder_of
 from .options import TrainerFlags
 from .runs import run_tokenizer
 from .settings import RunOptions
-from .trajectories import decoded_lines, digest, write_lines
 
 # Processes that are done wait for the others, longer than what communicates would have it.
 _PATIENCE = timedelta(days=30)
 
 
-@dataclass(frozen=True)
-class Written:
-    """What `decode` wrote.
-
-    Attributes:
-        path: The file.
-        texts: How many lines it has.
-        cut: How many of them ran into the limit: training takes these to their last whole block.
-    """
-
-    path: Path
-    texts: int
-    cut: int
-
-
-def read_prompts(source: Source, encoder: RecordEncoder, longest: int, limit: int | None = None) -> list[list[int]]:
-    """Read the prompts of records as ids.
-
-    Args:
-        source: The records.
-        encoder: Makes prompts of them.
-        longest: Tokens that a prompt may have.
-        limit: Only so many of the first; what lies behind them is not looked at.
-
-    Raises:
-        RecordError: Records are malformed or too long, or there is none.
-    """
-
-    def read(raw: Any) -> list[int]:
-        if (length := len(ids := encoder.prompt(raw))) > longest:
-            raise FieldError(
-                None,
-                f"its prompt has {length} tokens, and {longest} leave room for the new ones: shorten it, or ask for fewer",
-            )
-        return ids
-
-    return [ids for _, ids in islice(checked(source, read, show_progress=True), limit)]
-
-
-def decode(options: DecodeOptions, state: PartialState | None = None) -> Written | None:
+def decode(options: DecodeOptions) -> str | None:
     """Decode and write; run again with the same options, an interrupted call makes the batches that are not there.
 
-    Under `torchrun` or `accelerate launch` the processes share the prompts, and write the file that one alone would.
+    Under `torchrun` or `accelerate launch` the processes share the batches, and write the file that one alone would: each batch
+    is a file of its own, `OUTPUT.part/KEY-BEGIN.jsonl`, which the first process puts together.
 
     Args:
         options: What, and how.
-        state: The processes; None for those that a launcher has started, or this one alone.
 
     Returns:
-        What was written; None in all processes but the first.
+        What was written, in words; None in all processes but the first.
 
     Raises:
         RecordError: Records are malformed, or there is none.
@@ -89,8 +51,7 @@ def decode(options: DecodeOptions, state: PartialState | None = None) -> Written
             tokens.
         OSError: There is no such checkpoint.
     """
-    if state is None:
-        state = PartialState(cpu=options.device == "cpu" or not torch.cuda.is_available(), timeout=_PATIENCE)
+    state = PartialState(cpu=options.device == "cpu" or not torch.cuda.is_available(), timeout=_PATIENCE)
     path = Path(options.output)
     if path.exists():
         raise ValueError(f"{path} is there already: name another file, or remove it")
@@ -107,7 +68,14 @@ def decode(options: DecodeOptions, state: PartialState | None = None) -> Written
             f"max_new_tokens is {options.max_new_tokens}: training takes whole blocks, give at least {block_size}, one of them"
         )
     encoder = encoder_of(model, tokenizer, TrainerFlags.max_length)
-    prompts = read_prompts(source, encoder, longest, options.limit)
+
+    def read(row: Any) -> list[int]:
+        if (length := len(ids := encoder.prompt(row))) > longest:
+            fitting = f"{longest} leave room for the new ones: shorten it, or ask for fewer"
+            raise FieldError(None, f"its prompt has {length} tokens, and {fitting}")
+        return ids
+
+    prompts = [ids for _, ids in islice(checked(source, read), options.limit)]
     decoded_by = {
         "model": options.model,
         "digest": digest(model),
@@ -117,20 +85,58 @@ def decode(options: DecodeOptions, state: PartialState | None = None) -> Written
         "temperature": options.temperature,
         "seed": options.seed if options.temperature else None,
     }
-
-    def lines(numbers: range) -> list[str]:
-        how: dict[str, Any] = {"do_sample": False}
-        if options.temperature:
-            seeds = [options.seed + number for number in numbers]
-            how = {"do_sample": True, "temperature": options.temperature, "seed": seeds}
-        asked, ends = [prompts[number] for number in numbers], list(encoder.end_token_ids)
-        how |= {"max_new_tokens": options.max_new_tokens, "eos_token_id": ends}
-        return decoded_lines(model, asked, padding_id(tokenizer), decoded_by, **how)
-
     told = json.dumps([prompts, {**decoded_by, "model": None}, options.batch_size])
-    write_lines(path, sha256(told.encode()).hexdigest()[:16], lines, len(prompts), options.batch_size, state)
+    key, folder = sha256(told.encode()).hexdigest()[:16], path.with_suffix(".part")
+    folder.mkdir(parents=True, exist_ok=True)
+    batches = {begin: folder / f"{key}-{begin}.jsonl" for begin in range(0, len(prompts), options.batch_size)}
+    for begin, batch in tqdm(list(batches.items())[state.process_index :: state.num_processes], "decoding"):
+        if not batch.exists():
+            asked = prompts[begin : begin + options.batch_size]
+            how: dict[str, Any] = {"do_sample": False}
+            if options.temperature:
+                seeds = [options.seed + begin + number for number in range(len(asked))]
+                how = {"do_sample": True, "temperature": options.temperature, "seed": seeds}
+            how |= {"max_new_tokens": options.max_new_tokens, "eos_token_id": list(encoder.end_token_ids)}
+            lines = decoded_lines(model, asked, padding_id(tokenizer), decoded_by, **how)
+            partial = batch.with_suffix(".partial")
+            partial.write_text("".join(f"{line}\n" for line in lines))
+            partial.replace(batch)
+    state.wait_for_everyone()
     if not state.is_main_process:
         return None
-    with path.open() as file:
-        cut = sum(json.loads(line)["ids"][-1] not in encoder.end_token_ids for line in file)
-    return Written(path, len(prompts), cut)
+    made = [line for batch in batches.values() for line in batch.read_text().splitlines()]
+    (folder / "whole").write_text("".join(f"{line}\n" for line in made))
+    (folder / "whole").replace(path)
+    shutil.rmtree(folder)
+    cut = sum(json.loads(line)["ids"][-1] not in encoder.end_token_ids for line in made)
+    without = f", {cut} of them without an end (of these training takes whole blocks)" if cut else ""
+    return f"wrote {len(made)} texts to {path}{without}"
+
+
+def decoded_lines(
+    model: Any, prompts: Sequence[list[int]], pad_token_id: int, decoded_by: Mapping[str, Any], **options: Any
+) -> list[str]:
+    """What decoding makes of prompts, as lines that training reads.
+
+    Args:
+        model: An `MRPForCausalLM`.
+        prompts: Ids of each.
+        pad_token_id: Fills up shorter ones; it is masked.
+        decoded_by: Put into every line.
+        options: For `generate`.
+    """
+    inputs = pad_left(prompts, pad_token_id)
+    with torch.inference_mode():
+        out = model.generate(
+            **{name: value.to(model.device) for name, value in inputs.items()},
+            return_dict_in_generate=True,
+            decoding="static",
+            **options,
+        )
+    new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    lines = []
+    for prompt, ids, steps in zip(prompts, new, out.reveal_step.tolist(), strict=True):
+        length = sum(step >= 0 for step in steps)
+        line: dict[str, Any] = {"ids": prompt + ids[:length], "response_start": len(prompt), "reveal_step": steps[:length]}
+        lines.append(json.dumps({**line, "decoded_by": decoded_by}))
+    return lines

@@ -1,7 +1,6 @@
 """What `mrp decode` is asked to do: every option, once. Nothing here imports torch, so that help comes at once."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..evaluate.options import Dtype
 from ..flags import flag
@@ -35,7 +34,5 @@ class DecodeOptions:
     batch_size: int = flag("Prompts per generate.", 32, panel=_HOW, min=1)
 
     def __post_init__(self) -> None:
-        if Path(self.output).suffix not in (".jsonl", ".ndjson"):
-            raise ValueError(f"output is {self.output!r}: give a name that ends in .jsonl, so that training reads it")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}: it must be 0 (greedy) or more")

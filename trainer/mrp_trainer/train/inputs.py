@@ -1,38 +1,28 @@
 """What `MRPTrainer` is given, made ready: the model, and datasets of records or of rows."""
 
+import hashlib
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.chat import RecordEncoder
-from ..data.held_out import rows_of
 from ..data.rows import RecordRows
+from ..data.sampler import rows_of
 from ..data.samples import samples_of
 from ..data.sources import source_of
 from .arguments import MRPTrainingArguments
-from .trajectories import digest
 
+_DIGESTED = 256  # of each tensor's values
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def bare_model(model: Any) -> MRPForCausalLM:
-    """The model inside a peft model.
-
-    Raises:
-        ValueError: if its adapter puts vectors before the inputs, or a network beside the layers, which the packed pass has no
-            place for.
-    """
-    config: Any = getattr(model, "active_peft_config", None)
-    if getattr(config, "is_prompt_learning", False) or getattr(config, "peft_type", None) == "SHADOW":
-        raise ValueError(
-            f"an adapter of type {config.peft_type.value} would not be trained, as the packed pass takes ids alone, and calls "
-            "layers alone: use an adapter of the weights, such as LoRA"
-        )
+    """The model inside a peft model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -66,13 +56,6 @@ def make_ready(model: Any, args: MRPTrainingArguments) -> None:
             parameter.data = parameter.data.float()
 
 
-def trains_what_is_not_used(model: nn.Module, objective: str | None) -> bool:
-    """Whether something trains that gets no gradient, as an adapter of the backbone beside one of the head may: only then has
-    DDP to look for it in every step."""
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return any(("mrp_head." in name) != (objective == "mrp") for name in trained)
-
-
 def ends_of(model: MRPForCausalLM) -> list[int]:
     """The ids that end a text."""
     ends = model.generation_config.eos_token_id
@@ -99,19 +82,23 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: MRPForCausalLM) -
         )
 
 
-def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int, with_decoded: bool = True) -> RecordEncoder:
+def digest(model: Any) -> str | None:
+    """Changes with a backbone's weights, and not with the type they were loaded in; None where there are none.
+
+    It reads the first values of every tensor, rounded to bfloat16, without those of adapters.
+    """
+    weights = [weight for name, weight in model.model.named_parameters() if "lora_" not in name]
+    if any(weight.is_meta for weight in weights):
+        return None
+    firsts = [weight.detach().flatten()[:_DIGESTED].to("cpu", torch.bfloat16) for weight in weights]
+    return hashlib.sha256(torch.cat(firsts).view(torch.int16).numpy().tobytes()).hexdigest()[:16]
+
+
+def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) -> RecordEncoder:
     """What makes samples and prompts of records for a model."""
-    bare = bare_model(model)
-    return RecordEncoder(
-        tokenizer,
-        bare.config.block_size,
-        max_length,
-        bare.config.mask_token_id,
-        ends_of(bare),
-        vocab_size=bare.config.vocab_size,
-        digest=digest(bare),
-        with_decoded=with_decoded,
-    )
+    bare, config = bare_model(model), bare_model(model).config
+    ids = config.mask_token_id, ends_of(bare), config.vocab_size
+    return RecordEncoder(tokenizer, config.block_size, max_length, *ids, digest(bare))
 
 
 def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tokenizer: Any, held_out: bool = False) -> Any:
@@ -131,24 +118,20 @@ def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tok
     """
     if dataset is None:
         return None
-    if isinstance(dataset, Mapping):
-        if not held_out:
-            raise ValueError(
-                f"{name} has the splits {', '.join(dataset)}: give one of them, {name}[{next(iter(dataset), '')!r}]"
-            )
+    if isinstance(dataset, Mapping) and held_out:
         each = dataset.items()
         return {split: as_rows(part, f"{name}[{split!r}]", model, args, tokenizer, True) for split, part in each}
+    if isinstance(dataset, Mapping):
+        raise ValueError(f"{name} has the splits {', '.join(dataset)}: give one of them")
     source = source_of(dataset, name)
     if source is None:
         return dataset
     if tokenizer is None:
         raise ValueError(f"{name} holds records: give processing_class, the tokenizer that encodes them, too")
-    encoder = encoder_of(model, tokenizer, args.max_length, not args.inverse_level)
-    return RecordRows(source, encoder, args.packed, args.seed, shuffle=not held_out, show_progress=True)
+    return RecordRows(source, encoder_of(model, tokenizer, args.max_length), args.packed, args.seed, shuffle=not held_out)
 
 
-def check_prompts(held_out: Any, eval_prompts: int) -> None:
-    """Refuse, with a `ValueError`, to decode prompts of a held-out dataset (or of each of several) that has none."""
-    for rows in held_out.values() if isinstance(held_out, Mapping) else [held_out]:
-        if not any(sample.response.argmax() for row in rows_of(rows) for sample in samples_of(row)):
-            raise ValueError(f"eval_prompts is {eval_prompts}, but no record to evaluate on has a prompt: use 0")
+def prompts_of(rows: Any, count: int) -> list[list[int]]:
+    """What stands before the first response in the first samples, as far as something does; at most `count`."""
+    begun = (sample.ids[: int(sample.response.argmax())].tolist() for row in rows_of(rows) for sample in samples_of(row))
+    return list(islice(filter(None, begun), count))

@@ -104,10 +104,8 @@ def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
     return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
 
 
-def weighted_cross_entropy(
-    hidden: Tensor, lm_head_weight: Tensor, targets: Tensor, weight: Tensor, normaliser: Tensor
-) -> Tensor:
-    """Sum of weighted cross-entropies over a normaliser: the block-diffusion loss (SDAR, equation 3).
+def weighted_cross_entropy(hidden: Tensor, lm_head_weight: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    """Sum of weighted cross-entropies: the block-diffusion loss (SDAR, equation 3).
 
     A `BLANK` target stands for the uniform distribution. A model so trained has no confidence behind the end of its text, and
     decoding, which reveals the most confident positions first, spends no step there.
@@ -117,7 +115,6 @@ def weighted_cross_entropy(
         lm_head_weight: [vocab, hidden_size].
         targets: [tokens] long, `BLANK` included.
         weight: [tokens] float.
-        normaliser: Scalar; the number of response tokens.
 
     Returns:
         A scalar, 0 (with a graph) if there are no tokens.
@@ -127,7 +124,7 @@ def weighted_cross_entropy(
         return cross_entropy(logits, targets)[:, None], logits.new_zeros(len(logits), 0)
 
     losses, _ = over_vocabulary(loss, hidden, lm_head_weight, targets)
-    return (losses[:, 0] * weight).sum() / normaliser.clamp(min=1)
+    return (losses[:, 0] * weight).sum()
 
 
 def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Tensor:

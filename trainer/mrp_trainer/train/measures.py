@@ -17,7 +17,7 @@ class Measures:
         """Adds sums and counts (scalars) by name."""
         for name, (total, count) in measured.items():
             both = torch.stack([total.detach().double(), count.to(total.device).double()])
-            self._sums[name] = self._sums[name] + both if name in self._sums else both
+            self._sums[name] = self._sums.get(name, 0) + both
 
     def take(self, accelerator: Accelerator) -> dict[str, tuple[float, float]]:
         """Sums and counts over all processes since the last call. Every process has to call it, with the same names."""
@@ -26,7 +26,5 @@ class Measures:
         names = sorted(self._sums)
         totals = torch.stack([self._sums[name] for name in names])
         self._sums = {}
-        if totals.device.type == "mps":
-            totals = totals.float()
         reduced = accelerator.reduce(totals, reduction="sum").tolist()
         return {name: (total, count) for name, (total, count) in zip(names, reduced, strict=True)}

@@ -11,15 +11,7 @@ from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.picker import Picker
 
 from .attention import TRAINING_FLEX
-from .losses import (
-    BLANK,
-    favourite_odds,
-    forward_kl,
-    order_kl,
-    over_vocabulary,
-    project,
-    weighted_cross_entropy,
-)
+from .losses import BLANK, favourite_odds, forward_kl, order_kl, over_vocabulary, project, weighted_cross_entropy
 from .packed import PackedBatch
 from .packing import CleanCache, noisy_copies, noisy_length, sparse_mask
 from .reveals import Reveals, block_numbers
@@ -43,9 +35,7 @@ def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, 
     if model.model.shifted:
         hidden = taken_from(hidden, batch.before(model.config.block_size))
     chosen = batch.supervised
-    one = torch.ones((), device=hidden.device)
-    loss = weighted_cross_entropy(hidden[chosen], model.lm_head.weight, batch.target_ids[chosen], batch.weight[chosen], one)
-    return loss, {}
+    return weighted_cross_entropy(hidden[chosen], model.lm_head.weight, batch.target_ids[chosen], batch.weight[chosen]), {}
 
 
 @dataclass(frozen=True)

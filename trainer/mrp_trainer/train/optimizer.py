@@ -17,19 +17,10 @@ class MuonAdamW(torch.optim.Optimizer):
         lr: AdamW's learning rate.
         muon_lr: Muon's, in the scale of AdamW's update (`match_rms_adamw`).
         weight_decay: Of Muon; AdamW decays nothing.
-        betas: AdamW's.
-        eps: AdamW's.
+        adamw: `betas` and `eps` of AdamW.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float,
-        muon_lr: float,
-        weight_decay: float = 0.01,
-        betas: tuple[float, float] = (0.9, 0.98),
-        eps: float = 1e-8,
-    ) -> None:
+    def __init__(self, model: nn.Module, lr: float, muon_lr: float, weight_decay: float = 0.01, **adamw: Any) -> None:
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
@@ -39,7 +30,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if matrices:
             self.parts.append(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
         if others:
-            self.parts.append(torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+            self.parts.append(torch.optim.AdamW(others, lr=lr, weight_decay=0.0, **adamw))
         super().__init__(matrices + others, {"lr": lr})
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 

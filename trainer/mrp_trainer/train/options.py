@@ -20,17 +20,15 @@ MIN_RATE = {"min_lr_rate": 0.1}
 KEPT_CHECKPOINTS = 2
 
 _RUN, _MODEL, _DATA, _HEAD = "Run", "Model", "Data", "Head"
-_LOSS, _OPTIMIZER, _WATCH, _ADAPTER = "Objective", "Optimizer", "Watching and saving", "Adapter (LoRA)"
+_LOSS, _OPTIMIZER, _WATCH = "Objective", "Optimizer", "Watching and saving"
 
 
 @dataclass
 class RunOptions:
     """What a run needs beside `MRPTrainingArguments`; the flags' help says what each is.
 
-    For an adapter of a head, `model` is the head's checkpoint, which `head` alone names as well. `early_stopping_patience` also
-    has the weights of the lowest held-out loss saved. `block_size` and `mask_token_id` are for an
-    autoregressive Qwen3 checkpoint that becomes a block-diffusion model. `head_revision` is the commit, branch or tag of
-    `head`.
+    `early_stopping_patience` also has the weights of the lowest held-out loss saved. `block_size` and `mask_token_id` are for
+    an autoregressive Qwen3 checkpoint that becomes a block-diffusion model. `head_revision` is the revision of `head`.
     """
 
     model: str = flag("Checkpoint: folder or Hub id.", panel=_MODEL, metavar="PATH")
@@ -56,8 +54,6 @@ class RunOptions:
         "Save the head alone, or with the backbone.", "head", panel=_HEAD, kind=Literal["head", "full"], only="mrp"
     )
     early_stopping_patience: int = flag("Evaluations without a lower loss before the end, 0: no end.", 0, panel=_WATCH, min=0)
-    lora_rank: int = flag("Train only an adapter of this rank, of --model or --head.", 0, panel=_ADAPTER, min=0)
-    lora_alpha: int | None = flag("Scale of the adapter.", None, panel=_ADAPTER, shown="2 x rank")
 
     def __post_init__(self) -> None:
         self.model = located(self.model)

@@ -69,7 +69,7 @@ class PackedBatch:
     sample: Tensor
     weight: Tensor
     response_tokens: Tensor
-    noise_key: Tensor | None = None
+    noise_key: Tensor
 
     def rule(self, block_size: int) -> PackedRule:
         """Make the rule that says which tokens of the packed rows attend to which."""

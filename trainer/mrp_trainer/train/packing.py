@@ -19,9 +19,7 @@ def noisy_length(batch: PackedBatch) -> int:
 def noisy_copies(batch: PackedBatch) -> PackedBatch:
     """Select the columns of the noisy copies."""
     length = noisy_length(batch)
-    return replace(
-        batch, **{name: value[:, :length] for name, value in vars(batch).items() if value is not None and value.dim()}
-    )
+    return replace(batch, **{name: value[:, :length] for name, value in vars(batch).items() if value.dim()})
 
 
 def sparse_mask(rule: PackedRule, queries: int) -> BlockMask:
@@ -40,12 +38,7 @@ def uniform(batch: PackedBatch, purpose: int, of: Tensor) -> Tensor:
         batch: The batch.
         purpose: Different draws have different numbers.
         of: [batch, length] long: positions, or their blocks for one draw a block.
-
-    Raises:
-        ValueError: if the batch carries no `noise_key`.
     """
-    if batch.noise_key is None:
-        raise ValueError("this batch has no noise_key to draw from: DiffusionCollator gives one")
     return (noise_key(batch.noise_key, of, mix_bits(batch.view + 1) ^ purpose).double() + 0.5) * 2.0**-32
 
 

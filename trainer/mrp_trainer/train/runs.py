@@ -3,34 +3,29 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import EarlyStoppingCallback, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
-from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+import yaml
+from filelock import FileLock, Timeout
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
 
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
-from ..data.sources import check_paths, open_source
+from ..data.sources import open_source
 from ..heads import with_new_head
-from ..loading import WITHOUT_WEIGHTS, load_tokenizer
-from .arguments import MRPTrainingArguments
+from ..loading import load_tokenizer
 from .checkpoints import last_whole_checkpoint, step_of, under_own_class
-from .inputs import bare_model
-from .run_folder import check_folder, hold, how_to_go_on, take_over
-from .settings import RunOptions, Settings
+from .settings import RUN_FILE, RunOptions, Settings, read_yaml
 from .trainer import MRPTrainer
 
-_LAYER = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
-# The matrices that an adapter changes, by objective.
-LORA_TARGETS = {"mrp": rf"mrp_head\.(eh_proj|{_LAYER})", "block_diffusion": rf"model\.{_LAYER}"}
+_RESTART = "Name another folder, or begin again with --restart"
 
 
 @dataclass(frozen=True)
@@ -41,13 +36,13 @@ class OpenRun:
         settings: The run.
         trainer: Its trainer.
         tokenizer: Saved with what was trained.
-        lock: What the folder is held by, until the run is done.
+        lock: What the first process holds the folder by; the system takes it back from one that is killed.
     """
 
     settings: Settings
     trainer: MRPTrainer
     tokenizer: PreTrainedTokenizerBase
-    lock: ExitStack
+    lock: FileLock
 
     @property
     def folder(self) -> Path:
@@ -56,21 +51,21 @@ class OpenRun:
 
     def train(self) -> Path:
         """Trains from the last whole checkpoint on, and saves what came out; gives the folder."""
-        with self.lock:
-            newest = last_whole_checkpoint(self.folder)
-            if newest is not None and self.trainer.args.process_index == 0:
-                print(f"resuming from {newest.name}")
-            self.trainer.train(resume_from_checkpoint=True)
-            state = self.trainer.state
-            if newest is not None and step_of(newest) == state.global_step and self.trainer.args.process_index == 0:
-                print(f"all {state.global_step} steps of this run are done.{how_to_go_on(self.folder, self.settings)}")
-            evaluated = [line["step"] for line in state.log_history if "eval_loss" in line]
-            if self.trainer.eval_dataset is not None and evaluated[-1:] != [state.global_step]:
-                self.trainer.evaluate()
-            _save(self.trainer, self.settings, self.folder)
-            if self.trainer.args.should_save:
-                self.tokenizer.save_pretrained(self.folder)
-            self.trainer.accelerator.wait_for_everyone()
+        newest = last_whole_checkpoint(self.folder)
+        if newest is not None and self.trainer.args.process_index == 0:
+            print(f"resuming from {newest.name}")
+        self.trainer.train(resume_from_checkpoint=True)
+        state = self.trainer.state
+        if newest is not None and step_of(newest) == state.global_step and self.trainer.args.process_index == 0:
+            print(f"all {state.global_step} steps of this run are done.{_how_to_go_on(self.folder, self.settings)}")
+        evaluated = [line["step"] for line in state.log_history if "eval_loss" in line]
+        if self.trainer.eval_dataset is not None and evaluated[-1:] != [state.global_step]:
+            self.trainer.evaluate()
+        _save(self.trainer, self.settings, self.folder)
+        if self.trainer.args.should_save:
+            self.tokenizer.save_pretrained(self.folder)
+        self.trainer.accelerator.wait_for_everyone()
+        self.lock.release()
         return self.folder
 
 
@@ -83,35 +78,24 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
 
     Raises:
         ValueError: if the folder holds a run with other settings or data, or one that goes on; there is no data; what the
-            settings name does not go together, the tokenizer included; or DeepSpeed's config would leave nothing to save.
+            settings name does not go together, the tokenizer included.
         OSError: if a checkpoint is not there.
     """
-    _check_given(settings)
-    settings = replace(settings, data_digest=_data_digest(settings.options.data))
-    arguments = settings.arguments()
-    folder = Path(settings.training["output_dir"])
-    if not restart:
-        check_folder(folder, settings)
-    _check_sharding(arguments)
+    options = settings.options
+    held_out = open_source(options.eval_data, options.eval_split) if options.eval_data else None
+    data = open_source(options.data, options.split)
+    settings = replace(settings, data_digest=_data_digest(options.data))
+    arguments, folder = settings.arguments(), Path(settings.training["output_dir"])
     set_seed(arguments.seed)
-    tokenizer = run_tokenizer(settings.options)
-    with _undivided(arguments):
-        model = load_model(settings)
-    trainer = _make_trainer(settings, arguments, model, tokenizer)
-    with ExitStack() as lock, arguments.main_process_first(desc="the run's folder"):
-        if arguments.process_index == 0:
-            lock.enter_context(hold(folder))  # now that nothing is wrong
-            if not restart:
-                check_folder(folder, settings)  # another run may have come and gone
-            take_over(folder, settings, restart)
-        return OpenRun(settings, trainer, tokenizer, lock.pop_all())
-
-
-def _check_given(settings: Settings) -> None:
-    """Refuse data that are not there before anything is loaded."""
-    if not settings.options.data:
-        raise ValueError("no data: give --data, or data in the YAML file")
-    check_paths([*settings.options.data, *settings.options.eval_data])
+    tokenizer = run_tokenizer(options)
+    trainer = MRPTrainer(load_model(settings), arguments, data, held_out, processing_class=tokenizer)
+    if options.early_stopping_patience:
+        trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
+    lock = FileLock(folder / ".lock")
+    with arguments.main_process_first(desc="the run's folder"):
+        if arguments.process_index == 0:  # now that nothing else is wrong
+            _take(folder, lock, settings, restart)
+    return OpenRun(settings, trainer, tokenizer, lock)
 
 
 def _data_digest(paths: Sequence[str]) -> str | None:
@@ -126,16 +110,36 @@ def _data_digest(paths: Sequence[str]) -> str | None:
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:32]
 
 
-def _make_trainer(
-    settings: Settings, arguments: MRPTrainingArguments, model: Any, tokenizer: PreTrainedTokenizerBase
-) -> MRPTrainer:
-    """The trainer of a run, its data open."""
-    options = settings.options
-    held_out = open_source(options.eval_data, options.eval_split) if options.eval_data else None
-    trainer = MRPTrainer(model, arguments, open_source(options.data, options.split), held_out, processing_class=tokenizer)
-    if options.early_stopping_patience:
-        trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
-    return trainer
+def _take(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> None:
+    """Take a folder, made if it is not there, for this process and a run, whose settings are written to it; with `restart`
+    an earlier run's checkpoints are removed.
+
+    Raises:
+        ValueError: if another process has it, or it holds a run with other settings or data.
+    """
+    checkpoints, path = list(folder.glob("checkpoint-*")), folder / RUN_FILE
+    if checkpoints and not restart:
+        if not path.is_file():
+            raise ValueError(f"{folder} holds checkpoints and no {RUN_FILE}. {_RESTART}")
+        if different := settings.differences(read_yaml(path)):
+            more = _how_to_go_on(folder, settings) if (folder / "config.json").is_file() else ""
+            raise ValueError(f"{folder} holds a run with other settings: {'; '.join(different)}. {_RESTART}.{more}")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(f"{folder} is held by a run that goes on: wait for it, end it, or name another folder") from error
+    for checkpoint in checkpoints if restart else []:
+        shutil.rmtree(checkpoint)
+    written = folder / f".{RUN_FILE}.partial"
+    written.write_text(yaml.safe_dump(settings.as_dict(), sort_keys=False), encoding="utf-8")
+    written.replace(path)
+
+
+def _how_to_go_on(folder: Path, settings: Settings) -> str:
+    """Say how to train further what a run has saved, with a space before."""
+    what, flag = ("head", "head") if settings.objective == "mrp" else ("backbone", "model")
+    return f" To train its {what} further, give --{flag} {folder} and another --output-dir"
 
 
 def run_tokenizer(options: RunOptions) -> PreTrainedTokenizerBase:
@@ -157,48 +161,36 @@ def load_model(settings: Settings) -> Any:
     would be rounded away.
 
     Raises:
-        ValueError: if what the settings name does not go together, or an adapter of a head is asked for and there is none.
+        ValueError: if what the settings name does not go together.
     """
     options = settings.options
-    frozen = torch.bfloat16 if settings.training.get("bf16") else torch.float32
-    whole = torch.float32 if settings.objective == "block_diffusion" and not options.lora_rank else frozen
-    where: dict[str, Any] = {"dtype": whole, **({} if options.revision is None else {"revision": options.revision})}
+    where: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     if settings.objective == "block_diffusion":
-        given = {name: getattr(options, name) for name in ("block_size", "mask_token_id")}
-        where |= {name: value for name, value in given.items() if value is not None}
-        model = MRPForCausalLM.from_backbone(options.model, **where)
+        model = MRPForCausalLM.from_backbone(options.model, dtype=torch.float32, **where, **_of_qwen3(options))
         if model.mrp_head is not None:
             model.detach_head()  # it belongs to the backbone as it was
-    elif options.lora_rank:
-        model = MRPForCausalLM.from_pretrained(options.model, **where)
-        _need_head(model.config, options.model)
-    else:
-        model = MRPForCausalLM.from_backbone(options.model, options.head, options.head_revision, **where)
-        if options.head is None:
-            with_new_head(model, options.head_layers, options.head_init)
-        model.mrp_head.to(torch.float32)
-    return with_adapter(model, settings) if options.lora_rank else model
+        return model
+    where["dtype"] = torch.bfloat16 if settings.training.get("bf16") else torch.float32
+    model = MRPForCausalLM.from_backbone(options.model, options.head, options.head_revision, **where)
+    if options.head is None:
+        with_new_head(model, options.head_layers, options.head_init)
+    model.mrp_head.to(torch.float32)
+    return model
 
 
-def with_adapter(model: MRPForCausalLM, settings: Settings) -> Any:
-    """The model with a LoRA adapter, which alone trains."""
-    options = settings.options
-    alpha = 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
-    targets = LORA_TARGETS[settings.objective]
-    lora = LoraConfig(r=options.lora_rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
-    if os.path.isdir(options.model):
-        model.name_or_path = os.path.abspath(options.model)  # the adapter names it
-    return get_peft_model(model, lora)
+def _of_qwen3(options: RunOptions) -> dict[str, Any]:
+    """What an autoregressive checkpoint's config lacks, as far as it was given."""
+    given = {name: getattr(options, name) for name in ("block_size", "mask_token_id")}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def dry_run(settings: Settings) -> str:
     """Tell what a run would need: parameters, bytes of a process without what passes keep, and rows of a step.
 
     Raises:
-        ValueError: as from `meta_model`, or if the settings do not go together.
+        ValueError, OSError: as from `meta_model`; `ValueError` also if the settings do not go together.
     """
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
-    check_paths([*settings.options.data, *settings.options.eval_data])
     model = meta_model(settings)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = sum(p.numel() for name, p in trained.items() if p.dim() == 2 and "layers." in name)
@@ -221,87 +213,39 @@ def meta_model(settings: Settings) -> Any:
     """Make the model that would train without its numbers, from configs alone: nothing is allocated, downloaded or written.
 
     Raises:
-        ValueError: if a config is neither here nor in the cache.
+        ValueError: if there is no head to go on from.
+        OSError: if a config is neither here nor in the cache.
     """
-    config = _config(settings)
+    options = settings.options
+    found = _stored_fields(options.model, options.revision)
+    if found.get("model_type") == "qwen3":
+        found |= {"model_type": "sdar", **_of_qwen3(options)}
+    config = MRPConfig.from_dict(found)
+    if settings.objective == "block_diffusion":
+        config.num_nextn_predict_layers = 0
+    elif options.head is None:
+        config.num_nextn_predict_layers = options.head_layers
+    else:
+        head = MRPConfig.from_dict(_stored_fields(options.head, options.head_revision))
+        if not head.has_head:
+            raise ValueError(f"{options.head} has no MRP head: name a checkpoint that has one")
+        config.num_nextn_predict_layers = head.num_nextn_predict_layers
     with torch.device("meta"):
         model: Any = MRPForCausalLM(config)
-        if settings.options.lora_rank:
-            return with_adapter(model, settings)
     if settings.objective == "mrp":
         model.requires_grad_(False)
         model.mrp_head.requires_grad_(True)
     return model
 
 
-def _config(settings: Settings) -> MRPConfig:
-    """The config of the model that would train, from a folder or the cache."""
-    options = settings.options
-    found = _fields(options.model, options.revision)
-    if found.get("model_type") == "qwen3":
-        given = {name: getattr(options, name) for name in ("block_size", "mask_token_id")}
-        found |= {"model_type": "sdar", **{name: value for name, value in given.items() if value is not None}}
-    config = MRPConfig.from_dict(found)
-    if settings.objective == "block_diffusion":
-        config.num_nextn_predict_layers = 0
-    elif options.lora_rank:
-        _need_head(config, options.model)
-    elif options.head is not None:
-        head = MRPConfig.from_dict(_fields(options.head, options.head_revision))
-        _need_head(head, options.head)
-        config.num_nextn_predict_layers = head.num_nextn_predict_layers
-    else:
-        config.num_nextn_predict_layers = options.head_layers
-    return config
-
-
-def _fields(source: str, revision: str | None) -> dict[str, Any]:
-    try:
-        found, _ = PreTrainedConfig.get_config_dict(source, revision=revision, local_files_only=True)
-    except OSError as error:
-        raise ValueError(
-            f"{source} is no folder with a config.json, nor in the cache, and a dry run connects to nothing: download its "
-            f"files without the weights first (hf download {source} {WITHOUT_WEIGHTS}), or name a folder"
-        ) from error
-    return dict(found)
-
-
-def _need_head(config: MRPConfig, source: str) -> None:
-    if not config.has_head:
-        raise ValueError(f"{source} has no MRP head: name a checkpoint that has one, or train one with mrp train head")
-
-
-def _check_sharding(arguments: MRPTrainingArguments) -> None:
-    """Raises `ValueError` where ZeRO-3 would leave nobody the whole weights to save."""
-    plugin, key = arguments.deepspeed_plugin, "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    if plugin is not None and plugin.zero_stage == 3 and not plugin.hf_ds_config.is_true(key):
-        raise ValueError(f"{key} is not true, and what was trained could not be saved: set it in DeepSpeed's config")
-
-
-@contextmanager
-def _undivided(arguments: MRPTrainingArguments) -> Iterator[None]:
-    """Inside, models are loaded whole under ZeRO-3, too: new heads are made from the backbone's layers. Weights are divided
-    when training starts."""
-    if (plugin := arguments.deepspeed_plugin) is None:
-        yield
-        return
-    unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        set_hf_deepspeed_config(plugin.dschf)
+def _stored_fields(source: str, revision: str | None) -> dict[str, Any]:
+    return stored_json(source, revision=revision, local_files_only=True)[1]
 
 
 def _save(trainer: MRPTrainer, settings: Settings, folder: Path) -> None:
-    """The adapter, the head alone, or everything, in the type of the passes."""
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
+    """Save the head alone, or everything, in the type of the passes."""
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if not trainer.args.should_save:
-        return
-    if settings.options.lora_rank:
-        # Embeddings never train here, and to find out peft would ask the Hub.
-        with under_own_class(bare_model(trainer.model)):
-            trainer.model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
         return
     dtype = torch.bfloat16 if trainer.args.bf16 else torch.float32
     if state is None:

@@ -1,8 +1,7 @@
 """An HF Trainer for the two objectives: the backbone's block diffusion and the head's residual prediction."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,21 @@ from transformers import PreTrainedTokenizerBase, Trainer
 
 from modeling_mrp.model.layouts import is_hub_id
 
-from ..data.held_out import FilledUp, rows_of
-from ..data.sampler import LengthBucketSampler
-from ..data.samples import samples_of
+from ..data.sampler import FilledUp, LengthBucketSampler
 from ..evaluate.acceptance import measure_acceptance
 from ..publish import push
-from .arguments import NO_CHECKPOINTING, NO_MUON, MRPTrainingArguments
+from .arguments import MRPTrainingArguments
 from .attention import TRAINING_FLEX, attending
-from .callbacks import LogAtSaves, SetEpoch
+from .callbacks import LogAtSaves
 from .checkpoints import last_whole_checkpoint, saving_head_alone, step_of, under_own_class
 from .collator import DiffusionCollator
-from .inputs import as_rows, bare_model, check_prompts, check_tokenizer, make_ready, trains_what_is_not_used
+from .inputs import as_rows, bare_model, check_tokenizer, make_ready, prompts_of
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
 from .packed import PackedBatch
 
+Objective = Callable[[Any, PackedBatch], tuple[Tensor, Measured]]
 # In nats: what rounding makes of two equal distributions. A token left out right behind the reveal that showed it leaves none.
 _NO_GAP = 1e-6
 
@@ -49,7 +47,7 @@ class MRPTrainer(Trainer):
             peft model, which says itself what trains. What trains becomes float32.
         args: The options.
         train_dataset: Records: a `datasets.Dataset`, a list or a path (see `source_of`); or rows of samples, by number (see
-            `Samples`).
+            `LengthBucketSampler`).
         eval_dataset: The same, held out; or several by their names.
         data_collator: By default the `DiffusionCollator` that the options describe.
         processing_class: The tokenizer, which encodes records and is saved with the model.
@@ -57,10 +55,7 @@ class MRPTrainer(Trainer):
 
     Raises:
         RecordError: if records are malformed or a path is missing.
-        ValueError: if `args` are those of another trainer; the objective is `mrp` and the model has no head, or 16 bits and the
-            passes have not; there are records and no tokenizer, or it is another model's; `eval_prompts` are asked for without
-            a head, held-out prompts and the tokenizer; or FSDP or DeepSpeed shards the model and Muon is asked for, or
-            activation checkpointing for objective `mrp`.
+        ValueError: if model, data, tokenizer and options do not go together.
     """
 
     args: MRPTrainingArguments
@@ -68,8 +63,8 @@ class MRPTrainer(Trainer):
 
     def __init__(
         self,
-        model: Any = None,
-        args: MRPTrainingArguments | None = None,
+        model: Any,
+        args: MRPTrainingArguments,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         data_collator: Any = None,
@@ -78,49 +73,36 @@ class MRPTrainer(Trainer):
     ) -> None:
         if not isinstance(args, MRPTrainingArguments):
             raise ValueError(f"args is {type(args).__name__}: pass MRPTrainingArguments(output_dir, objective='mrp', ...)")
-        for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
+        for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics", "model_init"):
             if kwargs.get(name) is not None:
                 raise ValueError(
-                    f"{name} is {kwargs[name]!r}, which would never be called, as no logits are kept: leave it out. "
+                    f"{name} is given and would never be called, as no logits are kept and one model trains: leave it out. "
                     "Evaluations measure what is listed at MRPTrainer.log, and with eval_prompts how far drafts carry"
                 )
-        if model is None or kwargs.get("model_init") is not None:
-            raise ValueError("model is None, or model_init is given: pass a model, and make another Trainer for another one")
         make_ready(model, args)
         bare = bare_model(model)
         if isinstance(processing_class, PreTrainedTokenizerBase):
             check_tokenizer(processing_class, bare)
-        if args.eval_prompts and (eval_dataset is None or processing_class is None):
-            raise ValueError(f"eval_prompts is {args.eval_prompts}: give eval_dataset and processing_class, the tokenizer, too")
         train_dataset = as_rows(train_dataset, "train_dataset", model, args, processing_class)
         eval_dataset = as_rows(eval_dataset, "eval_dataset", model, args, processing_class, held_out=True)
-        if args.eval_prompts:
-            check_prompts(eval_dataset, args.eval_prompts)
-        if args.ddp_find_unused_parameters is None:
-            args.ddp_find_unused_parameters = trains_what_is_not_used(model, args.objective)
+        for rows in eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]:
+            if args.eval_prompts and (rows is None or processing_class is None or not prompts_of(rows, 1)):
+                raise ValueError(
+                    f"eval_prompts is {args.eval_prompts}: give eval_dataset, with prompts, and processing_class, the tokenizer"
+                )
+        if args.ddp_find_unused_parameters is None:  # an adapter of the backbone beside one of the head may get no gradient
+            args.ddp_find_unused_parameters = bare is not model
         if data_collator is None:
-            data_collator = DiffusionCollator(
-                bare.config.block_size,
-                bare.config.mask_token_id,
-                bare.config.pad_token_id or 0,
-                args.noisy_copies,
-                args.inverse_level,
-                args.noise_per,  # type: ignore[arg-type]  # the arguments have checked it
-                args.seed,
-            )
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            **kwargs,
-        )
-        if args.muon_learning_rate is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            raise ValueError(NO_MUON)
-        if args.objective == "mrp" and self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing:
-            raise ValueError(NO_CHECKPOINTING)
+            shape, pad = (bare.config.block_size, bare.config.mask_token_id), bare.config.pad_token_id or 0
+            noise: Any = {name: getattr(args, name) for name in ("inverse_level", "noise_per", "seed")}
+            data_collator = DiffusionCollator(*shape, pad, args.noisy_copies, **noise)
+        super().__init__(model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs)
+        if args.muon_learning_rate is not None and self.is_fsdp_enabled:
+            raise ValueError("muon_learning_rate is set, but Muon needs whole matrices, which FSDP shards: leave it unset")
+        checkpointing = args.gradient_checkpointing or getattr(args, "activation_checkpointing", None)  # in transformers 5.23
+        checkpointing = checkpointing or (self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing)
+        if args.objective == "mrp" and checkpointing:
+            raise ValueError("gradient_checkpointing drops the keys that the head's passes share: leave it off for 'mrp'")
         self.add_callback(LogAtSaves())
         self.model_accepts_loss_kwargs = True  # the loss is divided by num_items_in_batch, not by the accumulation steps
         self._head_objective = args.head_objective(bare.config.block_size)
@@ -162,30 +144,23 @@ class MRPTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Muon and AdamW in one, if a rate for Muon is given."""
-        if self.optimizer is None and self.args.muon_learning_rate is not None:
-            self.optimizer = MuonAdamW(
-                self.model,
-                self.args.learning_rate,
-                self.args.muon_learning_rate,
-                self.args.weight_decay,
-                (self.args.adam_beta1, self.args.adam_beta2),
-                self.args.adam_epsilon,
-            )
+        args = self.args
+        if self.optimizer is None and args.muon_learning_rate is not None:
+            rates = args.learning_rate, args.muon_learning_rate, args.weight_decay
+            adamw = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+            self.optimizer = MuonAdamW(self.model, *rates, **adamw)
         return super().create_optimizer() if self.optimizer is None else self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         step = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
-        sampler = LengthBucketSampler(train_dataset if train_dataset is not None else self.train_dataset, step)
-        self.remove_callback(SetEpoch)  # of an earlier call of train
-        self.add_callback(SetEpoch(sampler))
-        return sampler
+        rows = train_dataset if train_dataset is not None else self.train_dataset
+        return LengthBucketSampler(rows, step, lambda: int(self.state.epoch or 0))
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer._get_dataloader`; records become rows, and no row is evaluated twice."""
         if description != "Training":
             dataset = as_rows(dataset, "eval_dataset", self.model, self.args, self.processing_class, held_out=True)
-        if self.args.world_size > 1 and description != "Training":
-            dataset = FilledUp(dataset, batch_size * self.args.world_size)
+            dataset = FilledUp(dataset, batch_size * self.args.world_size) if self.args.world_size > 1 else dataset
         return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
 
     def get_batch_samples(
@@ -241,13 +216,7 @@ class MRPTrainer(Trainer):
             self._evaluated.add({**measured, "loss": (loss * items, items)})
         return (loss, {}) if return_outputs else loss
 
-    def _inside(
-        self,
-        model: nn.Module,
-        objective: Callable[[Any, PackedBatch], tuple[Tensor, Measured]],
-        batch: PackedBatch,
-        scale: Tensor,
-    ) -> tuple[Tensor, Measured]:
+    def _inside(self, model: nn.Module, objective: Objective, batch: PackedBatch, scale: Tensor) -> tuple[Tensor, Measured]:
         """Runs the objective in place of the bare model's forward, inside those of its wrappers; the loss is multiplied by
         `scale`.
 
@@ -309,28 +278,21 @@ class MRPTrainer(Trainer):
         That needs a frozen backbone which has a name (one on the Hub if the result is `pushed`), and a model that is not
         sharded; otherwise everything is saved.
         """
-        bare, sharded = bare_model(self.model), self.is_fsdp_enabled or self.is_deepspeed_enabled
-        source = bare.backbone_source if self.args.objective == "mrp" and bare is self.model and not sharded else None
+        bare, own = bare_model(self.model), self.args.objective == "mrp" and not self.is_fsdp_enabled
+        source = bare.backbone_source if own and bare is self.model else None
         named = source is not None and (not pushed or is_hub_id(source.name))
         return saving_head_alone(bare) if named else nullcontext()
 
-    def push_to_hub(
-        self, commit_message: str | None = "End of training", *args: Any, tags: str | Sequence[str] = (), **kwargs: Any
+    def push_to_hub(  # the options of the Trainer say the rest
+        self, commit_message: str | None = "End of training", revision: str | None = None, tags: str | Sequence[str] = ()
     ) -> CommitInfo | None:
-        """Save to the output folder and publish that as `mrp push` does: one commit, no pickles, with a card.
+        """Save to the output folder and publish that as `mrp_trainer.publish.push` does: one commit, no pickles, with a card.
 
-        It is the head alone where the backbone has a name on the Hub. The options of the Trainer say where to, and whether a
-        new repository is private; no other arguments of `Trainer.push_to_hub` are taken.
+        It is the head alone where the backbone has a name on the Hub.
 
         Returns:
             The commit; None on other processes than the first.
-
-        Raises:
-            ValueError: for another argument, and as `mrp_trainer.publish.push`.
-            OSError: if the Hub refused it.
         """
-        if args or kwargs:
-            raise ValueError(f"{', '.join(map(str, [*args, *kwargs]))} does nothing here: set it in MRPTrainingArguments")
         if self.hub_model_id is None:
             self.init_hf_repo()
         with self._head_alone(pushed=True):
@@ -340,7 +302,7 @@ class MRPTrainer(Trainer):
         published = push(
             str(self.args.output_dir),
             str(self.hub_model_id),
-            revision=self.args.hub_revision,
+            revision=revision or self.args.hub_revision,
             commit_message=commit_message,
             token=self.args.hub_token,
             tags=[tags] if isinstance(tags, str) else tags,
@@ -381,24 +343,14 @@ class MRPTrainer(Trainer):
         if self.args.eval_prompts:
             inner = bare_model(self.model)  # what is frozen may be bfloat16 beside float32 weights that train: hence autocast
             with gathered(self.model), attending(inner, self._decoding_attention), self.accelerator.autocast():
-                asked = (
-                    inner,
-                    self.processing_class,
-                    self._held_out_prompts(dataloader.dataset),
-                    self.args.eval_new_tokens,
-                )
+                prompts = prompts_of(dataloader.dataset, self.args.eval_prompts)
+                asked = inner, self.processing_class, prompts, self.args.eval_new_tokens
                 summary |= measure_acceptance(*asked)
                 stale = measure_acceptance(*asked, decoding="self_spec")
                 summary["stale_tokens_per_forward"] = stale["tokens_per_forward"]
         prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics.update({f"{prefix}_{name}": value for name, value in summary.items()})
         return output
-
-    def _held_out_prompts(self, dataset: Any) -> list[list[int]]:
-        """What stands before the first response in the first samples."""
-        samples = itertools.chain.from_iterable(map(samples_of, rows_of(dataset)))
-        begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in samples)
-        return list(itertools.islice((prompt for prompt in begun if prompt), self.args.eval_prompts))
 
 
 @contextmanager
