@@ -123,19 +123,11 @@ class Recorded(Reveals):
 
 
 @pytest.mark.parametrize("order_weight", [0.0, 0.7])
-<<<<<<< HEAD
 def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float) -> None:
-    """Value and gradients of two unrolled steps, though the clean half is run once. The states that were drawn are
-    taken as given: acc_0 = h_A, acc_k = acc_{k-1} + Head(embed(x^(k)), acc_{k-1}) block by block, each step against the
-    backbone at x^(k)."""
-    model = confident_model(6)
-=======
-def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float, head_predicts: str) -> None:
     """States, value and gradients of two unrolled steps, though the clean half is run once: acc_0 = h_A, x^(k) shows what
-    acc_{k-1} is surest of, acc_k = acc_{k-1} + Head(embed(x^(k)), acc_{k-1}) block by block, or without the sum where the head
-    predicts hidden states, each step against the backbone at x^(k)."""
-    model = confident_model(6, head_predicts=head_predicts)
->>>>>>> school
+    acc_{k-1} is surest of, acc_k = acc_{k-1} + Head(embed(x^(k)), acc_{k-1}) block by block, each step against the backbone at
+    x^(k)."""
+    model = confident_model(6)
     samples = [*SAMPLES, sample(7, 24, 4), sample(8, 32, 0)]
     batch = collate(samples, inverse_level=True)
     reveals = Recorded("on_policy", SHARE, BLOCK)
