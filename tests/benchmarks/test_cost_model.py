@@ -3,7 +3,12 @@
 import pytest
 import torch
 from conftest import ROOT, make_model
-from mrp_trainer.doctor.roofline import (
+from mrp_trainer.evaluate import cost
+
+from benchmarks import tables
+from benchmarks.cost_model import counts_at
+from benchmarks.roofline import (
+    PUBLISHED,
     Counts,
     Shape,
     Work,
@@ -11,9 +16,6 @@ from mrp_trainer.doctor.roofline import (
     decoder_layers,
     head_forward,
 )
-from mrp_trainer.evaluate import cost
-
-from benchmarks.cost_model import counts_at
 from modeling_mrp import MRPConfig, MRPForCausalLM
 
 # One layer of everything, so that sums can be done in the head: q and o 8 x 4, k and v 4 x 4 each, an MLP of 3 x 4 x 6.
@@ -77,6 +79,7 @@ def test_head_share_counts_the_rows_that_picks_read() -> None:
     shape = Shape.of("small", model.config)
     assert shape.head_share() == pytest.approx((head + 64 * 32) / (layers + 64 * 32))
     assert shape.head_share() - shape.head_share(4) == pytest.approx(60 * 32 / (layers + 64 * 32))
+    assert pytest.approx({name: one.head_share() for name, one in PUBLISHED.items()}, abs=1e-8) == cost.HEAD_SHARES
 
 
 def test_tokens_per_unit_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +89,7 @@ def test_tokens_per_unit_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cost.charged(line) == {**line, "tokens_per_unit": 1.6, "tokens_per_unit_95": [1.2, 2.0]}
     assert cost.charged({"tokens_per_forward": 2.0})["tokens_per_unit"] is None
     stale = {"tokens_per_forward": 1.6, "head_per_token": 0.0}
-    assert cost.break_even(line, stale) == pytest.approx(0.25)
+    assert tables.affordable(line, stale) == pytest.approx(0.25)
     assert cost.charged(stale)["tokens_per_unit"] == 1.6
-    assert [cost.charged_as(size) for size in (2048, 2560, 4096, 128, None)] == ["1.7B", "4B", "8B", "4B", "4B"]
+    assert [cost.charged_as(shape.hidden_size) for shape in PUBLISHED.values()] == [*PUBLISHED]
+    assert cost.charged_as(128) == cost.charged_as(None) == "4B"

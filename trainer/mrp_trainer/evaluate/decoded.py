@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..data.problems import encode
-from ..data.tasks import Family, Problem, judge
+from ..data.tasks import Family
 
 NEW_TOKENS: dict[Family, int] = {"math": 64, "code": 80, "source": 64}
 Judge = Callable[[list[str]], list[bool | None]]
@@ -26,8 +24,6 @@ class Decoded:
         texts: The decoded answers.
         ids: The generated ids, padding removed.
         right: Whether the judge accepts each; None where there is no right answer.
-        tokens_per_forward: Generated tokens over backbone forwards, each row counting its own, all rows together.
-        head_forwards_per_token: The same for the head's forwards.
         seconds: Wall clock of decoding.
         forwards: Forwards of the batches by role, and drafts, accepted drafts and revoked reveals.
         row_forwards: Backbone forwards in which each problem took part.
@@ -41,8 +37,6 @@ class Decoded:
     texts: list[str]
     ids: list[list[int]]
     right: list[bool | None]
-    tokens_per_forward: float
-    head_forwards_per_token: float
     seconds: float
     forwards: dict[str, int]
     row_forwards: list[int]
@@ -54,48 +48,41 @@ class Decoded:
 
     @property
     def tokens(self) -> list[int]:
-        """Generated tokens of each problem."""
+        """Count the generated tokens of each problem."""
         return [len(ids) for ids in self.ids]
 
     @property
+    def tokens_per_forward(self) -> float:
+        """Divide generated tokens by backbone forwards, each row counting its own, all rows together."""
+        return sum(self.tokens) / sum(self.row_forwards)
+
+    @property
+    def head_forwards_per_token(self) -> float:
+        """Divide head forwards by generated tokens, all rows together."""
+        return sum(self.row_head_forwards) / sum(self.tokens)
+
+    @property
     def judged(self) -> list[bool]:
-        """The judgements there are."""
+        """List the judgements there are."""
         return [right for right in self.right if right is not None]
 
     @property
     def accuracy(self) -> float | None:
-        """Share of problems solved, in percent of those with a right answer; None if there are none."""
+        """Give the share of problems solved, in percent of those with a right answer; None if there are none."""
         return 100 * sum(self.judged) / len(self.judged) if self.judged else None
 
-    def identical(self, other: "Decoded") -> float:
-        """Share of outputs with the same tokens, in percent."""
-        return 100 * self.equal(other) / len(self.ids)
-
     def equal(self, other: "Decoded") -> int:
-        """How many outputs have the same tokens."""
+        """Count the outputs with the same tokens."""
         return sum(a == b for a, b in zip(self.ids, other.ids, strict=True))
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` of prompts of different length."""
+    """Pad prompts of different length: `input_ids` and `attention_mask`, [rows, length]."""
     width = max(map(len, rows))
     return {
         "input_ids": torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in rows]),
         "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
     }
-
-
-def decode_problems(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    asked: Sequence[Problem],
-    batch_size: int = 32,
-    **options: Any,
-) -> Decoded:
-    """Decode problems of one family and judge the answers; the other arguments are those of `decode_prompts`."""
-    prompts = [encode(problem, tokenizer)[0] for problem in asked]
-    limit = NEW_TOKENS[asked[0].family]
-    return decode_prompts(model, tokenizer, prompts, partial(judge, asked), limit, batch_size, **options)
 
 
 def decode_prompts(
@@ -138,20 +125,18 @@ def decode_prompts(
         outs.append((out, inputs["input_ids"].shape[1]))
     seconds = time.perf_counter() - started
     ids = [row for out, width in outs for row in _texts(out, width)]
-    ends = _ends(model, tokenizer)
+    eos = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *([eos] if isinstance(eos, int) else eos or [])}
     texts = [tokenizer.decode([i for i in row if i not in ends]) for row in ids]
     stats = [out.stats for out, _ in outs]
     by_row = {
         name: [value for part in stats for value in getattr(part, name).tolist()]
         for name in ("row_forwards", "row_head_forwards", "accepted", "drafted", "revoked")
     }
-    tokens = sum(map(len, ids))
     return Decoded(
         texts=texts,
         ids=ids,
         right=judge_texts(texts) if judge_texts else [None] * len(texts),
-        tokens_per_forward=tokens / sum(by_row["row_forwards"]),
-        head_forwards_per_token=sum(by_row["row_head_forwards"]) / tokens,
         seconds=seconds,
         forwards={
             **{role: sum(part.forwards[role] for part in stats) for role in stats[0].forwards},
@@ -167,14 +152,8 @@ def decode_prompts(
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What rows are padded with; it is masked, so that any id serves."""
+    """Choose what rows are padded with; it is masked, so that any id serves."""
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-
-
-def _ends(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int | None]:
-    """Ids that are no part of an answer."""
-    eos = model.generation_config.eos_token_id
-    return {tokenizer.eos_token_id, tokenizer.pad_token_id, *([eos] if isinstance(eos, int) else eos or [])}
 
 
 def _texts(out: Any, width: int) -> list[list[int]]:
@@ -182,4 +161,4 @@ def _texts(out: Any, width: int) -> list[list[int]]:
     return [row[:length] for row, length in zip(out.sequences[:, width:].tolist(), lengths, strict=True)]
 
 
-__all__ = ["NEW_TOKENS", "Decoded", "Judge", "decode_problems", "decode_prompts", "pad_left", "padding_id"]
+__all__ = ["NEW_TOKENS", "Decoded", "Judge", "decode_prompts", "pad_left", "padding_id"]
