@@ -1,22 +1,13 @@
-"""Who imports whom in the package: one way, and nothing of the project's other parts; and how many files a decode needs."""
+"""Who imports whom in the package: one way, and nothing of the project's other parts."""
 
 import ast
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
 
-import pytest
-import torch
 from conftest import ROOT
-
-from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.loop import Decoder
 
 PACKAGE = ROOT / "modeling_mrp"
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in PACKAGE.rglob("*.py")}
-ROOMS = sorted(path.parent.name + "." for path in PACKAGE.glob("*/__init__.py"))
 
 
 def imported(name: str, path: Path) -> set[str]:
@@ -35,25 +26,8 @@ def imported(name: str, path: Path) -> set[str]:
 GRAPH = {name: imported(name, path) for name, path in MODULES.items()}
 
 
-def circle_through(start: str) -> list[str] | None:
-    """A way from a module back to itself by imports, if there is one."""
-    ways = [[start]]
-    seen: set[str] = set()
-    while ways:
-        way = ways.pop()
-        for other in sorted(GRAPH[way[-1]] & MODULES.keys()):
-            if other == start:
-                return [*way, start]
-            if other not in seen:
-                seen.add(other)
-                ways.append([*way, other])
-    return None
-
-
-@pytest.mark.parametrize("room", [*ROOMS, ""])
-def test_no_module_of_a_room_is_in_a_circle(room: str) -> None:
-    circles = [circle_through(name) for name in MODULES if name.startswith(f"modeling_mrp.{room}")]
-    assert not any(circles), "\n".join(" -> ".join(circle) for circle in circles if circle)
+def test_no_module_is_in_a_circle() -> None:
+    TopologicalSorter({name: sorted(others & MODULES.keys() - {name}) for name, others in GRAPH.items()}).prepare()
 
 
 def test_the_package_imports_nothing_of_the_projects_other_parts() -> None:
@@ -76,39 +50,3 @@ def test_a_repositorys_code_uses_public_names_only() -> None:
         others = {other for other in others if not other.startswith("torch.utils._pytree")}
         private = [other for other in others if any(part.startswith("_") for part in other.split(".") if part != "__future__")]
         assert not private, f"{name}: {private}"
-
-
-@contextmanager
-def noted(files: set[str]) -> Iterator[None]:
-    """Note the package's files of which a function is called meanwhile."""
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        path = Path(frame.f_code.co_filename)
-        if PACKAGE in path.parents:
-            files.add(path.relative_to(PACKAGE).as_posix())
-
-    before = sys.gettrace()
-    sys.settrace(note)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-def test_files_from_generate_to_a_kernel(random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a reader opens who follows a drafted decode, or one of its rounds: more files only with a reason."""
-    ids, options = torch.tensor([[1, 2, 3, 4, 5]]), {"decoding": "mrp_spec", "num_draft_states": 4, "max_new_tokens": 8}
-    random_model.generate(ids, **options)
-    whole: set[str] = set()
-    with noted(whole):
-        random_model.generate(ids, **options)
-    round_of, one = Decoder.round, {"generate/generation.py"}
-
-    def traced(*args: Any) -> Any:
-        with noted(one):
-            return round_of(*args)
-
-    monkeypatch.setattr(Decoder, "round", traced)
-    random_model.generate(ids, **options)
-    assert len(whole) <= 25, sorted(whole)
-    assert len(one) <= 17, sorted(one)  # the backbone has a file of its own, as each family has one
