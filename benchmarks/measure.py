@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import Problem, judge
-from mrp_trainer.evaluate.decoded import NEW_TOKENS, decode_prompts
+from mrp_trainer.evaluate.decoded import NEW_TOKENS, decode_problems
 from mrp_trainer.evaluate.intervals import RESAMPLES, Interval, percentiles, ratio_of_sums, resampled_sums, wilson
 from transformers import PreTrainedTokenizerBase
 
@@ -118,9 +117,7 @@ def measure(
     model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Problem], batch_size: int, **options: Any
 ) -> Measured:
     """Decode problems of one family with options of `generate`."""
-    prompts = [encode(problem, tokenizer)[0] for problem in asked]
-    limit = NEW_TOKENS[asked[0].family]
-    made = decode_prompts(model, tokenizer, prompts, partial(judge, asked), limit, batch_size, **options)
+    made = decode_problems(model, tokenizer, asked, batch_size, **options)
     drafts = made.forwards["drafted"], made.forwards["accepted"]
     return Measured(made.ids, made.row_forwards, made.row_head_forwards, made.right, *drafts)
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..data.tasks import Family
+from ..data.problems import encode
+from ..data.tasks import Family, Problem, judge
 
 NEW_TOKENS: dict[Family, int] = {"math": 64, "code": 80, "source": 64}
 Judge = Callable[[list[str]], list[bool | None]]
@@ -83,6 +85,19 @@ def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tens
         "input_ids": torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in rows]),
         "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
     }
+
+
+def decode_problems(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[Problem],
+    batch_size: int = 32,
+    **options: Any,
+) -> Decoded:
+    """Decode problems of one family and judge the answers; the other arguments are those of `decode_prompts`."""
+    prompts = [encode(problem, tokenizer)[0] for problem in asked]
+    limit = NEW_TOKENS[asked[0].family]
+    return decode_prompts(model, tokenizer, prompts, partial(judge, asked), limit, batch_size, **options)
 
 
 def decode_prompts(
@@ -161,4 +176,4 @@ def _texts(out: Any, width: int) -> list[list[int]]:
     return [row[:length] for row, length in zip(out.sequences[:, width:].tolist(), lengths, strict=True)]
 
 
-__all__ = ["NEW_TOKENS", "Decoded", "Judge", "decode_prompts", "pad_left", "padding_id"]
+__all__ = ["NEW_TOKENS", "Decoded", "Judge", "decode_problems", "decode_prompts", "pad_left", "padding_id"]
