@@ -36,6 +36,8 @@ def test_rates_by_hand() -> None:
     assert length is not None
     assert (length.value, length.low, length.high) == (pytest.approx(22 / 12), 14 / 8, 2)
     assert mean_accepted_length(made(rounds=[0, 0], accepted=[0, 0])) is None
+    decoded = made(ids=[[1] * 6, [1] * 2], row_forwards=[3, 1], row_head_forwards=[1, 3])
+    assert (decoded.tokens_per_forward, decoded.head_forwards_per_token) == (8 / 4, 4 / 8)
 
 
 @pytest.fixture(scope="module")

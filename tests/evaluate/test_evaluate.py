@@ -13,6 +13,7 @@ from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import judge, problems
 from mrp_trainer.evaluate.cost import charged
 from mrp_trainer.evaluate.decoded import Decoded, decode_prompts
+from mrp_trainer.evaluate.options import EvaluateOptions
 from mrp_trainer.evaluate.provenance import digests
 from mrp_trainer.evaluate.results import with_headers
 from mrp_trainer.loading import load_model
@@ -75,6 +76,7 @@ def test_what_is_counted(tiny_model: MRPForCausalLM, tiny_tokenizer: object) -> 
 
 def test_what_is_drafted_by_default_is_the_checkpoints_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its target, and 4 states where its number is `auto`, 8 in a picture; whatever is asked for goes before."""
+    assert EvaluateOptions().of_checkpoint({"num_draft_states": 6}).states == [6]
     shutil.copytree(TINY, tmp_path / "own")
     path = tmp_path / "own" / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "target": "dynamic", "num_draft_states": "auto"}))

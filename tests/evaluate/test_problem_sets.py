@@ -35,9 +35,10 @@ def test_what_is_read(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -
         return " ".join(word_tokenizer.convert_ids_to_tokens(ids))
 
     assert list(map(words, found.prompts[:2])) == ["Ana has", "? : pens user : Ana has assistant :".replace("?", "<unk>")]
-    first = file_set(path, word_tokenizer, chat=True, count=1, max_new_tokens=3)
-    assert list(map(words, first.prompts)) == ["user : Ana has assistant :"]
-    assert first.digest() != found.digest() == file_set(path, word_tokenizer, max_new_tokens=3).digest()
+    chats = file_set(path, word_tokenizer, chat=True, max_new_tokens=3)
+    assert words(chats.prompts[0]) == "user : Ana has assistant :"
+    assert chats.digest() != found.digest() == file_set(path, word_tokenizer, max_new_tokens=3).digest()
+    assert file_set(path, word_tokenizer, count=1).where == found.where[:1]
     found.check_room(12)
     with pytest.raises(ValueError, match=r"line 3: a prompt of 9 tokens and 3 new ones exceed the model's 11 positions"):
         found.check_room(11)
