@@ -179,13 +179,11 @@ def outputs(tokens: list[list[int]], logprobs: list[list[float]]) -> MRPGenerate
 
 
 def test_gaps_by_hand() -> None:
-    """A text of two tokens ends after one in the other's, which has three. Means of what its one step reveals: -0.5 and
-    -1.95 / 3 = -0.65."""
-    ours = outputs([[3, 4, 0], [5, 6, 0]], [[-0.5] * 3, [-0.25, -0.75, 0.0]])
-    theirs = outputs([[3, 4, 0], [5, 7, 8]], [[-0.5] * 3, [-0.25, -0.7, -1.0]])
-    same, differs = gaps(ours, theirs)
-    assert same is None
-    assert differs == pytest.approx(0.15)
+    """A text of two tokens ends after one in the other's, which has three: means of what its one step reveals are -0.5 and
+    -1.95 / 3 = -0.65. In the last one token is another: -0.5 and -0.3."""
+    ours = outputs([[3, 4, 0], [5, 6, 0], [5, 6, 0]], [[-0.5] * 3, [-0.25, -0.75, 0.0], [-0.5, -0.5, 0.0]])
+    theirs = outputs([[3, 4, 0], [5, 7, 8], [5, 7, 0]], [[-0.5] * 3, [-0.25, -0.7, -1.0], [-0.5, -0.1, 0.0]])
+    assert gaps(ours, theirs) == [None, pytest.approx(0.15), pytest.approx(0.2)]
 
 
 @pytest.mark.parametrize("size", PUBLISHED)

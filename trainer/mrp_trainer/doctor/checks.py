@@ -11,17 +11,26 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp.generate.option_table import TARGETS
-from modeling_mrp.kernels.dispatch import KERNEL_DTYPES, check_close, failed_kernels, kernels_usable, relative_error, triton
-from modeling_mrp.kernels.fused_layers import ROTATED, SUM_AND_NORM
-from modeling_mrp.kernels.pick import PICK, SOME_LOGITS
-from modeling_mrp.kernels.round_attention import ROUND_ATTENTION
+from modeling_mrp.kernels.dispatch import (
+    KERNEL_DTYPES,
+    Kernel,
+    check_close,
+    failed_kernels,
+    kernels_usable,
+    relative_error,
+    triton,
+)
+from modeling_mrp.kernels.pick import PICK
+from modeling_mrp.kernels.round_layers import ROTATED, ROUND_ATTENTION, SUM_AND_NORM
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.graphs import obstacle, recording_report
 
 from ..evaluate.decoded import pad_left, padding_id
+from .kernels import compared as results_of
+from .kernels import samples_of
 
-KERNELS = (PICK, SOME_LOGITS, ROUND_ATTENTION, SUM_AND_NORM, ROTATED)
+KERNELS = (PICK, ROUND_ATTENTION, SUM_AND_NORM, ROTATED)
 QUESTIONS = (
     "Sum the numbers of a list that are even, each plus 5.",
     "How many seconds are in a day?",
@@ -139,33 +148,22 @@ def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
 
 
 def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
-    """Compare each kernel with its PyTorch twin on the samples of its first use, which are as wide as the model."""
-    weight, config = model.lm_head.weight.detach(), model.config
+    """Compare each kernel with its PyTorch twin on samples as wide as the model."""
+    weight = model.lm_head.weight.detach()
     like = weight if weight.dtype in KERNEL_DTYPES else weight.float()
     if not (kernels_usable(like.device, like.dtype) or (triton is not None and triton.knobs.runtime.interpret)):
         why = "an NVIDIA GPU, triton and 16 or 32 bits are needed, or on a CPU TRITON_INTERPRET=1"
         yield from (Check(f"kernel {kernel.name}", None, None, why) for kernel in KERNELS)
         return
-    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    query, key = (like.new_empty(1, each, 1, dim) for each in (heads, kv_heads))
-    hidden = like.new_empty(1, config.hidden_size)
-    norm, cos = hidden[0, :dim], key[:, 0]
-    given = (
-        (like.new_empty(1, config.vocab_size, dtype=torch.float32),),
-        (like, hidden),
-        (query, key),
-        (hidden,),
-        (like.new_empty(1, 1, (heads + 2 * kv_heads) * dim), norm, norm, cos, cos, key, key),
-    )
 
-    def agrees(kernel: Any, tensors: tuple[Tensor, ...]) -> Check:
-        pairs = list(kernel.compared(*tensors))
+    def agrees(kernel: Kernel, samples: list[tuple[Any, ...]]) -> Check:
+        pairs = [pair for given in samples for pair in results_of(kernel, given)]
         for pair in pairs:
             check_close("its results differ from PyTorch's", *pair)
         return Check(f"kernel {kernel.name}", True, max(relative_error(*pair) for pair in pairs))
 
-    for kernel, tensors in zip(KERNELS, given, strict=True):
-        yield checked(f"kernel {kernel.name}", partial(agrees, kernel, tensors))
+    for kernel, samples in samples_of(model.config, like).items():
+        yield checked(f"kernel {kernel.name}", partial(agrees, kernel, samples))
 
 
 def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
