@@ -88,7 +88,7 @@ def _train(objective: str, given: dict[str, Any]) -> None:
 
 
 def _next_command(objective: str, options: RunOptions, folder: str) -> str:
-    """Suggest what to do with what a run has saved: train the head of a backbone, or look at drafts."""
+    """What to do with what a run has saved: have a backbone's head trained, or look at its drafts."""
     if objective == "mrp" or options.lora_rank:
         return shlex.join(["mrp", "show", "--model", folder])
     data = [word for path in options.data for word in ("--data", path)]
