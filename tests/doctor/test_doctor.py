@@ -172,18 +172,20 @@ def test_the_width_that_is_proposed() -> None:
 
 
 def outputs(tokens: list[list[int]], logprobs: list[list[float]]) -> MRPGenerateOutput:
-    """Of a prompt of two tokens; 0 is padding. Each row reveals all in its first step."""
+    """Of a prompt of two tokens; 0 is padding. A step reveals the first token, another one the rest."""
     ids = torch.tensor(tokens)
     whole = torch.cat([torch.full((len(ids), 2), 9), ids], 1)
-    return MRPGenerateOutput(sequences=whole, reveal_step=torch.where(ids == 0, -1, 0), token_logprobs=torch.tensor(logprobs))
+    return MRPGenerateOutput(
+        sequences=whole, reveal_step=torch.where(ids == 0, -1, torch.tensor([0, 1, 1])), token_logprobs=torch.tensor(logprobs)
+    )
 
 
 def test_gaps_by_hand() -> None:
-    """A text of two tokens ends after one in the other's, which has three: means of what its one step reveals are -0.5 and
-    -1.95 / 3 = -0.65. In the last one token is another: -0.5 and -0.3."""
+    """A text of two tokens ends before one of three: means of what the step reveals are -0.75 and -1.7 / 2 = -0.85. In the last
+    one token is another: -0.5 and -0.1."""
     ours = outputs([[3, 4, 0], [5, 6, 0], [5, 6, 0]], [[-0.5] * 3, [-0.25, -0.75, 0.0], [-0.5, -0.5, 0.0]])
     theirs = outputs([[3, 4, 0], [5, 7, 8], [5, 7, 0]], [[-0.5] * 3, [-0.25, -0.7, -1.0], [-0.5, -0.1, 0.0]])
-    assert gaps(ours, theirs) == [None, pytest.approx(0.15), pytest.approx(0.2)]
+    assert gaps(ours, theirs) == [None, pytest.approx(0.1), pytest.approx(0.4)]
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
