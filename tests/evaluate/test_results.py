@@ -136,7 +136,7 @@ def test_the_digest_of_what_decides(tmp_path: Path) -> None:
     (copy / "generate" / "budget.py").write_text("")
     assert deciding(copy) == deciding()
     other = Path(shutil.copytree(copy, tmp_path / "b"))
-    (other / "rules" / "accept.py").write_text((copy / "rules" / "accept.py").read_text() + "1 + 1\n")
+    (other / "rules" / "draft.py").write_text((copy / "rules" / "draft.py").read_text() + "1 + 1\n")
     assert deciding(other) != deciding()
 
 
