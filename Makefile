@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CHECKED := rules draft bans cache fuzz losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: picture check mutants test test-space test-extras peers test-serving lint walkthrough docs clean
+.PHONY: picture check mutants test test-extras peers test-serving lint walkthrough docs clean
 
 # The picture of the README and of the embedded checkpoint's card; in float64, so that it is the same everywhere.
 picture: $(VENV)/.demo
@@ -24,9 +24,9 @@ test: $(VENV)/.dev
 mutants: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(ONLY)
 
-# What needs the other extras: quantized weights, the server, notebooks, TRL's trainers, a picture as PNG; and kernels compiled for four
-# GPUs.
-EXTRAS := quantized serve docs notebooks other_trainers picture compiled
+# What needs the other extras: quantized weights, the server, notebooks, the Space, TRL's trainers, a picture as PNG; and kernels
+# compiled for four GPUs.
+EXTRAS := quantized serve docs notebooks space other_trainers picture compiled
 
 test-extras: $(VENV)/.extras
 	$(PYTEST) -rs $(wildcard $(EXTRAS:%=tests/*/test_%.py))
@@ -48,10 +48,6 @@ $(PEERS)/.unpacked: constraints.txt
 	tar xzf $(PEERS)/peft-*.tar.gz --strip-components=1 -C $(PEERS)/peft
 	sed -i 's/\[1, 0, 1\]/[1, 1, 1]/' $(PEERS)/peft/tests/*.py
 	touch $@
-
-# The Space in headless Chromium; says why where there is none.
-test-space: $(VENV)/.extras
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/project/test_space.py
 
 # Of the plugin in SGLang, which runs on a CPU: an environment of its own, servers on loopback. 25 minutes on two cores.
 # ENGINE=0.5.22 tests with that version in place of the newest, by TESTS="test_matrix test_texts" with some of them only.
@@ -76,7 +72,7 @@ walkthrough: $(VENV)/bin/python
 	$(PYTHON) -m venv $(WALK)/venv
 	$(WALK)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		"$$(echo $(WALK)/*.whl)[train,serve]" openai
-	cd $(WALK)/empty && env -u PYTHONPATH ../venv/bin/python ../../../tests/walkthrough
+	cd $(WALK)/empty && env -u PYTHONPATH ../venv/bin/python ../../../tests/walkthrough.py
 
 # The pages of docs/ as a site, in build/site; a broken link is an error.
 docs: $(VENV)/.docs

@@ -15,10 +15,10 @@ from itertools import product
 from typing import Any
 
 from mrp_trainer.data.tasks import FAMILIES
-from mrp_trainer.doctor.roofline import PUBLISHED, Counts, Device, Shape, round_seconds
 from mrp_trainer.publish.card import markdown_table
 
 from .common import RESULTS, parser_of
+from .roofline import PUBLISHED, Counts, Device, Shape, round_seconds
 
 # Bandwidth of the H200 as measured with a large copy, the others and all peaks (dense bf16) as their makers give them.
 DEVICES = {

@@ -44,17 +44,9 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[HubServer]:
-    """A Hub on loopback, where Alice (token hf_alice) writes to alice/ and org/."""
-    with HubServer() as server:
-        server.add_user("alice", token="hf_alice", organizations=["org"])
+    """A Hub on loopback, which this process uses as Alice."""
+    with HubServer() as server, using(server, tmp_path):
         yield server
-
-
-@pytest.fixture
-def as_alice(hub: HubServer, tmp_path: Path) -> Iterator[HubServer]:
-    """The Hub on loopback, which this process uses as Alice."""
-    with using(hub, tmp_path, "hf_alice"):
-        yield hub
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -125,22 +126,11 @@ def heavyball_tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], shards: int = 1) -> Path:
-    """A checkpoint folder; with several shards every one holds every n-th tensor."""
+    """A checkpoint folder of at least so many shards."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    if shards == 1:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        return folder
-    weight_map = {}
-    for index in range(shards):
-        name = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
-        part = dict(list(tensors.items())[index::shards])
-        save_file(part, folder / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, name)
     size = sum(tensor.nbytes for tensor in tensors.values())
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map})
-    )
+    save_torch_state_dict(tensors, folder, max_shard_size=size // shards + 1)
     return folder
 
 
@@ -215,27 +205,3 @@ def residual(tensors: dict[str, Tensor], ids: list[int], hidden: Tensor) -> Tens
     for index in range(HEAD_LAYERS):
         x = layer(tensors, f"{HEAD}.layers.{index}", x)
     return norm(x, tensors[f"{HEAD}.norm.weight"])
-
-
-def reveal_surest(tensors: dict[str, Tensor], ids: list[int], hidden: Tensor) -> None:
-    """Puts the most confident token of all masked positions in its place; the mask itself is never picked."""
-    logits = hidden @ tensors["lm_head.weight"].T
-    logits[:, MASK] = -torch.inf
-    confidence, token = logits.softmax(-1).max(-1)
-    position = max((i for i in range(len(ids)) if ids[i] == MASK), key=lambda i: confidence[i].item())
-    ids[position] = int(token[position])
-
-
-def decode(tensors: dict[str, Tensor], prompt: list[int], new: int, head_steps: int = 0) -> list[int]:
-    """`static`, one token a step, and after each step `head_steps` unverified reveals of the head (`mrp_direct`)."""
-    ids = list(prompt)
-    while len(ids) < len(prompt) + new:
-        ids += [MASK] * (BLOCK - len(ids) % BLOCK)
-        while MASK in ids:
-            accumulated = hidden_states(tensors, ids)
-            reveal_surest(tensors, ids, accumulated)
-            for _ in range(head_steps):
-                if MASK in ids:
-                    accumulated = accumulated + residual(tensors, ids, accumulated)
-                    reveal_surest(tensors, ids, accumulated)
-    return ids[len(prompt) : len(prompt) + new]

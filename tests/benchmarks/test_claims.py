@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from conftest import ROOT
 from mrp_trainer.data.tasks import FAMILIES
-from mrp_trainer.doctor.roofline import PUBLISHED, masks_per_state
 
 from benchmarks import cost_model, tables
 from benchmarks.frontier import DRAFTERS, JUDGED, TAUS, setting_name
+from benchmarks.roofline import PUBLISHED, masks_per_state
 from benchmarks.targets import TARGETS
 from modeling_mrp.networks.picker import SHORTLIST
 

@@ -3,7 +3,12 @@
 import pytest
 import torch
 from conftest import ROOT, make_model
-from mrp_trainer.doctor.roofline import (
+from mrp_trainer.evaluate import cost
+
+from benchmarks import tables
+from benchmarks.cost_model import counts_at
+from benchmarks.roofline import (
+    PUBLISHED,
     Counts,
     Shape,
     Work,
@@ -11,28 +16,23 @@ from mrp_trainer.doctor.roofline import (
     decoder_layers,
     head_forward,
 )
-from mrp_trainer.evaluate import cost
-
-from benchmarks.cost_model import counts_at
 from modeling_mrp import MRPConfig, MRPForCausalLM
 
 # One layer of everything, so that sums can be done in the head: q and o 8 x 4, k and v 4 x 4 each, an MLP of 3 x 4 x 6.
 SMALL = Shape("small", 4, 6, 1, 2, 1, 4, 10, 2, 1)
 
 
-@pytest.mark.parametrize(("size", "parameters"), [("1.7b", None), ("4b", 4_727_331_584), ("8b", None)])
-def test_parameters_are_those_of_the_model(size: str, parameters: int | None) -> None:
-    folder = ROOT / "hub_configs" / f"sdar-{size}-mrp"
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_parameters_are_those_of_the_model(size: str) -> None:
     with torch.device("meta"):
-        model = MRPForCausalLM(MRPConfig.from_pretrained(folder))
-    shape = Shape.of(size.upper(), model.config)
-    assert shape.name == size.upper()
+        model = MRPForCausalLM(MRPConfig.from_pretrained(ROOT / "hub_configs" / f"sdar-{size.lower()}-mrp"))
+    shape = Shape.of(size, model.config)
+    assert shape == PUBLISHED[size]
     assert shape.backbone == sum(p.numel() for p in model.model.parameters()) - model.model.embed_tokens.weight.numel()
     assert model.mrp_head is not None
     assert shape.head == sum(p.numel() for p in model.mrp_head.parameters())
     assert shape.vocabulary == model.lm_head.weight.numel()
-    assert shape.parameters == sum(p.numel() for p in model.parameters())
-    assert parameters is None or shape.parameters == parameters
+    assert size != "4B" or sum(p.numel() for p in model.parameters()) == 4_727_331_584
 
 
 def test_a_layer_by_hand() -> None:
@@ -77,6 +77,7 @@ def test_head_share_counts_the_rows_that_picks_read() -> None:
     shape = Shape.of("small", model.config)
     assert shape.head_share() == pytest.approx((head + 64 * 32) / (layers + 64 * 32))
     assert shape.head_share() - shape.head_share(4) == pytest.approx(60 * 32 / (layers + 64 * 32))
+    assert pytest.approx({name: one.head_share() for name, one in PUBLISHED.items()}, abs=1e-8) == cost.HEAD_SHARES
 
 
 def test_tokens_per_unit_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +87,7 @@ def test_tokens_per_unit_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cost.charged(line) == {**line, "tokens_per_unit": 1.6, "tokens_per_unit_95": [1.2, 2.0]}
     assert cost.charged({"tokens_per_forward": 2.0})["tokens_per_unit"] is None
     stale = {"tokens_per_forward": 1.6, "head_per_token": 0.0}
-    assert cost.break_even(line, stale) == pytest.approx(0.25)
+    assert tables.affordable(line, stale) == pytest.approx(0.25)
     assert cost.charged(stale)["tokens_per_unit"] == 1.6
-    assert [cost.charged_as(size) for size in (2048, 2560, 4096, 128, None)] == ["1.7B", "4B", "8B", "4B", "4B"]
+    assert [cost.charged_as(shape.hidden_size) for shape in PUBLISHED.values()] == [*PUBLISHED]
+    assert cost.charged_as(128) == cost.charged_as(None) == "4B"

@@ -15,7 +15,7 @@ from helpers import word_model
 from mrp_trainer import cli
 from mrp_trainer.evaluate import command as evaluate
 from mrp_trainer.evaluate.options import EvaluateOptions
-from mrp_trainer.evaluate.questions import JUDGES
+from mrp_trainer.evaluate.problem_sets import JUDGES
 from mrp_trainer.heads import NEW_HEADS
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.options import RunOptions, TrainCommand
@@ -123,25 +123,13 @@ def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTr
 def test_evaluate_takes_several_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[EvaluateOptions] = []
     monkeypatch.setattr(evaluate, "evaluate", seen.append)
-    shared = ["--model", str(TINY), "--count", "3", "--limit", "2"]
+    shared = ["--model", str(TINY), "--count", "3"]
     one_by_one = ["--family", "math", "--family", "code", "--decoding", "static", "--decoding", "dynamic"]
     mrp("evaluate", *shared, *one_by_one, "--tau", "0.5", "--tau", "0.9", "--set", "seed=3", "--set", "top_k=0")
     modes = {"decoding": ["static", "dynamic"], "tau": [0.5, 0.9], "set": ["seed=3", "top_k=0"]}
-    assert seen[0] == EvaluateOptions(model=str(TINY), count=3, limit=2, family=["math", "code"], **modes)
+    assert seen[0] == EvaluateOptions(model=str(TINY), count=3, family=["math", "code"], **modes)
     mrp("evaluate", "--model", str(TINY))
     assert seen[1] == EvaluateOptions(model=str(TINY))
-
-
-def test_a_dry_run_prints_parameters_and_memory(tmp_path: Path) -> None:
-    arguments = ["train", "head", "--model", str(TINY), "--output-dir", str(tmp_path / "o"), "--dry-run"]
-    shown = mrp(*arguments, "--head-layers", "1", "--batch-size", "2")
-    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 320 + 2 * 128 + 2 * 32
-    backbone, head = 2 * 1280 * 128 + 4 * layer + 128, layer + 2 * 128 * 128 + 3 * 128
-    assert f"parameters: {backbone + head:,}, of which {head:,} train" in shown
-    for word in ("weights: ", "gradients: ", "optimizer: ", "in all: ", "FSDP divides it all"):
-        assert word in shown
-    assert "rows per step: 2\n" in shown
-    assert not (tmp_path / "o").exists()
 
 
 def test_tasks(tmp_path: Path) -> None:

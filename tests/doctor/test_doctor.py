@@ -10,12 +10,10 @@ from commands import mrp
 from conftest import ROOT, make_model
 from faults import KERNELS, Stale, broken
 from mrp_trainer import cli
-from mrp_trainer.doctor import page, rounds, texts
+from mrp_trainer.doctor import checks, page, rounds
+from mrp_trainer.doctor.checks import PUBLISHED, Check, gaps, published_config, random_model
 from mrp_trainer.doctor.options import DoctorOptions
-from mrp_trainer.doctor.report import Check
-from mrp_trainer.doctor.roofline import PUBLISHED, Shape
 from mrp_trainer.doctor.rounds import Timed, proposed
-from mrp_trainer.doctor.texts import gaps, published_config, random_model
 from tape import TapeRecorder, tapes
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -33,14 +31,13 @@ __all__ = ["tapes"]  # a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities
 interpreted = pytest.mark.skipif(triton is None or torch.cuda.is_available(), reason="needs triton's interpreter")
-CPU = torch.device("cpu")
 LITTLE = ["--states", "1", "--states", "3", "--batch", "2", "--turns", "1"]
 DRAFTS = [f"drafts of {target} by {mode}" for target in TARGETS for mode in ("mrp_spec", "self_spec")]
 
 
 @pytest.fixture(autouse=True)
 def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "TOKENS", 14)
+    monkeypatch.setattr(checks, "TOKENS", 14)
     monkeypatch.setattr(rounds, "TOKENS", 14)
     monkeypatch.setattr(rounds, "SHORT", 4)
 
@@ -82,7 +79,13 @@ def test_the_page(folder: Path) -> None:
     assert shown.strip().endswith(f"All {2 + len(KERNELS) + len(DRAFTS)} checks passed.")
 
 
-def test_a_check_that_failed_is_the_status(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_failed_or_was_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed is the status; without a GPU and an interpreter kernels are left out."""
+    monkeypatch.setattr(dispatch, "_unusable", lambda *_, **__: "no")
+    if triton is not None:
+        monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    found = list(page.check_kernels(make_model()))
+    assert [(check.name, check.ok) for check in found] == [(f"kernel {name}", None) for name in KERNELS]
     monkeypatch.setattr(page, "check_kernels", lambda *_: [Check("kernel pick", False, 0.5, "of 0.1")])
     result = CliRunner().invoke(cli.app, ["doctor", "--model", str(folder), *LITTLE])
     assert result.exit_code == 1
@@ -138,25 +141,23 @@ def test_a_head_that_is_not_finite_is_named(folder: Path, tmp_path: Path, monkey
     assert all(found[name].ok for name in DRAFTS if name.endswith("self_spec"))
 
 
-def test_on_a_cpu_without_an_interpreter_kernels_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_unusable", lambda *_, **__: "no")
-    if triton is not None:
-        monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    found = list(page.check_kernels(make_model()))
-    assert [(check.name, check.ok) for check in found] == [(f"kernel {name}", None) for name in KERNELS]
-
-
 def test_random_weights_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the weights make says nothing about drafts, so that no width is proposed; the times say from where one pays."""
+    """Built without an initialisation that walks the weights, no tensor is left as the memory was. What they make says nothing
+    about drafts, so that no width is proposed; the times say from where one pays."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    layers = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
-    small = MRPConfig(**sizes, **layers, vocab_size=90, mask_token_id=89, block_size=4, pad_token_id=1, eos_token_id=None)
+    sizes |= {"num_hidden_layers": 1, "num_nextn_predict_layers": 1, "vocab_size": 200, "mask_token_id": 199, "block_size": 4}
+    small = MRPConfig(**sizes, rope_parameters=published_config("4B").rope_parameters, pad_token_id=1, eos_token_id=None)
+    model, again = (random_model(small, torch.bfloat16, torch.device("cpu")) for _ in range(2))
+    for (name, parameter), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, other)
+        assert (parameter == 1).all() if "norm" in name else 0.01 < parameter.float().std() < 0.03
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, 1e6 ** -(torch.arange(0, 16, 2) / 16))
     monkeypatch.setattr(page, "published_config", lambda size: small)
     monkeypatch.setattr(page, "check_kernels", lambda *_: [])
     report = page.examine(DoctorOptions(random="4b", states=[1, 2], batch=[1], prefix=8, turns=1))
     assert report.failed == []
-    assert report.machine["model"].startswith("random weights of 4B: 1 layers of 32, vocabulary 90")
-    assert report.proposed == {}
+    assert report.machine["model"].startswith("random weights of 4B: 1 layers of 32, vocabulary 200")
     rows = [line.split(" | ") for line in report.page().splitlines() if line.startswith("| 1 | ")]
     assert [row[1] for row in rows] == ["1", "2"]
     first, second = report.rounds
@@ -164,52 +165,40 @@ def test_random_weights_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "num_draft_states" not in report.page()
 
 
-def test_an_unknown_shape_is_refused() -> None:
-    assert "--random 5B: choose one of 1.7B, 4B, 8B" in mrp("doctor", "--random", "5B", fails=True)
-
-
 def test_the_width_that_is_proposed() -> None:
     timed = [Timed(1, 1, 1.0, 1.0, 90.0), Timed(1, 4, 1.2, 2.5, 200.0), Timed(4, 1, 1.0, 1.0, 300.0)]
     assert proposed([*timed, Timed(4, 4, 3.0, 2.5, 250.0)]) == {1: 4, 4: 1}
+    assert "--random 5B: choose one of 1.7B, 4B, 8B" in mrp("doctor", "--random", "5B", fails=True)
 
 
-def outputs(tokens: list[list[int]], logprobs: list[list[float]], steps: list[list[int]] | None = None) -> MRPGenerateOutput:
-    """Of a prompt of two tokens; 0 is padding. By default each row reveals all in its first step."""
+def outputs(tokens: list[list[int]], logprobs: list[list[float]]) -> MRPGenerateOutput:
+    """Of a prompt of two tokens; 0 is padding. A step reveals the first token, another one the rest."""
     ids = torch.tensor(tokens)
-    revealed = torch.where(ids == 0, -1, 0 if steps is None else torch.tensor(steps))
     whole = torch.cat([torch.full((len(ids), 2), 9), ids], 1)
-    return MRPGenerateOutput(sequences=whole, reveal_step=revealed, token_logprobs=torch.tensor(logprobs))
+    return MRPGenerateOutput(
+        sequences=whole, reveal_step=torch.where(ids == 0, -1, torch.tensor([0, 1, 1])), token_logprobs=torch.tensor(logprobs)
+    )
 
 
 def test_gaps_by_hand() -> None:
-    """A text of two tokens ends after one in the other's, which has three. Means of what its one step reveals: -0.5 and
-    -1.95 / 3 = -0.65."""
-    ours = outputs([[3, 4, 0], [5, 6, 0]], [[-0.5] * 3, [-0.25, -0.75, 0.0]])
-    theirs = outputs([[3, 4, 0], [5, 7, 8]], [[-0.5] * 3, [-0.25, -0.7, -1.0]])
-    same, differs = gaps(ours, theirs)
-    assert same is None
-    assert differs == pytest.approx(0.15)
+    """A text of two tokens ends before one of three: means of what the step reveals are -0.75 and -1.7 / 2 = -0.85. In the last
+    one token is another: -0.5 and -0.1."""
+    ours = outputs([[3, 4, 0], [5, 6, 0], [5, 6, 0]], [[-0.5] * 3, [-0.25, -0.75, 0.0], [-0.5, -0.5, 0.0]])
+    theirs = outputs([[3, 4, 0], [5, 7, 8], [5, 7, 0]], [[-0.5] * 3, [-0.25, -0.7, -1.0], [-0.5, -0.1, 0.0]])
+    assert gaps(ours, theirs) == [None, pytest.approx(0.1), pytest.approx(0.4)]
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_a_published_shape_is_that_of_its_config(size: str) -> None:
-    theirs = MRPConfig.from_pretrained(ROOT / "hub_configs" / f"sdar-{size.lower()}-mrp")
-    ours = published_config(size.lower())
-    assert Shape.of(size, theirs) == Shape.of(size, ours) == PUBLISHED[size]
-    assert (ours.rope_parameters, ours.mask_token_id) == (theirs.rope_parameters, theirs.mask_token_id)
-
-
-def test_a_random_model_is_whole() -> None:
-    """Built without an initialisation that walks the weights: no tensor is left as the memory was."""
-    rope = published_config("1.7B").rope_parameters
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    ids = {"vocab_size": 200, "mask_token_id": 199, "pad_token_id": 0}
-    config = MRPConfig(**small, **ids, num_hidden_layers=2, num_nextn_predict_layers=1, rope_parameters=rope)
-    model, again = (random_model(config, torch.bfloat16, CPU) for _ in range(2))
-    for (name, parameter), other in zip(model.named_parameters(), again.parameters(), strict=True):
-        assert parameter.dtype == torch.bfloat16
-        assert torch.equal(parameter, other)
-        assert (parameter == 1).all() if "norm" in name else 0.01 < parameter.float().std() < 0.03
-    torch.testing.assert_close(model.model.rotary_emb.inv_freq, 1e6 ** -(torch.arange(0, 16, 2) / 16))
-    out = model.generate(torch.tensor([[1, 2, 3]]), decoding="mrp_spec", max_new_tokens=20)
-    assert out.shape == (1, 23)
+    theirs = MRPConfig.from_pretrained(ROOT / "hub_configs" / f"sdar-{size.lower()}-mrp").to_dict()
+    ours = published_config(size.lower()).to_dict()
+    of_text = {
+        "eos_token_id",
+        "bos_token_id",
+        "pad_token_id",
+        "architectures",
+        "dtype",
+        "transformers_version",
+        "_name_or_path",
+    }
+    assert {name: value for name, value in ours.items() if name not in of_text and theirs.get(name) != value} == {}

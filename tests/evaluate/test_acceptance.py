@@ -1,5 +1,6 @@
 """Drafts by depth, by hand; `test_fuzz.py` holds the counts themselves against the slow decoder."""
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -7,38 +8,16 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import PROMPTS, generate
-from mrp_trainer.evaluate.acceptance import (
-    acceptance_by_depth,
-    mean_accepted_length,
-    measure_acceptance,
-)
+from mrp_trainer.evaluate.acceptance import acceptance_by_depth, mean_accepted_length, measure_acceptance
 from mrp_trainer.evaluate.decoded import Decoded
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
 
 
-def made(**fields: Any) -> Decoded:
+def made(**given: Any) -> Decoded:
     """Two problems, of which only some fields matter."""
-    nothing: dict[str, Any] = {
-        "texts": ["", ""],
-        "ids": [[], []],
-        "right": [None, None],
-        "tokens_per_forward": 0.0,
-        "head_forwards_per_token": 0.0,
-        "seconds": 0.0,
-        "forwards": {},
-        "row_forwards": [0, 0],
-        "row_head_forwards": [0, 0],
-        "rounds": [0, 0],
-        "accepted": [0, 0],
-        "offered_at_depth": np.zeros((2, 0), int),
-        "accepted_at_depth": np.zeros((2, 0), int),
-    }
-    return Decoded(**{**nothing, **fields})
-
-
-# ------------------------------------------------------------------------------------------------ depth
+    return Decoded(**{**dict.fromkeys(one.name for one in fields(Decoded)), **given})
 
 
 def test_rates_by_hand() -> None:
@@ -56,10 +35,9 @@ def test_rates_by_hand() -> None:
     length = mean_accepted_length(decoded)
     assert length is not None
     assert (length.value, length.low, length.high) == (pytest.approx(22 / 12), 14 / 8, 2)
-    assert mean_accepted_length(made()) is None
-
-
-# ------------------------------------------------------------------------------------------------ while training
+    assert mean_accepted_length(made(rounds=[0, 0], accepted=[0, 0])) is None
+    decoded = made(ids=[[1] * 6, [1] * 2], row_forwards=[3, 1], row_head_forwards=[1, 3])
+    assert (decoded.tokens_per_forward, decoded.head_forwards_per_token) == (8 / 4, 4 / 8)
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +80,6 @@ def test_measuring_leaves_the_model_as_it_was(id_tokenizer: PreTrainedTokenizerF
     assert model.lm_head.weight.grad is not None
     with pytest.raises(ValueError, match="num_draft_states is 0"):
         measure_acceptance(model, id_tokenizer, PROMPTS, 12, num_draft_states=0)
-    assert [module.training for module in model.modules()] == modes
-
-
-def test_nothing_to_measure(drafter: MRPForCausalLM, id_tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match="no prompt to decode"):
-        measure_acceptance(drafter, id_tokenizer, [])
-    with pytest.raises(ValueError, match="head"):
-        measure_acceptance(make_model(num_nextn_predict_layers=0), id_tokenizer, PROMPTS)
+        measure_acceptance(model, id_tokenizer, [])
+    assert [module.training for module in model.modules()] == modes

@@ -9,9 +9,8 @@ import pytest
 import torch
 from conftest import TINY
 from mrp_trainer.data.tasks import problems
-from mrp_trainer.evaluate.command import family_set
 from mrp_trainer.evaluate.decoded import decode_prompts
-from mrp_trainer.evaluate.questions import JUDGES
+from mrp_trainer.evaluate.problem_sets import JUDGES, family_set
 
 from modeling_mrp import MRPForCausalLM
 
@@ -90,14 +89,8 @@ def test_lm_eval_scores_as_we_do(tasks: Path, tiny_model: MRPForCausalLM, tiny_t
 
     remote = HFLM(pretrained=str(TINY), trust_remote_code=True, device="cpu", batch_size=3)
     assert type(remote.model).__module__.startswith("transformers_modules")
-    ours = decode_prompts(
-        tiny_model,
-        tiny_tokenizer,
-        family_set("math", "heldout", COUNT, tiny_tokenizer).prompts,
-        None,
-        NEW_TOKENS,
-        decoding="sequential",
-    )
+    prompts = family_set("math", "heldout", tiny_tokenizer, COUNT).prompts
+    ours = decode_prompts(tiny_model, tiny_tokenizer, prompts, None, NEW_TOKENS, decoding="sequential")
     asked = [json.loads(line) for line in (tasks / "sums.jsonl").read_text().splitlines()]
     right = [JUDGES["last_number"](one["answer"], text) for one, text in zip(asked, ours.texts, strict=True)]
     assert 0 < sum(right) < COUNT

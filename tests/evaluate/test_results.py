@@ -1,15 +1,22 @@
-"""Files of results: complete lines only, and nobody else's file is touched."""
+"""Files of results: complete lines only, nobody else's file is touched, and lines of other weights or code are not taken."""
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from mrp_trainer.evaluate.provenance import digests, header
+from conftest import ROOT, make_model
+from mrp_trainer.evaluate import provenance
+from mrp_trainer.evaluate.provenance import deciding, digests
 from mrp_trainer.evaluate.results import ResultsFile
-from torch import nn
+
+import modeling_mrp
+from benchmarks import tables
+from benchmarks.common import embedded_weights, header, read_lines
 
 
 def test_a_cut_line_is_removed_and_the_others_stay(tmp_path: Path) -> None:
@@ -17,12 +24,12 @@ def test_a_cut_line_is_removed_and_the_others_stay(tmp_path: Path) -> None:
     results = ResultsFile(path, "asked")
     results.add({"asked": 1, "tau": 0.5, "value": 3})
     results.add({"asked": 1, "tau": 0.7, "value": 4})
-    whole = path.read_bytes()
-    for length in range(1, len(whole.split(b"\n")[1])):
-        path.write_bytes(whole[: whole.index(b"\n") + 1 + length])
+    first, second = path.read_bytes().splitlines(keepends=True)
+    for length in range(1, len(second)):
+        path.write_bytes(first + second[:length])
         again = ResultsFile(path, "asked")
         assert [line["value"] for line in again.lines] == [3]
-        assert path.read_bytes() == whole[: whole.index(b"\n") + 1]
+        assert path.read_bytes() == first
     again.add({"asked": 2, "tau": 0.7, "value": 5})
     assert [json.loads(line)["value"] for line in path.read_text().splitlines()] == [3, 5]
     assert again.find(asked=1, tau=0.5) == {"asked": 1, "tau": 0.5, "value": 3}
@@ -71,40 +78,102 @@ def test_what_is_there_is_measured_again_with_other_weights(tmp_path: Path, weig
     assert held == [OLD, *lines, *([{**OLD, **weights}] if again else []), *again]
 
 
-class Parts(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.model = nn.Linear(2, 2, dtype=dtype)
-        self.mrp_head = nn.Linear(2, 1, dtype=dtype)
+ALONE = {"family": "math", "mode": "self_spec", "tokens_per_forward": 2.0, "head_per_token": 0.0}
+DRAFTED = {**ALONE, "mode": "mrp_spec", "tokens_per_forward": 3.0, "head_per_token": 0.3}
+
+
+def write(path: Path, *lines: dict[str, Any], **said: Any) -> None:
+    """Lines of the embedded weights, or of what the header says, behind those that are there."""
+    first = {"benchmark": "sweep", **embedded_weights(), **said}
+    with path.open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in (first, *lines)))
+
+
+@pytest.mark.parametrize(
+    ("part", "whose", "lines"),
+    [
+        ("backbone", "that of sdar-tiny-mrp", [ALONE]),
+        ("head", "that of sdar-tiny-mrp", [ALONE, DRAFTED]),
+        ("deciding", "today's", [ALONE]),
+    ],
+)
+def test_lines_of_others_are_refused_until_they_are_measured_again(
+    tmp_path: Path, part: str, whose: str, lines: list[dict[str, Any]]
+) -> None:
+    """What no head took part in holds for another head. A line belongs to the nearest header before it, and lines of other
+    weights are left out where today's stand behind them."""
+    path = tmp_path / "tiny_sweep.jsonl"
+    write(path, *lines, **{part: "0123456789ab"}, options={"count": 200, "batch_size": [1, 8], "before": None})
+    today = {**embedded_weights(), "deciding": deciding()}[part]
+    what = "deciding code" if part == "deciding" else part
+    told = f"{path}: measured with the {what} 0123456789ab, and {whose} is {today}: "
+    told += f"measure again with `python -m benchmarks.sweep --count 200 --batch-size 1 8 > {path}`"
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+        read_lines(path)
+    write(path, DRAFTED, deciding=deciding())
+    assert read_lines(path) == [*([ALONE] if part == "head" else []), DRAFTED]
 
 
 def test_a_digest_changes_with_its_part_alone() -> None:
-    torch.manual_seed(0)
-    model = Parts()
+    model = make_model().float()
     before = digests(model)
     assert digests(model.to(torch.float64)) == before, "the same weights, computing in float64"
-    changes = (
-        ("head", model.mrp_head.bias),
-        ("backbone", model.model.weight),
-    )
-    for part, tensor in changes:
+    for part, tensor in (("head", model.mrp_head.norm.weight), ("backbone", model.lm_head.weight)):
         with torch.no_grad():
             tensor.view(-1)[0] += 1e-3
         after = digests(model)
         assert {name for name in after if after[name] != before[name]} == {part}
         before = after
-    model.model.weight = nn.Parameter(model.model.weight.reshape(1, 4))
-    assert digests(model)["backbone"] != before["backbone"], "of another shape"
-    del model.mrp_head
-    assert digests(model)["head"] is None
+    model.detach_head()
+    assert digests(model) == {**before, "head": None}
 
 
-def test_a_header_says_commit_and_weights() -> None:
-    torch.manual_seed(0)
-    model = Parts()
-    said = header("sweep", SimpleNamespace(model=str(Path(__file__).parents[2] / "hub_configs"), count=3), model)
-    assert {part: said[part] for part in ("backbone", "head")} == digests(model)
+def test_the_digest_of_what_decides(tmp_path: Path) -> None:
+    """A rule's code changes it; comments, docstrings and other modules do not."""
+    copy = Path(shutil.copytree(Path(modeling_mrp.__file__).parent, tmp_path / "a"))
+    reveal = copy / "rules" / "reveal.py"
+    reveal.write_text('"""Rules."""\n# of reveals\n' + reveal.read_text().split('"""', 2)[2])
+    (copy / "generate" / "budget.py").write_text("")
+    assert deciding(copy) == deciding()
+    other = Path(shutil.copytree(copy, tmp_path / "b"))
+    (other / "rules" / "draft.py").write_text((copy / "rules" / "draft.py").read_text() + "1 + 1\n")
+    assert deciding(other) != deciding()
+
+
+def test_a_header_says_commit_weights_and_options() -> None:
+    model = make_model()
+    said = provenance.header("sweep", SimpleNamespace(model=str(ROOT / "hub_configs"), count=3), model)
+    assert said.items() >= digests(model).items()
     assert said["options"] == {"model": "hub_configs", "count": 3}
-    assert {part: header("compiled", SimpleNamespace())[part] for part in ("backbone", "head")} == dict.fromkeys(digests(model))
-    checkout = (Path(__file__).parents[2] / ".git").exists()
+    assert provenance.header("compiled", SimpleNamespace())["backbone"] is None
+    checkout = (ROOT / ".git").exists()
     assert re.fullmatch(r"[0-9a-f]{7,}( with changes)?", said["commit"]) if checkout else said["commit"] is None
+
+
+def test_nothing_is_written_beside_the_results_while_the_code_has_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance, "commit", lambda: "0123abc with changes")
+    path = tmp_path / "benchmarks" / "results" / "new.jsonl"
+    path.parent.mkdir(parents=True)
+    (printed := tmp_path / "1").symlink_to(path)  # as of a shell's redirection
+    for write_there in (
+        lambda: header("soak", SimpleNamespace(output=path)),
+        lambda: header("host", SimpleNamespace(), printed=printed),
+        lambda: ResultsFile(path, "asked").begin(provenance.header("mrp evaluate", SimpleNamespace())),
+    ):
+        with pytest.raises(ValueError, match="the code has changes that no commit holds: commit them first, or name another"):
+            write_there()
+    assert header("soak", SimpleNamespace(output=tmp_path / "new.jsonl"))["deciding"] == deciding()
+    monkeypatch.setattr(provenance, "commit", lambda: "0123abc")
+    assert header("soak", SimpleNamespace(output=path))["commit"] == "0123abc"
+
+
+def test_every_committed_result_says_what_it_measured() -> None:
+    """Also those that no table shows; training logs are none."""
+    for path in sorted(tables.RESULTS.glob("*.jsonl")):
+        if not path.stem.endswith("_log"):
+            assert read_lines(path, embedded=path.stem != "tiny_lists"), path
+            first = json.loads(path.read_text().splitlines()[0])
+            assert first["commit"], path
+            assert "deciding" not in first or "with changes" not in first["commit"], path

@@ -2,8 +2,11 @@
 
 import re
 import sys
+import unicodedata
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
@@ -15,10 +18,9 @@ from mrp_trainer import cli
 from mrp_trainer.picture import Decode, draw, read_decode, show
 from mrp_trainer.picture.facts import Forward, Token, token_texts
 from mrp_trainer.picture.options import ShowOptions
-from mrp_trainer.picture.style import HOLD, colour, plain
+from mrp_trainer.picture.svg import HOLD, _pieces, colour
 from mrp_trainer.picture.text import visible
 from mrp_trainer.publish.folder import PICTURE
-from rich.cells import cell_len
 from typer.testing import CliRunner
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -69,37 +71,23 @@ def test_facts_by_hand() -> None:
     assert found.tokens_per_forward == pytest.approx(4 / 3)
 
 
-@pytest.mark.parametrize(
-    ("text", "texts"),
-    [
-        ("aé", ["a", "", "é"]),
-        ("🦙b", ["", "", "", "🦙", "b"]),
-        (b"\xf0\x9f", ["\ufffd", "\ufffd"]),  # cut short
-        (b"\xff" * 9, ["\ufffd"] * 9),  # no character begins so
-    ],
-)
-def test_a_character_of_several_tokens_stands_at_the_last(text: str | bytes, texts: list[str]) -> None:
-    assert token_texts(list(text.encode() if isinstance(text, str) else text), Bytes()) == texts
+def test_a_character_of_several_tokens_stands_at_the_last() -> None:
+    """Also one that is cut short, and bytes with which none begins."""
+    for text, texts in (
+        ("aé🦙b".encode(), ["a", "", "é", "", "", "", "🦙", "b"]),
+        (b"\xf0\x9f", ["\ufffd"] * 2),
+        (b"\xff" * 9, ["\ufffd"] * 9),
+    ):
+        assert token_texts(list(text), Bytes()) == texts
 
 
-@pytest.mark.parametrize(
-    ("text", "shown", "wide"),
-    [
-        ("a b", "a b", 3),
-        ("\n", "↵\n", None),
-        ("a\r\nb", "a↵\nb", None),
-        ("\t\r\x00\x1b\x7f", "⇥␍␀␛␡", 5),
-        ("\x85\u200b\u202e\u2028", "⟨85⟩⟨200B⟩⟨202E⟩⟨2028⟩", 4 + 6 + 6 + 6),
-        ("\ud800\uffff\U000e0041", "⟨D800⟩⟨FFFF⟩⟨E0041⟩", 6 + 6 + 7),
-        ("漢字", "漢字", 4),
-        ("🦙", "🦙", 2),
-        ("e\u0301", "e\u0301", 1),
-    ],
-)
-def test_everything_is_visible(text: str, shown: str, wide: int | None) -> None:
-    assert visible(text) == shown
-    if wide is not None:
-        assert cell_len(shown) == wide
+def test_everything_is_visible() -> None:
+    """Of every kind of character: one that is drawn is left as it is, the others are told by their code points."""
+    assert visible("a b\t漢🦙e\u0301\r\n\x1b") == "a b⇥漢🦙e\u0301↵\n⟨1B⟩"
+    unseen = ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
+    for character in {unicodedata.category(chr(code)): chr(code) for code in range(14, sys.maxunicode)}.values():
+        shown = f"⟨{ord(character):X}⟩" if unicodedata.category(character) in unseen else character
+        assert visible(character) == shown
 
 
 @pytest.mark.parametrize("animated", [False, True])
@@ -123,19 +111,40 @@ def test_a_picture_is_whole_in_itself(animated: bool) -> None:
 
 def test_every_forward_has_its_moment_and_colour() -> None:
     svg = draw(drawn(), animated=True).svg
-    name = ElementTree.fromstring(svg).attrib["id"]
-    assert sorted(set(re.findall(rf"@keyframes {name}-(\w+)", svg))) == ["f1", "f2", "f3", "head", "s3"]
-    tokens = ElementTree.fromstring(svg).findall(f".//{SVG}g[@class]")
-    painted = {one.attrib["class"]: one.attrib.get("style") for one in tokens if one.attrib["class"].startswith("token")}
-    assert painted == {
-        "token f1": f"color:{colour(0)}",
-        "token f2": f"color:{colour(0.5)}",
-        "token f3": f"color:{colour(1)}",
-        "token": None,
-    }
+    root = ElementTree.fromstring(svg)
+    assert sorted(set(re.findall(rf"@keyframes {root.attrib['id']}-(\w+)", svg))) == ["f1", "f2", "f3"]
+    painted = {one.attrib["class"]: one.attrib["style"] for one in root.iterfind(f".//{SVG}g[@class]")}
+    colours = {f"f{number}": f"color:{colour((number - 1) / 2)}" for number in (1, 2, 3)}
+    for kind in ("token", "bar"):
+        assert {name: painted[f"{kind} {name}"] for name in colours} == colours
     assert "prefers-reduced-motion:no-preference" in svg
-    whole, begun = map(float, re.findall(r"-head ([\d.]+)s -([\d.]+)s infinite", svg)[0])
+    whole, begun = map(float, re.findall(r"-f3 ([\d.]+)s -([\d.]+)s infinite", svg)[0])
     assert whole - HOLD < begun < whole, "at time 0 all forwards have been"
+
+
+def test_bars_by_hand() -> None:
+    """Five pixels for each token or draft: what a forward revealed above the line, accepted drafts on top, refused below."""
+    groups = ElementTree.fromstring(draw(drawn()).svg).iterfind(f".//{SVG}g[@class]")
+    bars = [one.findall(f"{SVG}rect") for one in groups if one.attrib["class"].startswith("bar")]
+    assert [[(one.attrib["class"], one.attrib["y"], one.attrib["height"]) for one in bar] for bar in bars] == [
+        [("own", "-5", "5")],
+        [("own", "-5", "5"), ("draft", "-10", "5"), ("refused", "3", "10")],
+        [("own", "-5", "5"), ("refused", "3", "5")],
+    ]
+
+
+def test_a_text_is_laid_out_without_overlap() -> None:
+    """Random texts of narrow and wide characters: the boxes of a line stand beside each other, inside of the panel."""
+    random = Random(0)
+    for _ in range(20):
+        texts = ["".join(random.choices("ab 漢🦙\n\t", k=random.randint(1, 70))) for _ in range(12)]
+        tokens = tuple(Token(text, 1 + at, at) for at, text in enumerate(texts))
+        pieces, begins = _pieces(replace(drawn(), tokens=tokens, blocks=(4, 8)), 400.0)
+        assert "".join(piece.text for piece in pieces) == "".join(map(visible, texts)).replace("\n", "")
+        assert len(begins) == 2
+        for one, two in pairwise(pieces):
+            assert two.line > one.line or two.x >= one.x + one.width
+            assert 0 <= two.x <= 400 - two.width
 
 
 def test_a_png_without_what_draws_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,17 +155,14 @@ def test_a_png_without_what_draws_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_png_has_the_colours_of_the_forwards(tmp_path: Path) -> None:
-    """Nothing of it is left to variables, which what draws it does not know."""
     pytest.importorskip("cairosvg", reason="needs cairosvg: pip install -e '.[picture]'")
     image = pytest.importorskip("PIL.Image")
-    picture = draw(drawn(), prompt="What?")
-    assert "var(" not in plain(picture.svg)
+    picture = draw(drawn(), prompt="What?", animated=True)
     with image.open(picture.save(tmp_path / "a.png")) as opened:
-        width = float(ElementTree.fromstring(picture.svg).attrib["width"])
-        assert opened.size[0] == 2 * width
+        assert opened.size[0] == 2 * float(ElementTree.fromstring(picture.svg).attrib["width"])
         colours = {found for _, found in opened.convert("RGB").getcolors(1 << 20)}
-    page, panel = (255, 255, 255), (0xF6, 0xF8, 0xFA)
-    assert {page, panel} <= colours
+    panel = (0xF6, 0xF8, 0xFA)
+    assert {(255, 255, 255), panel} <= colours
     for place in (0, 0.5, 1):  # a bar of each forward's own, whose colour lies at .45 on the panel's
         own = tuple(int(colour(place)[at : at + 2], 16) for at in (1, 3, 5))
         mixed = [0.45 * one + 0.55 * other for one, other in zip(own, panel, strict=True)]
@@ -168,12 +174,10 @@ def test_a_png_has_the_colours_of_the_forwards(tmp_path: Path) -> None:
     [
         (lambda: read_decode(torch.zeros(1, 3), Bytes()), "output is a Tensor without stats.rounds: pass what generate"),
         (lambda: read_decode(output("a", [0], **ROUNDS), Bytes(), row=1), "row is 1: the output has the rows 0 to 0"),
-        (lambda: draw([]), "there are no decodes to draw"),
         (lambda: show({}, Bytes()), "there are no decodes to draw"),
         (lambda: draw(drawn()).save("a.gif"), "a.gif: a picture is an SVG or a PNG, give a name that ends in .svg or .png"),
         (lambda: ShowOptions(output="a.gif"), "a.gif: a picture is an SVG or a PNG"),
         (lambda: ShowOptions(output="a.png", animated=True), "a.png, and a .png does not move: name an .svg"),
-        (lambda: ShowOptions(set=["seed"]), "--set seed: write it as NAME=VALUE"),
     ],
 )
 def test_what_cannot_be_drawn(wrong: Any, message: str) -> None:

@@ -14,10 +14,6 @@ nbclient = pytest.importorskip("nbclient", reason="notebooks need nbclient and i
 pytest.importorskip("ipykernel", reason="notebooks need ipykernel: pip install -e '.[notebooks]'")
 import nbformat  # noqa: E402  # comes with nbclient
 
-BUDGET = """
-tokens = args.train_batch_size * args.gradient_accumulation_steps * args.max_length
-print(STEPS, "steps of", tokens, "tokens,", model.config.num_nextn_predict_layers, "head layers")
-"""
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 WIDGET = "application/vnd.jupyter.widget-view+json"  # a progress bar
 
@@ -32,11 +28,9 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def run(name: str, last: str = "") -> Any:
-    """The notebook with its outputs, and those of a last cell, run in a folder far from this checkout."""
+def run(name: str) -> Any:
+    """The notebook with its outputs, run in a folder far from this checkout."""
     notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
-    if last:
-        notebook.cells.append(nbformat.v4.new_code_cell(last))
     where = {"metadata": {"path": os.environ["TMPDIR"]}}
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where, record_timing=False).execute()
     return notebook
@@ -62,10 +56,6 @@ def printed(notebook: Any) -> str:
     return "".join(out["text"] for out in outputs if out.get("name") == "stdout")
 
 
-def test_there_are_two() -> None:
-    assert [path.name for path in NOTEBOOKS] == ["decode.ipynb", "train.ipynb"]
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_is_committed_was_run_from_first_to_last_and_tells_of_no_machine(path: Path) -> None:
     """``python tests/project/test_notebooks.py`` runs them, and writes their outputs into them."""
@@ -85,26 +75,18 @@ def test_decode_and_see() -> None:
     notebook = run("decode.ipynb")
     committed = nbformat.read(ROOT / "notebooks" / "decode.ipynb", as_version=4)
     assert (printed(notebook), pictures(notebook)) == (printed(committed), pictures(committed))
-    assert "2.46 tokens per forward, 1.00 without drafts\n19 of 53 drafts accepted\n" in printed(notebook)
-    shown = pictures(notebook)
-    assert shown[:2] == ["decode: 32 forwards", "static: 32 forwards; mrp_spec K=8: 13 forwards"]
-    assert len(shown) == 7
 
 
 @pytest.mark.usefixtures("quiet")
 def test_train_evaluate_and_push(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    for name, value in hub.environment(tmp_path, "hf_alice").items():
+    for name, value in hub.environment(tmp_path).items():
         if name.startswith(("HF_", "HUGGING")):
             monkeypatch.setenv(name, value)
     monkeypatch.setenv("MRP_NOTEBOOK_STEPS", "3")
     monkeypatch.setenv("MRP_NOTEBOOK_REPO", "alice/tiny-head")
-    notebook = run("train.ipynb", BUDGET)
+    notebook = run("train.ipynb")
     told = printed(notebook)
-    # What less than two minutes are for, on one core that is half another's: 45 s of it were measured.
-    steps, tokens, layers = map(int, re.findall(r"^(\d+) steps of (\d+) tokens, (\d+) head layers", told, re.MULTILINE)[0])
-    (chosen,) = re.findall(r'"MRP_NOTEBOOK_STEPS", "(\d+)"', (ROOT / "notebooks" / "train.ipynb").read_text().replace("\\", ""))
-    assert (steps, int(chosen) * tokens * layers) == (3, 120 * 512 * 1)
     for mode in ("static", "self_spec", "mrp_spec"):
         assert re.search(rf"^{mode} +\d\.\d\d tokens per forward, \d+ % right$", told, re.MULTILINE), mode
     assert len(pictures(notebook)) == 1

@@ -17,8 +17,6 @@ from mrp_trainer.embedded import located
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.trainer import MRPTrainer
 
-import modeling_mrp
-
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EMBEDDED = "mrp_trainer.sdar-tiny-mrp"  # a folder of files that no one imports
 # As a user types them, in an empty folder; the last is README's first snippet.
@@ -57,16 +55,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def test_top_level_names_are_the_projects_own() -> None:
+def test_every_package_is_installed_under_the_projects_own_names() -> None:
     """Another distribution installs a package called `trainer`: with both, each would overwrite the other's files."""
-    tools = PROJECT["tool"]["setuptools"]
-    assert {name.partition(".")[0] for name in tools["packages"]} == {"modeling_mrp", "mrp_trainer", "mrp_serving"}
-    for name in set(tools["packages"]) - {EMBEDDED}:
-        top, _, rest = name.partition(".")
-        assert (ROOT / tools["package-dir"][top] / rest.replace(".", "/") / "__init__.py").is_file(), name
-
-
-def test_every_package_is_installed() -> None:
     tools = PROJECT["tool"]["setuptools"]
     found = {
         ".".join((top, *path.parent.relative_to(ROOT / folder).parts))
@@ -75,13 +65,20 @@ def test_every_package_is_installed() -> None:
         for path in (ROOT / folder).rglob("__init__.py")
     }
     assert set(tools["packages"]) == found | {EMBEDDED}
+    assert {name.partition(".")[0] for name in found} == {"modeling_mrp", "mrp_trainer", "mrp_serving"}
 
 
 def test_the_small_checkpoint_is_in_the_wheel(installed: Path) -> None:
+    """And what else is no Python: templates, recipes, marks for type checkers."""
     held = installed / EMBEDDED.replace(".", "/")
     assert {path.relative_to(held) for path in held.rglob("*")} >= {
         path.relative_to(TINY) for path in TINY.rglob("*") if "__pycache__" not in path.parts
     }
+    for top, folder in PROJECT["tool"]["setuptools"]["package-dir"].items():
+        if top != EMBEDDED:
+            files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix not in (".pyc", ".py")]
+            assert [path for path in files if not (installed / top / path.relative_to(ROOT / folder)).is_file()] == []
+            assert (installed / top / "py.typed").is_file()
 
 
 def test_commands_find_it_from_any_folder_and_ask_nobody(installed: Path, hub: HubServer, tmp_path: Path) -> None:
@@ -89,7 +86,7 @@ def test_commands_find_it_from_any_folder_and_ask_nobody(installed: Path, hub: H
     empty = tmp_path / "empty"
     empty.mkdir()
     hub.commit("org/sdar-tiny-mrp", {"config.json": b"{}"})
-    environment = {**os.environ, **hub.environment(tmp_path, "hf_alice"), "PYTHONPATH": str(installed)}
+    environment = {**os.environ, **hub.environment(tmp_path), "PYTHONPATH": str(installed)}
     environment |= {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", COMMANDS], cwd=empty, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -108,14 +105,6 @@ def test_a_folder_of_that_name_is_meant_where_it_is(monkeypatch: pytest.MonkeyPa
     assert located("sdar-tiny-mrp") == "sdar-tiny-mrp"
 
 
-def test_type_checkers_read_what_is_installed() -> None:
-    tools = PROJECT["tool"]["setuptools"]
-    for top, folder in tools["package-dir"].items():
-        if top != EMBEDDED:
-            assert (ROOT / folder / "py.typed").is_file()
-            assert "py.typed" in tools["package-data"][top]
-
-
 def test_the_trainer_exports_its_classes_when_they_are_asked_for() -> None:
     assert mrp_trainer.MRPTrainer is MRPTrainer
     assert mrp_trainer.MRPTrainingArguments is MRPTrainingArguments
@@ -124,12 +113,3 @@ def test_the_trainer_exports_its_classes_when_they_are_asked_for() -> None:
     code = "import sys, mrp_trainer; print(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-def test_the_version_is_written_once() -> None:
-    """The distribution takes it from the package, without importing that."""
-    assert "version" not in PROJECT["project"]
-    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "modeling_mrp.__version__"}
-    assert modeling_mrp.__version__ == mrp_trainer.__version__ == "0.1.0"
-    expand = pytest.importorskip("setuptools.config.expand", reason="what builds the distribution is not installed")
-    assert expand.read_attr("modeling_mrp.__version__", PROJECT["tool"]["setuptools"]["package-dir"], ROOT) == "0.1.0"

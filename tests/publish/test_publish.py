@@ -13,15 +13,13 @@ from commands import main, mrp
 from conftest import make_model
 from helpers import hashes
 from hub_server import HubServer
-from huggingface_hub import ModelCard, snapshot_download
+from huggingface_hub import snapshot_download
 from mrp_trainer.publish import push
-from mrp_trainer.publish.card import is_users_card
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.code import AUTO_MAP, code_files
 
 PACKAGE = {name: text.encode() for name, text in code_files().items()}
@@ -53,11 +51,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: at / kind for kind in ("full", "shards", "head", "adapter")}
 
 
-@pytest.fixture
-def hub(as_alice: HubServer) -> HubServer:
-    return as_alice
-
-
 def titles(hub: HubServer, repo_id: str = REPO, revision: str = "main") -> list[str]:
     return [commit.title for commit in hub.repository(repo_id).history(revision)]
 
@@ -85,28 +78,22 @@ def test_a_full_model_arrives_whole_in_one_commit_and_private(hub: HubServer, fo
     assert hashes(folders["full"]) == before
 
 
-def test_a_loaded_model_pushes_itself_as_transformers_does(hub: HubServer, folders: dict[str, Path]) -> None:
-    """With our tags and the user's, to a branch or a pull request; `mrp push` replaces its card, and pushes heads."""
-    model: Any = MRPForCausalLM.from_pretrained(folders["full"])
-    model.push_to_hub(REPO, commit_message="My first", tags="mine", private=True)
-    assert model.push_to_hub(REPO, create_pr=True, max_shard_size="40KB").pr_url.endswith(f"/{REPO}/discussions/1")
-    assert titles(hub) == ["My first", "initial commit"]
-    assert titles(hub, revision="refs/pr/1")[0] == "Upload MRPForCausalLM"
-    assert code_of(hub.files(REPO)) == PACKAGE
-    assert hub.repository(REPO).private is True
-    card = hub.files(REPO)["README.md"].decode()
-    assert not is_users_card(card)
-    assert {"mrp", "speculative-decoding", "mine"} <= set(ModelCard(card).data.tags)
-
-
-def test_the_code_is_what_the_package_generates(hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_the_code_is_what_the_package_generates_and_what_is_not_declared_is_left_out(
+    hub: HubServer, folders: dict[str, Path], tmp_path: Path
+) -> None:
     """Whatever lies in the folder, and whatever its config names."""
     folder = shutil.copytree(folders["full"], tmp_path / "model")
     (folder / "modeling_mrp.py").write_text("from .rows_mrp import rows")
-    (folder / "rows_mrp.py").write_text("rows = 1")
     (folder / "configuration_mrp.py").unlink()
+    others = ["training_args.bin", "optimizer.pt", ".env", "rows_mrp.py", "model-00001-of-00002.safetensors", "checkpoint-5/x"]
+    for name in others:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"secret")
     fields(auto_map={"AutoModel": "org/evil--modeling_mrp.MRPForCausalLM"})(folder)
-    assert push(folder, REPO).left_out == ["rows_mrp.py"]
+    pushed = push(folder, REPO)
+    assert pushed.left_out == sorted(others)
+    assert f"left out: {', '.join(sorted(others))}" in str(pushed)
+    assert hub.files(REPO).keys() == {*USED, *PACKAGE, "README.md", ".gitattributes"}
     assert code_of(hub.files(REPO)) == PACKAGE
     assert json.loads(hub.files(REPO)["config.json"])["auto_map"] == AUTO_MAP
 
@@ -163,29 +150,27 @@ def test_the_command_names_another_base(hub: HubServer, folders: dict[str, Path]
     assert "run.yaml" not in files
 
 
-def test_a_name_without_an_owner_is_the_users(hub: HubServer, folders: dict[str, Path]) -> None:
-    """Which a dry run, that makes no connection, cannot know."""
-    dry = str(push(folders["full"], "mine", dry_run=True))
+def test_where_the_command_pushes(hub: HubServer, folders: dict[str, Path]) -> None:
+    """A name without an owner is one of the user's, which a dry run, that makes no connection, cannot know."""
+    full = str(folders["full"])
+    dry = mrp("push", full, "mine", "--dry-run")
     assert f"{(folders['full'] / 'model.safetensors').stat().st_size:>15,}  model.safetensors\n" in dry
-    assert dry.endswith("Dry run: nothing was sent.")
+    assert dry.endswith("Dry run: nothing was sent.\n")
     assert hub.requests == []
     assert mrp("push", str(folders["head"]), "my-head").startswith("an MRP head to alice/my-head\n")
     assert '"alice/my-head"' in hub.files("alice/my-head")["README.md"].decode()
-
-
-def test_the_command_pushes_and_copies(hub: HubServer, folders: dict[str, Path]) -> None:
-    mrp("push", str(folders["full"]), REPO, "--public", "--message", "From the shell")
-    mrp("push", snapshot_download(REPO), "alice/copy", "--branch", "b")
-    mrp("push", str(folders["head"]), "alice/other", "--base-model", "org/b", "--pull-request")
-    head = hub.files("alice/other", "refs/pr/1")["model.safetensors"]
-    assert head == (folders["head"] / "model.safetensors").read_bytes()
-    assert set(hub.files("alice/other")) == {".gitattributes"}
+    mrp("push", full, REPO, "--public", "--message", "From the shell")
     assert titles(hub) == ["From the shell", "initial commit"]
-    assert (hub.repository(REPO).private, hub.repository("alice/copy").private) == (False, True)
+    assert hub.repository(REPO).private is False
+    mrp("push", snapshot_download(REPO), "alice/copy", "--branch", "b")
     copy = hub.files("alice/copy", "b")
     assert copy["model.safetensors"] == hub.files(REPO)["model.safetensors"]
-    assert '"alice/copy"' in copy["README.md"].decode()
-    assert f'"{REPO}"' not in copy["README.md"].decode()
+    assert copy["README.md"].decode() == hub.files(REPO)["README.md"].decode().replace(REPO, "alice/copy").replace(
+        "# name", "# copy"
+    )
+    mrp("push", full, "alice/other", "--pull-request")
+    assert set(hub.files("alice/other")) == {".gitattributes"}
+    assert "model.safetensors" in hub.files("alice/other", "refs/pr/1")
 
 
 # What is refused
@@ -199,22 +184,14 @@ def fields(file: str = "config.json", **changed: Any) -> Callable[[Path], Any]:
     return lambda folder: (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changed))
 
 
-def renamed_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file({name.replace("model.norm", "renamed"): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (text("model.safetensors", "cut"), "model.safetensors is not a whole safetensors file"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors and no model.safetensors.index.json"),
         (lambda folder: shutil.rmtree(folder) or folder.mkdir(), "holds no checkpoint: give a folder"),
         (text("config.json", '{"model_type": "llama"}'), "holds a model of type 'llama': give a folder that save_pretrained"),
         (fields(head_dim=16), r"wrong shape: model.layers.0.self_attn.k_norm.weight is \[8\], needs \[16\]"),
         (fields(base_model_name_or_path="org/backbone"), "(?s)does not fit its config.*unexpected: lm_head.weight"),
-        (renamed_tensor, "(?s)missing: model.norm.weight.*unexpected: renamed"),
-        (text("generation_config.json", "[]"), r"generation_config\.json holds no JSON object"),
         (text("tokenizer.json", "{}"), "the tokenizer of '.*' cannot be loaded"),
         (text("tokenizer_config.json", '{"auto_map": "org/evil--t.T"}'), "takes code from .*org/evil--t.T"),
         (lambda folder: tokenizer(65).save_pretrained(folder), "has 65 tokens, and the model 64: publish the model's own"),
@@ -230,18 +207,6 @@ def test_a_folder_that_is_not_fit_is_refused_before_anything_is_sent(
         push(folder, REPO)
     assert hashes(folder) == before
     assert hub.requests == []
-
-
-def test_what_is_not_declared_is_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(folders["full"], tmp_path / "model")
-    others = ["training_args.bin", "optimizer.pt", ".env", "evil_mrp.py", "model-00001-of-00002.safetensors", "checkpoint-5/x"]
-    for name in others:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(b"secret")
-    plan = push(folder, REPO, dry_run=True)
-    assert plan.left_out == sorted(others)
-    assert not set(others) & set(plan.sizes)
-    assert f"left out: {', '.join(sorted(others))}" in str(plan)
 
 
 def test_the_command_says_what_is_wrong(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

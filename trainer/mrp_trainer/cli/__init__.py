@@ -22,6 +22,7 @@ from ..picture.options import ShowOptions
 from ..serve.options import ServeOptions
 from ..train.decode_options import DecodeOptions
 from ..train.options import RunOptions, TrainCommand, TrainerFlags
+from .options import CardOptions, PushOptions
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,7 +47,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the package's version.")
     ] = False,
 ) -> None:
-    """The options beside the commands."""
+    """Read the options beside the commands."""
 
 
 @train.command("head")
@@ -168,78 +169,45 @@ def tasks(
             typer.echo(f"wrote {len(lines)} records to {output}")
 
 
-_KIND, _TARGET, _CARD = "What is pushed", "Where to", "Card"
-Results = Annotated[
-    list[str] | None,
-    typer.Option(metavar="FILE", rich_help_panel=_CARD, help="Lines of mrp evaluate, for the card. Repeatable."),
-]
-About = Annotated[
-    str | None, typer.Option(metavar="FILE", rich_help_panel=_CARD, help="Markdown that tells of the checkpoint, for the card.")
-]
-
-
 @app.command()
-def push(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="What training saved.")],
-    repo_id: Annotated[str, typer.Argument(metavar="REPO", help="Repository: org/name, or a name among your own.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list files and sizes; no connection is made.")] = False,
-    base_model: Annotated[
-        str | None, typer.Option(metavar="ID", rich_help_panel=_KIND, help="Of a head or an adapter: its base on the Hub.")
-    ] = None,
-    base_revision: Annotated[str | None, typer.Option(rich_help_panel=_KIND, help="The base's commit, branch or tag.")] = None,
-    public: Annotated[bool, typer.Option("--public", rich_help_panel=_TARGET, help="Create it public, not private.")] = False,
-    branch: Annotated[str | None, typer.Option(rich_help_panel=_TARGET, help="Push to this branch.")] = None,
-    pull_request: Annotated[
-        bool, typer.Option("--pull-request", rich_help_panel=_TARGET, help="Open a pull request, leave main alone.")
-    ] = False,
-    message: Annotated[str | None, typer.Option(rich_help_panel=_TARGET, help="The commit's title.")] = None,
-    new_card: Annotated[
-        bool, typer.Option("--new-card", rich_help_panel=_CARD, help="Render the card even where a person wrote one.")
-    ] = False,
-    results: Results = None,
-    about: About = None,
-) -> None:
-    """Push a full model, a head or an adapter to the Hub in one commit, private unless reported_errors."""
-    with reported_errors():
-        from ..publish.command import push as push_checkpoint
+@takes_flags(PushOptions, required=["folder", "repo_id"])
+def push(**given: Any) -> None:
+    """Push a full model, a head or an adapter to the Hub in one commit; a new repository is private unless --public."""
+    options = PushOptions(**given)
+    from ..publish.command import push as push_checkpoint
 
-        done = push_checkpoint(
-            located(folder),
-            repo_id,
-            base_model,
-            base_revision,
-            dry_run=dry_run,
-            private=not public,
-            revision=branch,
-            create_pr=pull_request,
-            commit_message=message,
-            new_card=new_card,
-            results=results or [],
-            about=about,
-        )
+    done = push_checkpoint(
+        located(options.folder),
+        options.repo_id,
+        options.base_model,
+        options.base_revision,
+        dry_run=options.dry_run,
+        private=not options.public,
+        revision=options.branch,
+        create_pr=options.pull_request,
+        commit_message=options.message,
+        new_card=options.new_card,
+        results=options.results,
+        about=options.about,
+    )
     typer.echo(done)
 
 
 @app.command()
-def card(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A checkpoint.")],
-    name: Annotated[str | None, typer.Option(show_default="the folder", help="Repository that the examples load.")] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", show_default="standard output", help="File to write.")] = None,
-    results: Results = None,
-    about: About = None,
-) -> None:
+@takes_flags(CardOptions, required=["folder"])
+def card(**given: Any) -> None:
     """Print the model card of a checkpoint, as a push would render it."""
-    with reported_errors():
-        from ..publish.command import card as rendered_card
+    options = CardOptions(**given)
+    from ..publish.command import card as rendered_card
 
-        text = rendered_card(located(folder), name, results or [], about)
-        if output is not None:
-            output.write_text(text, encoding="utf-8")
-    if output is None:
+    text = rendered_card(located(options.folder), options.name, options.results, options.about)
+    if options.output is None:
         typer.echo(text, nl=False)
+    else:
+        Path(options.output).write_text(text, encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script; `SystemExit` where a command fails."""
+    """Run the console script; `SystemExit` where a command fails."""
     if status := app(arguments, prog_name="mrp", standalone_mode=arguments is None):
         raise SystemExit(status)

@@ -3,32 +3,34 @@
 import copy
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp import __version__
-from modeling_mrp.kernels.dispatch import KERNEL_DTYPES, check_close, kernels_usable, relative_error, triton
-from modeling_mrp.kernels.pick import PICK
-from modeling_mrp.kernels.round_layers import ROTATED, ROUND_ATTENTION, SUM_AND_NORM
-from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.kernels.dispatch import triton
 
 from ..loading import load_model, load_tokenizer
 from ..publish.card import markdown_table
-from .kernels import compared, samples_of
+from .checks import (
+    Check,
+    check_drafts,
+    check_kernels,
+    check_ways,
+    check_weights,
+    checked,
+    inputs_of,
+    published_config,
+    random_model,
+)
 from .options import DoctorOptions
-from .report import Check
 from .rounds import Timed, proposed, time_rounds
-from .texts import check_drafts, check_ways, inputs_of, published_config, random_model
 
 # Rows of the texts that are compared, and the states of their rounds; parameters up to which a CPU compares in float64.
 ROWS, STATES, WIDENED = 3, 8, 500_000_000
-KERNELS = (PICK, ROUND_ATTENTION, SUM_AND_NORM, ROTATED)
 
 
 @dataclass
@@ -42,18 +44,18 @@ class Report:
         proposed: By batch, the K that made the most tokens a second; none where the weights are random.
     """
 
-    machine: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, str]
     checks: list[Check] = field(default_factory=list)
     rounds: list[Timed] = field(default_factory=list)
     proposed: dict[int, int] = field(default_factory=dict)
 
     @property
     def failed(self) -> list[str]:
-        """The checks that failed, by name."""
+        """Name the checks that failed."""
         return [check.name for check in self.checks if check.ok is False]
 
     def page(self) -> str:
-        """All of it as Markdown."""
+        """Write all of it as Markdown."""
         parts = ["# mrp doctor", markdown_table(["", ""], self.machine.items())]
         rows = [
             [check.name, check.verdict, "" if check.difference is None else f"{check.difference:.2g}", check.note]
@@ -95,35 +97,8 @@ def machine_of(device: torch.device) -> dict[str, str]:
     }
 
 
-def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
-    """Look for numbers that are not finite."""
-    for part in ("backbone", *["head"] * model.config.has_head):
-        named = [pair for pair in model.named_parameters() if pair[0].startswith("mrp_head.") == (part == "head")]
-        wrong = [name for name, weight in named if not weight.isfinite().all()]
-        note = f"not finite: {', '.join(wrong[:3])}" if wrong else f"{sum(weight.numel() for _, weight in named):,} numbers"
-        yield Check(f"weights of the {part}", not wrong, None, note)
-
-
-def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
-    """Compare each kernel with its PyTorch twin on samples as wide as the model."""
-    weight, config = model.lm_head.weight.detach(), model.config
-    like = weight if weight.dtype in KERNEL_DTYPES else weight.float()
-    if not (kernels_usable(like.device, like.dtype) or (triton is not None and triton.knobs.runtime.interpret)):
-        why = "an NVIDIA GPU, triton and 16 or 32 bits are needed, or on a CPU TRITON_INTERPRET=1"
-        yield from (Check(f"kernel {kernel.name}", None, None, why) for kernel in KERNELS)
-        return
-    for kernel, samples in samples_of(config, like).items():
-        try:
-            pairs = [pair for given in samples for pair in compared(kernel, given)]
-            for pair in pairs:
-                check_close("its results differ from PyTorch's", *pair)
-            yield Check(f"kernel {kernel.name}", True, max(relative_error(*pair) for pair in pairs))
-        except Exception as error:  # the others are checked all the same
-            yield Check.raised(f"kernel {kernel.name}", error)
-
-
-def examine(options: DoctorOptions, tell: Callable[[str], None] = lambda text: None) -> Report:
-    """Load the model, check it and time it.
+def examine(options: DoctorOptions) -> Report:
+    """Load the model, check it and time it; standard error says what comes.
 
     Raises:
         ValueError, OSError: as from loading a model.
@@ -132,11 +107,8 @@ def examine(options: DoctorOptions, tell: Callable[[str], None] = lambda text: N
     report = Report(machine_of(device))
     tokenizer: PreTrainedTokenizerBase | None = None
     if options.random is not None:
-        dtype = "float32" if device.type == "cpu" else "bfloat16"
-        name, dtype = (
-            f"random weights of {options.random.upper()}",
-            options.dtype if options.dtype not in (None, "auto") else dtype,
-        )
+        dtype = options.dtype if options.dtype not in (None, "auto") else "float32" if device.type == "cpu" else "bfloat16"
+        name = f"random weights of {options.random.upper()}"
         model = random_model(published_config(options.random), getattr(torch, dtype), device)
     else:
         name, model = options.model, load_model(options.model, options.dtype).to(device)
@@ -145,34 +117,35 @@ def examine(options: DoctorOptions, tell: Callable[[str], None] = lambda text: N
     layers = f"{shape.num_hidden_layers} layers of {shape.hidden_size}, vocabulary {shape.vocab_size}"
     report.machine["model"] = f"{name}: {layers}, blocks of {shape.block_size}, {str(model.dtype)[6:]}"
 
-    def gather(title: str, checks: Iterable[Check]) -> None:
-        tell(title)
+    def gather(checks: Iterable[Check]) -> None:
         for check in checks:
             report.checks.append(check)
-            tell(f"  {check.name}: {check.verdict.strip('*')}")
+            print(f"{check.name}: {check.verdict.strip('*')}", file=sys.stderr, flush=True)
 
-    gather("weights", check_weights(model))
-    gather("kernels", check_kernels(model))
-    inputs = inputs_of(model, tokenizer, ROWS, options.prefix)
-    gather("graphs", check_ways(model, inputs, STATES))
-    widened = device.type == "cpu" and model.num_parameters() <= WIDENED
-    gather("drafts", check_drafts(copy.deepcopy(model).double() if widened else model, inputs, STATES))
-    try:
+    def timed() -> Check:
         for batch in options.batch:
-            tell(f"rounds of {batch} rows")
-            inputs = inputs_of(model, tokenizer, batch, options.prefix)
-            report.rounds += time_rounds(model, inputs, options.states, options.turns)
-        report.proposed = proposed(report.rounds) if tokenizer is not None else {}
-    except Exception as error:  # what was checked is told all the same
-        report.checks.append(Check.raised("times", error))
+            report.rounds += time_rounds(
+                model, inputs_of(model, tokenizer, batch, options.prefix), options.states, options.turns
+            )
+        return Check("times", True)
+
+    gather(check_weights(model))
+    gather(check_kernels(model))
+    inputs = inputs_of(model, tokenizer, ROWS, options.prefix)
+    gather(check_ways(model, inputs, STATES))
+    widened = device.type == "cpu" and model.num_parameters() <= WIDENED
+    gather(check_drafts(copy.deepcopy(model).double() if widened else model, inputs, STATES))
+    if not (times := checked("times", timed)).ok:  # what was checked is printed all the same
+        gather([times])
+    report.proposed = proposed(report.rounds) if tokenizer is not None else {}
     return report
 
 
 def main(options: DoctorOptions) -> bool:
     """Print the page; return whether no check failed."""
-    report = examine(options, partial(print, file=sys.stderr, flush=True))
+    report = examine(options)
     print(report.page())
     return not report.failed
 
 
-__all__: list[Any] = ["Report", "examine", "main"]
+__all__ = ["Report", "examine", "main"]

@@ -4,7 +4,6 @@ Acceptance by depth: in a round the backbone's own reveals lead from a row's nex
 Draft k is accepted if they lead through k drafts. The chance of that, given that k - 1 were accepted, is counted over the
 rounds that had a k-th to offer: some state that was submitted (in this round or, in vain, in the one before) lies k denoising
 steps behind the row's next state and keeps everything that the (k - 1)-th accepted one shows.
-
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ def acceptance_by_depth(decoded: Decoded) -> list[tuple[int, Interval]]:
 
 
 def mean_accepted_length(decoded: Decoded) -> Interval | None:
-    """Denoising steps that a row takes in a round: the one that every round makes, and one for each accepted draft."""
+    """Give the denoising steps that a row takes in a round: the one that every round makes, and one for each accepted draft."""
     steps = [rounds + accepted for rounds, accepted in zip(decoded.rounds, decoded.accepted, strict=True)]
     return ratio_of_sums(steps, decoded.rounds)
 
@@ -44,7 +43,7 @@ def measure_acceptance(
     batch_size: int = 16,
     **options: Any,
 ) -> dict[str, float]:
-    """Really decodes a few prompts with `mrp_spec`, greedily, and says how far its drafts carry.
+    """Decode a few prompts with `mrp_spec`, greedily, and measure how far its drafts carry.
 
     For use while training: gradients are off, every module's train or eval mode is as before afterwards, and no random number
     is drawn. A row drafts as many states as `num_draft_states` says, or the checkpoint's config; 4 where that says `auto`.
@@ -65,17 +64,9 @@ def measure_acceptance(
         ValueError: without a prompt or a head, or for options that `generate` refuses.
     """
     own = getattr(model.generation_config, "num_draft_states", None)
-    options = {"num_draft_states": own if isinstance(own, int) else UNTIMED_STATES, **options}
+    asked = {"decoding": "mrp_spec", "do_sample": False, "num_draft_states": own if isinstance(own, int) else UNTIMED_STATES}
     with _in_eval_mode(model):
-        decoded = decode_prompts(
-            model,
-            tokenizer,
-            prompts,
-            None,
-            max_new_tokens,
-            batch_size,
-            **{"decoding": "mrp_spec", "do_sample": False, **options},
-        )
+        decoded = decode_prompts(model, tokenizer, prompts, None, max_new_tokens, batch_size, **{**asked, **options})
     offered, accepted = (at[:, :1].sum() for at in (decoded.offered_at_depth, decoded.accepted_at_depth))
     rounds = sum(decoded.rounds)
     return {
@@ -87,7 +78,7 @@ def measure_acceptance(
 
 @contextmanager
 def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Every module in eval mode, and each as it was afterwards: a trainer may keep a frozen part in eval mode."""
+    """Put every module in eval mode, and each as it was afterwards: a trainer may keep a frozen part in eval mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -97,8 +88,4 @@ def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-__all__ = [
-    "acceptance_by_depth",
-    "mean_accepted_length",
-    "measure_acceptance",
-]
+__all__ = ["acceptance_by_depth", "mean_accepted_length", "measure_acceptance"]

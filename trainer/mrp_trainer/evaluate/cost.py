@@ -7,41 +7,31 @@ and 16 % at 1.7B, 4B and 8B. A forward costs the same whatever its number of sta
 from collections.abc import Mapping
 from typing import Any
 
-from ..doctor.roofline import PUBLISHED
-
 CHARGED = "4B"
-HEAD_SHARES = {name: shape.head_share() for name, shape in PUBLISHED.items()}
+# As `Shape.head_share` of `benchmarks/roofline.py` counts them.
+HEAD_SHARES = {"1.7B": 0.273494760, "4B": 0.175231703, "8B": 0.163143550}
+_BY_HIDDEN_SIZE = {2048: "1.7B", 2560: "4B", 4096: "8B"}
 
 
 def charged_as(hidden_size: int | None) -> str:
     """Choose the published shape whose head cost is used for a model: the one of its `hidden_size`, else that of 4B."""
-    return next((name for name, shape in PUBLISHED.items() if shape.hidden_size == hidden_size), CHARGED)
-
-
-def charge(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
-    """Give the units that a line's decoding takes for each forward; None where it does not say how often the head ran."""
-    passes = line.get("head_per_token")
-    return None if passes is None else 1 + HEAD_SHARES[shape] * passes * line["tokens_per_forward"]
+    return _BY_HIDDEN_SIZE.get(hidden_size or 0, CHARGED)
 
 
 def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
     """Add `tokens_per_unit` to a measurement, a unit being a backbone forward with its head passes charged.
 
-    The interval of the tokens a forward is divided by the same units: the head's passes a forward hardly vary.
+    It is None where the line does not say how often the head ran. The interval of the tokens a forward is divided by the same
+    units: the head's passes a forward hardly vary.
     """
-    units = charge(line, shape)
-    speed, interval = line["tokens_per_forward"], line.get("tokens_per_forward_95")
-    added: dict[str, Any] = {"tokens_per_unit": None if units is None else speed / units}
-    if units is not None and interval is not None:
+    passes, speed, interval = line.get("head_per_token"), line["tokens_per_forward"], line.get("tokens_per_forward_95")
+    if passes is None:
+        return {**line, "tokens_per_unit": None}
+    units = 1 + HEAD_SHARES[shape] * passes * speed
+    added: dict[str, Any] = {"tokens_per_unit": speed / units}
+    if interval is not None:
         added["tokens_per_unit_95"] = [end / units for end in interval]
     return {**line, **added}
 
 
-def break_even(drafted: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Give the share of a forward that a head pass may cost at most for drafts to be no slower than those without a head; below
-    0 where they are slower at any cost."""
-    saved = 1 / other["tokens_per_forward"] - 1 / drafted["tokens_per_forward"]
-    return float(saved / drafted["head_per_token"])
-
-
-__all__ = ["CHARGED", "HEAD_SHARES", "break_even", "charge", "charged", "charged_as"]
+__all__ = ["CHARGED", "HEAD_SHARES", "charged", "charged_as"]

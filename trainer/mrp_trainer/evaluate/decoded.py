@@ -26,8 +26,6 @@ class Decoded:
         texts: The decoded answers.
         ids: The generated ids, padding removed.
         right: Whether the judge accepts each; None where there is no right answer.
-        tokens_per_forward: Generated tokens over backbone forwards, each row counting its own, all rows together.
-        head_forwards_per_token: The same for the head's forwards.
         seconds: Wall clock of decoding.
         forwards: Forwards of the batches by role, and drafts, accepted drafts and revoked reveals.
         row_forwards: Backbone forwards in which each problem took part.
@@ -41,8 +39,6 @@ class Decoded:
     texts: list[str]
     ids: list[list[int]]
     right: list[bool | None]
-    tokens_per_forward: float
-    head_forwards_per_token: float
     seconds: float
     forwards: dict[str, int]
     row_forwards: list[int]
@@ -54,30 +50,36 @@ class Decoded:
 
     @property
     def tokens(self) -> list[int]:
-        """Generated tokens of each problem."""
+        """Count the generated tokens of each problem."""
         return [len(ids) for ids in self.ids]
 
     @property
+    def tokens_per_forward(self) -> float:
+        """Divide generated tokens by backbone forwards, each row counting its own, all rows together."""
+        return sum(self.tokens) / sum(self.row_forwards)
+
+    @property
+    def head_forwards_per_token(self) -> float:
+        """Divide head forwards by generated tokens, all rows together."""
+        return sum(self.row_head_forwards) / sum(self.tokens)
+
+    @property
     def judged(self) -> list[bool]:
-        """The judgements there are."""
+        """List the judgements there are."""
         return [right for right in self.right if right is not None]
 
     @property
     def accuracy(self) -> float | None:
-        """Share of problems solved, in percent of those with a right answer; None if there are none."""
+        """Give the share of problems solved, in percent of those with a right answer; None if there are none."""
         return 100 * sum(self.judged) / len(self.judged) if self.judged else None
 
-    def identical(self, other: "Decoded") -> float:
-        """Share of outputs with the same tokens, in percent."""
-        return 100 * self.equal(other) / len(self.ids)
-
     def equal(self, other: "Decoded") -> int:
-        """How many outputs have the same tokens."""
+        """Count the outputs with the same tokens."""
         return sum(a == b for a, b in zip(self.ids, other.ids, strict=True))
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` of prompts of different length."""
+    """Pad prompts of different length: `input_ids` and `attention_mask`, [rows, length]."""
     width = max(map(len, rows))
     return {
         "input_ids": torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in rows]),
@@ -138,20 +140,18 @@ def decode_prompts(
         outs.append((out, inputs["input_ids"].shape[1]))
     seconds = time.perf_counter() - started
     ids = [row for out, width in outs for row in _texts(out, width)]
-    ends = _ends(model, tokenizer)
+    eos = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *([eos] if isinstance(eos, int) else eos or [])}
     texts = [tokenizer.decode([i for i in row if i not in ends]) for row in ids]
     stats = [out.stats for out, _ in outs]
     by_row = {
         name: [value for part in stats for value in getattr(part, name).tolist()]
         for name in ("row_forwards", "row_head_forwards", "accepted", "drafted", "revoked")
     }
-    tokens = sum(map(len, ids))
     return Decoded(
         texts=texts,
         ids=ids,
         right=judge_texts(texts) if judge_texts else [None] * len(texts),
-        tokens_per_forward=tokens / sum(by_row["row_forwards"]),
-        head_forwards_per_token=sum(by_row["row_head_forwards"]) / tokens,
         seconds=seconds,
         forwards={
             **{role: sum(part.forwards[role] for part in stats) for role in stats[0].forwards},
@@ -167,14 +167,8 @@ def decode_prompts(
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What rows are padded with; it is masked, so that any id serves."""
+    """Choose what rows are padded with; it is masked, so that any id serves."""
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-
-
-def _ends(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int | None]:
-    """Ids that are no part of an answer."""
-    eos = model.generation_config.eos_token_id
-    return {tokenizer.eos_token_id, tokenizer.pad_token_id, *([eos] if isinstance(eos, int) else eos or [])}
 
 
 def _texts(out: Any, width: int) -> list[list[int]]:

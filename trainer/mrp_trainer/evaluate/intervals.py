@@ -28,7 +28,7 @@ class Interval:
 
 
 def wilson(right: int, count: int, level: float = 0.95) -> Interval:
-    """The share `right` / `count` with Wilson's score interval.
+    """Give the share `right` / `count` with Wilson's score interval.
 
     Raises:
         ValueError: if there is nothing to count, or more right than there are.
@@ -43,7 +43,7 @@ def wilson(right: int, count: int, level: float = 0.95) -> Interval:
 
 
 def resampled_sums(columns: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Sums of per-problem counts over problems drawn with replacement.
+    """Sum per-problem counts over problems drawn with replacement.
 
     Args:
         columns: [problems, counts].
@@ -59,7 +59,7 @@ def resampled_sums(columns: np.ndarray, resamples: int, seed: int) -> np.ndarray
 
 
 def percentiles(value: float, resampled: np.ndarray, level: float = 0.95) -> Interval:
-    """A value and the percentile interval that its resamples give."""
+    """Pair a value with the percentile interval of its resamples."""
     low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high))
 
@@ -67,7 +67,7 @@ def percentiles(value: float, resampled: np.ndarray, level: float = 0.95) -> Int
 def ratio_of_sums(
     over: Sequence[float], under: Sequence[float], level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
 ) -> Interval | None:
-    """The sum of `over` divided by the sum of `under`, both counted by problem; None where `under` is 0 everywhere.
+    """Divide the sum of `over` by the sum of `under`, both counted by problem; None where `under` is 0 everywhere.
 
     Resamples in which nothing is left to divide by do not count.
     """

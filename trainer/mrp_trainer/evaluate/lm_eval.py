@@ -17,7 +17,7 @@ from .decoded import pad_left
 
 logger = logging.getLogger(__name__)
 
-# Rows of a batch where lm-eval is told `auto`: `score` bounds the memory of a forward itself.
+# Rows of a batch where lm-eval is given `auto`: `score` bounds the memory of a forward itself.
 ROWS = 16
 
 # What lm-eval makes of a request: the request or None, and ids of the context and of what follows.
@@ -30,7 +30,7 @@ class MRPLM(HFLM):
 
     @property
     def max_length(self) -> int:
-        """The most tokens of a text, less one: lm-eval adds one, the last, which an autoregressive model does not read."""
+        """Give the most tokens of a text, less one: lm-eval adds one, the last, which an autoregressive model does not read."""
         length: int = super().max_length
         return length - 1
 
@@ -64,7 +64,7 @@ class MRPLM(HFLM):
 
 
 def main() -> Any:
-    """lm-eval's command line."""
+    """Run lm-eval's command line."""
     from lm_eval.__main__ import cli_evaluate
 
     return cli_evaluate()

@@ -6,7 +6,7 @@ Nothing here imports torch, so that help comes at once.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS, closest_name
 
@@ -14,13 +14,11 @@ from ..data.tasks import Family, Split
 from ..embedded import EMBEDDED
 from ..flags import assigned, flag
 
-FILE_NEW_TOKENS = 256
 _OPTIONS = {option.name: option for option in OPTIONS}
 # Options of `generate` that have a flag for several values, others that have a flag, and those that the measurement rests on.
 _SWEPT = {"confidence_threshold": "tau", "num_draft_states": "states", "draft_branches": "branches"}
 _BY_FLAG = {**_SWEPT, "decoding": "decoding", "target": "target", "max_new_tokens": "max-new-tokens"}
 _FIXED = dict.fromkeys(("return_dict_in_generate", "num_return_sequences", "max_length"), "the measurement")
-
 
 Judge = Literal["exact", "last_number", "contains"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -48,53 +46,36 @@ class ModelOptions:
 
 
 @dataclass(kw_only=True)
-class EvaluateOptions(ModelOptions):
-    """What is measured, and how; each field is a flag.
+class ModeOptions(ModelOptions):
+    """In which modes a model decodes; each field is a flag.
 
     Raises:
         ValueError: for an assignment that is no NAME=VALUE.
     """
 
-    prompts: list[str] = flag("JSON lines: prompt or messages, and answer.", [], panel=_WHAT, metavar="FILE")
-    judge: str = flag("How answers to --prompts are compared.", "exact", panel=_WHAT, kind=Judge)
-    chat: bool = flag("Chat template around each prompt of --prompts.", False, panel=_WHAT)
-    family: list[str] = flag("Synthetic problems.", [], panel=_WHAT, kind=list[Family], shown="math, code")
-    split: str = flag("Split of the synthetic problems.", "heldout", panel=_WHAT, kind=Split)
-    count: int = flag("Problems of a family.", 500, panel=_WHAT, min=1)
-    limit: int | None = flag("Only so many of each set.", None, panel=_WHAT, min=1)
     decoding: list[str] = flag("Modes of decoding.", [_OPTIONS["decoding"].default], panel=_HOW, kind=list[Decoding])
     target: list[str] = flag("Modes whose text is drafted.", [], panel=_HOW, kind=list[Target], shown="the checkpoint's")
     tau: list[float] = flag(**_of("confidence_threshold"))
     states: list[int | str] = flag(
-        **_of("num_draft_states") | {"default": []}, kind=list[str], metavar="K", shown="the checkpoint's, or 4 for auto"
+        **_of("num_draft_states") | {"default": []}, kind=list[str], metavar="K", shown="the checkpoint's; some for auto"
     )
     branches: list[int] = flag(**_of("draft_branches") | {"default": [3]})
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
-    max_new_tokens: int | None = flag("Tokens per answer.", None, panel=_HOW, min=1, shown="the family's, or 256")
-    batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)
-    json: bool = flag("JSON lines, not a table.", False, panel=_OUTPUT)
-    output: str | None = flag("Append JSON lines here; what is there is skipped.", None, panel=_OUTPUT, metavar="FILE")
-    show: int = flag("Answers to print.", 0, panel=_OUTPUT, min=0)
 
     def __post_init__(self) -> None:
         self.states = [int(one) if str(one).removeprefix("-").isdecimal() else one for one in self.states]
         self.extra()
 
-    @property
-    def families(self) -> list[str]:
-        """The families of synthetic problems that are asked."""
-        return self.family or ([] if self.prompts else ["math", "code"])
-
     def extra(self) -> dict[str, Any]:
-        """What `set` assigns, the values as YAML writes them.
+        """Read what `set` assigns, the values as YAML writes them.
 
         Raises:
             ValueError: for an assignment without a name or value, a name that is given twice, or one that has another flag.
         """
         return assigned(self.set, _BY_FLAG, _FIXED)
 
-    def of_checkpoint(self, own: Mapping[str, Any], states: int = 4) -> "EvaluateOptions":
-        """The same with the target and the number of states of a checkpoint where none is asked for.
+    def of_checkpoint(self, own: Mapping[str, Any], states: int = 4) -> Self:
+        """Fill in the target and the number of states of a checkpoint where none is asked for.
 
         Args:
             own: The fields of its generation config.
@@ -106,7 +87,7 @@ class EvaluateOptions(ModelOptions):
         return replace(self, target=self.target or [target], states=self.states or [width])
 
     def settings(self) -> list[dict[str, Any]]:
-        """The options of `generate`, one mapping a setting; those of `set` are together under that name."""
+        """List the options of `generate`, one mapping a setting; those of `set` are together under that name."""
         if not (self.target and self.states):
             return self.of_checkpoint({}).settings()
         extra = self.extra()
@@ -119,8 +100,30 @@ class EvaluateOptions(ModelOptions):
         return [{**one, "set": extra} for one in settings] if extra else settings
 
 
+@dataclass(kw_only=True)
+class EvaluateOptions(ModeOptions):
+    """What is measured, and how; each field is a flag."""
+
+    prompts: list[str] = flag("JSON lines: prompt or messages, and answer.", [], panel=_WHAT, metavar="FILE")
+    judge: str = flag("How answers to --prompts are compared.", "exact", panel=_WHAT, kind=Judge)
+    chat: bool = flag("Chat template around each prompt of --prompts.", False, panel=_WHAT)
+    family: list[str] = flag("Synthetic problems.", [], panel=_WHAT, kind=list[Family], shown="math, code")
+    split: str = flag("Split of the synthetic problems.", "heldout", panel=_WHAT, kind=Split)
+    count: int | None = flag("Problems of each set.", None, panel=_WHAT, min=1, shown="500 of a family, all of a file")
+    max_new_tokens: int | None = flag("Tokens per answer.", None, panel=_HOW, min=1, shown="the family's, or 256")
+    batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)
+    json: bool = flag("JSON lines, not a table.", False, panel=_OUTPUT)
+    output: str | None = flag("Append JSON lines here; what is there is skipped.", None, panel=_OUTPUT, metavar="FILE")
+    show: int = flag("Answers to print.", 0, panel=_OUTPUT, min=0)
+
+    @property
+    def families(self) -> list[str]:
+        """List the families of synthetic problems that are asked."""
+        return self.family or ([] if self.prompts else ["math", "code"])
+
+
 def generate_options(setting: Mapping[str, Any]) -> dict[str, Any]:
-    """A setting as keyword arguments of `generate`."""
+    """Write a setting as keyword arguments of `generate`."""
     return {**{name: value for name, value in setting.items() if name != "set"}, **setting.get("set", {})}
 
 
@@ -134,4 +137,4 @@ def check_names(setting: Mapping[str, Any]) -> None:
             raise ValueError(f"--set {name}: generate has no such option{closest_name(name, known)}")
 
 
-__all__ = ["FILE_NEW_TOKENS", "EvaluateOptions", "ModelOptions", "check_names", "generate_options"]
+__all__ = ["EvaluateOptions", "ModeOptions", "ModelOptions", "check_names", "generate_options"]

@@ -14,7 +14,7 @@ Line = dict[str, Any]
 
 
 def mode_name(line: Mapping[str, Any]) -> str:
-    """A result line's decoding with the settings that vary: "mrp_spec of dynamic K=4 tau=0.9", "static temperature=0.7"."""
+    """Name a line's decoding with the settings that vary: "mrp_spec of dynamic K=4 tau=0.9", "static temperature=0.7"."""
     name = str(line["decoding"])
     name += f" of {line['target']}" if "target" in line else ""
     name += f" K={line['num_draft_states']}" if "num_draft_states" in line else ""
@@ -78,26 +78,21 @@ class ResultsFile:
 
     def __init__(self, path: str | Path, key: str) -> None:
         self.path = Path(path)
-        self.lines: list[Line] = []
         self.header: Line | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        held = self.path.read_bytes() if self.path.exists() else b""
-        whole, newline, cut = held.rpartition(b"\n")
-        for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            if not isinstance(record, dict) or not {key, "benchmark"} & record.keys():
-                raise ValueError(f"{path}, line {number}: no result of this command: write into another file, or remove it")
-            self.lines.append(record)
-        if cut and not cut.startswith(b"{"):
-            raise ValueError(f"{path}, line {len(self.lines) + 1}: no result of this command: write into another file")
+        held = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        whole, newline, cut = held.rpartition("\n")
+        lines = [_record(line) for line in whole.splitlines()]
+        wrong = [number for number, line in enumerate(lines, 1) if not {key, "benchmark"} & line.keys()]
+        if wrong or (cut and not cut.startswith("{")):
+            number = wrong[0] if wrong else len(lines) + 1
+            raise ValueError(f"{path}, line {number}: no result of this command: write into another file, or remove it")
+        self.lines: list[Line] = lines
         if cut:
-            os.truncate(self.path, len(whole) + len(newline))
+            self.path.write_text(whole + newline, encoding="utf-8")
 
     def begin(self, header: Line) -> None:
-        """Say what is measured with from here on: `find` finds lines of these weights, and the first `add` writes it down.
+        """Say what is measured with from here on: `find` looks for lines of these weights, and the first `add` writes it down.
 
         Raises:
             ValueError: as from `check_clean`.
@@ -116,7 +111,7 @@ class ResultsFile:
         return next((line for line in reversed(known) if all(line.get(name) == value for name, value in wanted.items())), None)
 
     def add(self, *lines: Line) -> None:
-        """Writes lines at once and waits until they are on the disk."""
+        """Write lines at once and wait until they are on the disk."""
         newest = next((line for line in reversed(self.lines) if "benchmark" in line), None)
         if self.header is not None and json.loads(json.dumps(self.header)) != newest:
             lines = (self.header, *lines)
@@ -125,6 +120,15 @@ class ResultsFile:
             file.flush()
             os.fsync(file.fileno())
         self.lines += lines
+
+
+def _record(line: str) -> Line:
+    """Read a line; what is no JSON object is empty."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 __all__ = ["ResultsFile", "check_clean", "mode_name", "other_weights", "with_headers"]

@@ -14,9 +14,15 @@ from rich.table import Table
 from .cost import CHARGED, charged
 from .results import mode_name
 
+# Heading, field and digits of the columns behind those of what was asked and how it was decoded.
 _COLUMNS = (
-    *("asked", "mode", "right %", "tokens / unit", "tokens / forward", "accepted length", "head / token"),
-    *("= first %", "seconds"),
+    ("right %", "accuracy", 1),
+    ("tokens / unit", "tokens_per_unit", 2),
+    ("tokens / forward", "tokens_per_forward", 2),
+    ("accepted length", "mean_accepted_length", 2),
+    ("head / token", "head_per_token", 2),
+    ("= first %", "identical_to_first", 1),
+    ("seconds", "seconds", 1),
 )
 _CAPTION = "in brackets: 95 % intervals; a unit is a forward of the backbone, passes of the head charged as at {}"
 
@@ -33,9 +39,9 @@ def printing(as_json: bool) -> Iterator[tuple[Callable[[Mapping[str, Any]], None
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 160)
-    table = Table(*_COLUMNS, caption=_CAPTION.format(CHARGED), caption_justify="left")
-    for column in table.columns[2:]:
-        column.justify = "right"
+    table = Table("asked", "mode", caption=_CAPTION.format(CHARGED), caption_justify="left")
+    for heading, *_ in _COLUMNS:
+        table.add_column(heading, justify="right")
     with Live(table, console=console, auto_refresh=False) as live:
 
         def add(line: Mapping[str, Any]) -> None:
@@ -47,27 +53,19 @@ def printing(as_json: bool) -> Iterator[tuple[Callable[[Mapping[str, Any]], None
 
 
 def row_of(line: Mapping[str, Any]) -> list[str]:
-    """A measurement as cells; "-" for what it does not have."""
+    """Write a measurement as cells; "-" for what it does not have."""
     line = charged(line, line.get("charged_as", CHARGED))
     asked = line["family"] if "family" in line else Path(line["file"]).name
-    return [
-        asked,
-        mode_name(line),
-        _value(line, "accuracy", 1),
-        _value(line, "tokens_per_unit", 2),
-        f"{line['tokens_per_forward']:.2f}",
-        _value(line, "mean_accepted_length", 2),
-        _value(line, "head_per_token", 2),
-        _value(line, "identical_to_first", 1),
-        _value(line, "seconds", 1),
-    ]
+    return [asked, mode_name(line), *(_value(line, name, digits) for _, name, digits in _COLUMNS)]
 
 
 def _value(line: Mapping[str, Any], name: str, digits: int) -> str:
     value, interval = line.get(name), line.get(f"{name}_95")
     if value is None:
         return "-"
-    return f"{value:.{digits}f}" + ("" if interval is None else f" ({interval[0]:.{digits}f}-{interval[1]:.{digits}f})")
+    if interval is None or name == "tokens_per_forward":
+        return f"{value:.{digits}f}"
+    return f"{value:.{digits}f} ({interval[0]:.{digits}f}-{interval[1]:.{digits}f})"
 
 
 __all__ = ["printing", "row_of"]

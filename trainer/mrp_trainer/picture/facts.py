@@ -124,14 +124,14 @@ def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0)
 
 
 def _revealed_by(of_row: dict[str, list[int]], step: int) -> tuple[int, bool]:
-    """The forward that took a step, and whether it took another one before it: then a draft was accepted."""
+    """Find the forward that took a step, and whether it took another one before it: then a draft was accepted."""
     at = min(bisect_right(of_row["steps"], step), len(of_row["steps"]) - 1)
     first = of_row["steps"][at - 1] if at else 0
     return of_row["row_forwards"][at], step > first
 
 
 def _forwards(of_row: dict[str, list[int]], tokens: Sequence[Token]) -> tuple[Forward, ...]:
-    """Every forward of a row; those of a long prefill but the last revealed nothing."""
+    """List every forward of a row; those of a long prefill but the last revealed nothing."""
     own = Counter(token.forward for token in tokens if not token.drafted)
     accepted = Counter(token.forward for token in tokens if token.drafted)
     refused: Counter[int] = Counter()
@@ -143,7 +143,7 @@ def _forwards(of_row: dict[str, list[int]], tokens: Sequence[Token]) -> tuple[Fo
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Each token's text. A character whose bytes are several tokens stands at the last of them, and "" at the others."""
+    """Decode each token. A character whose bytes are several tokens stands at the last of them, and "" at the others."""
     texts: list[str] = []
     begun: list[int] = []
     for one in ids:

@@ -21,32 +21,23 @@ def show_model(options: ShowOptions) -> Picture:
         OSError: if there is no such checkpoint, or the file cannot be written.
     """
     check_utf8(options.prompt)
-    for setting in options.settings():
+    for setting in options.drawn({}):
         check_setting(setting, load_config(options.model))
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(options.model, options.dtype)
-    return draw_modes(model.to(device), load_tokenizer(options.tokenizer or options.model), options)
-
-
-def draw_modes(model: Any, tokenizer: Any, options: ShowOptions) -> Picture:
-    """Decode a prompt with a loaded model in each mode, draw that, and write the picture to `options.output`.
-
-    Raises:
-        ValueError: if an option of `generate` does not fit.
-        OSError: if the file cannot be written.
-    """
+    model: Any = load_model(options.model, options.dtype)
+    model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    tokenizer: Any = load_tokenizer(options.tokenizer or options.model)
     if options.plain or tokenizer.chat_template is None:
         inputs = tokenizer(options.prompt, return_tensors="pt")
     else:
         chat = [{"role": "user", "content": options.prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     given = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
-    fixed = {"max_new_tokens": options.max_new_tokens, "return_dict_in_generate": True}
-    settings = options.settings(model.generation_config.to_dict(), model.mrp_head is not None)
-    outputs = {mode_name(one): model.generate(**given, **generate_options(one), **fixed) for one in settings}
+    given |= {"max_new_tokens": options.max_new_tokens, "return_dict_in_generate": True}
+    settings = options.drawn(model.generation_config.to_dict(), model.mrp_head is not None)
+    outputs = {mode_name(one): model.generate(**given, **generate_options(one)) for one in settings}
     picture = show(outputs, tokenizer, prompt=options.prompt, animated=options.animated)
     picture.save(options.output)
     return picture
 
 
-__all__ = ["draw_modes", "show_model"]
+__all__ = ["show_model"]

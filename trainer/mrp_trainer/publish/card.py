@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, RepoCard
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from modeling_mrp.model.code import model_tags
 from modeling_mrp.model.families.registry import DENSE, backbone_of
@@ -21,7 +20,7 @@ from .recipe import model_of, recipe_of
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 _RENDERED = re.compile(r"<!-- Rendered from a template for (.+); without this line, pushing keeps the card as it is\. -->")
-_FORM = "[More Information Needed]"  # in the card of peft, and of a model that pushed itself
+FORM = "[More Information Needed]"  # in the card of peft, and of a model that pushed itself; nobody's word
 _SUMMARIES = {
     "full": "{} block-diffusion language model with an MRP head.",
     "backbone": "{} block-diffusion language model without an MRP head.",
@@ -73,14 +72,8 @@ def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> s
     for line in sorted(lines, key=lambda line: decodings.index(line["decoding"])):
         modes.setdefault(mode_name(line), {})[line["family"]] = charged(line, shape)
     pair = ", ".join(families)
-    head = [
-        "mode",
-        *(f"{family} %" for family in families),
-        f"tokens / unit at {shape} ({pair})",
-        f"tokens / forward ({pair})",
-        "head forwards / token",
-        f"same as {next(iter(modes))} % ({pair})",
-    ]
+    head = ["mode", *(f"{family} %" for family in families), f"tokens / unit at {shape} ({pair})"]
+    head += [f"tokens / forward ({pair})", "head forwards / token", f"same as {next(iter(modes))} % ({pair})"]
 
     def cells(by: dict[str, Mapping[str, Any]], name: str, digits: int) -> list[str]:
         values = [by.get(family, {}).get(name) for family in families]
@@ -200,18 +193,13 @@ def render_card(
 
 def is_users_card(text: str) -> bool:
     """Tell if a user wrote or edited this card: it is neither as this package rendered it, nor an empty form."""
-    return _RENDERED.search(text) is None and _FORM not in text
-
-
-def is_renamable(text: str) -> bool:
-    """Tell if this package rendered the card, so that its title may be changed."""
-    return _RENDERED.search(text) is not None
+    return _RENDERED.search(text) is None and FORM not in text
 
 
 def renamed(text: str, name: str) -> str:
-    """Put another name into a rendered card: its title, and what its examples load."""
-    found = _RENDERED.search(text)
-    assert found is not None
+    """Put another name into a card that this package rendered: its title, and what its examples load."""
+    if (found := _RENDERED.search(text)) is None:
+        return text
     text = text.replace(found[0], found[0].replace(found[1], name)).replace(f'"{found[1]}"', f'"{name}"')
     return text.replace(f"\n# {_title(found[1])}\n", f"\n# {_title(name)}\n", 1)
 
@@ -220,20 +208,4 @@ def _title(name: str) -> str:
     return name.rstrip("/").split("/")[-1]
 
 
-def check_card(text: str) -> None:
-    """Refuse, with a `ValueError`, a card without metadata; the Hub knows the rules for them."""
-    if REGEX_YAML_BLOCK.search(text) is None:
-        raise ValueError("the card has no metadata: begin it with a YAML block between two lines of ---")
-    RepoCard(text)
-
-
-__all__ = [
-    "check_card",
-    "is_users_card",
-    "is_renamable",
-    "markdown_table",
-    "read_results",
-    "render_card",
-    "renamed",
-    "results_table",
-]
+__all__ = ["FORM", "is_users_card", "markdown_table", "read_results", "render_card", "renamed", "results_table"]

@@ -2,18 +2,16 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from huggingface_hub import CommitInfo, HfApi
-from huggingface_hub.errors import EntryNotFoundError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.utils import filter_repo_objects
 
 from modeling_mrp.model.code import AUTO_MAP
 from modeling_mrp.model.layouts import is_hub_id
 
-from .card import check_card, is_renamable, is_users_card, read_results, renamed, render_card
+from .card import FORM, is_users_card, read_results, renamed, render_card
 from .folder import CONFIGS, KINDS, Folder, json_of, read_folder
 
 # What an earlier push left, and this one does not have, is removed in the same commit.
@@ -93,7 +91,6 @@ def push(
     """
     if revision is not None and create_pr:
         raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
-    validate_repo_id(repo_id)
     found = read_folder(folder)
     base = base_model or found.base
     if base_model is not None and found.kind == "full":
@@ -103,66 +100,46 @@ def push(
             f"base_model is {base!r}: it must be the id of a model on the Hub, 'org/name', where others find it. Name it "
             "when saving (base_model_name_or_path), or with --base-model of the command"
         )
-    written = found.files["README.md"].read_text(encoding="utf-8") if "README.md" in found.files else None
-    is_rendered = written is None or new_card or not is_users_card(written)
-    if not is_rendered and (results or about):
+    written = found.files["README.md"].read_text(encoding="utf-8") if "README.md" in found.files else FORM
+    is_ours = new_card or not is_users_card(written)
+    if not is_ours and (results or about):
         raise ValueError(f"{folder}/README.md was written by a person: leave out results and about, or pass new_card=True")
-    told = bool(new_card or results or about or tags or base_model)
-    if written is None or (is_rendered and (told or not is_renamable(written))):
+    if is_ours and (new_card or results or about or tags or base_model or FORM in written):
         written = str(render_card(found.path, found.kind, repo_id, read_results(results), about, tags, base_model))
-    check_card(written)
+    sent = _contents(found, base_model, base_revision) | {"README.md": renamed(written, repo_id).encode()}
+    sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in sorted(sent.items())}
+    if dry_run:
+        return Publication(repo_id, found.kind, sizes, found.left_out)
     api = HfApi(token=token)
-    with TemporaryDirectory() as name:
-        staged = Path(name)
-        _stage(found, staged, base_model, base_revision)
-        card = staged / "README.md"
-        card.write_text(renamed(written, repo_id) if is_rendered else written, encoding="utf-8")
-        sizes = {
-            path.relative_to(staged).as_posix(): path.stat().st_size for path in sorted(staged.rglob("*")) if path.is_file()
-        }
-        publication = Publication(repo_id, found.kind, sizes, found.left_out)
-        if dry_run:
-            return publication
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        if is_rendered:
-            card.write_text(renamed(written, repo_id), encoding="utf-8")
-            if not new_card and _has_own_card(api, repo_id, revision):
-                card.unlink()
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=staged,
-            commit_message=commit_message or f"Upload {KINDS[found.kind]}",
-            revision=revision,
-            create_pr=create_pr,
-            delete_patterns=_STALE,
-        )
-    return replace(publication, repo_id=repo_id, commit=commit)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    there = set(api.list_repo_files(repo_id, revision=revision))
+    sent["README.md"] = renamed(written, repo_id).encode()
+    if is_ours and not new_card and "README.md" in there:
+        theirs = Path(api.hf_hub_download(repo_id, "README.md", revision=revision))
+        if is_users_card(theirs.read_text(encoding="utf-8")):
+            del sent["README.md"]
+    stale = filter_repo_objects(there - sent.keys(), allow_patterns=_STALE)
+    commit = api.create_commit(
+        repo_id,
+        [*(CommitOperationAdd(name, one) for name, one in sent.items()), *map(CommitOperationDelete, stale)],
+        commit_message=commit_message or f"Upload {KINDS[found.kind]}",
+        revision=revision,
+        create_pr=create_pr,
+    )
+    return Publication(repo_id, found.kind, sizes, found.left_out, commit)
 
 
-def _stage(found: Folder, staged: Path, base: str | None, revision: str | None) -> None:
-    """Lay out what is sent: links to the files, our code, and a config that names both the code and the base."""
+def _contents(found: Folder, base: str | None, revision: str | None) -> dict[str, Path | bytes]:
+    """Collect what is sent, by name: the files, our code, and a config that names both the code and the base."""
     config = CONFIGS[found.kind]
-    for name, file in found.files.items():
-        if name not in (config, "README.md"):
-            (staged / name).symlink_to(file.resolve())
-    for name, text in found.code.items():
-        (staged / name).parent.mkdir(exist_ok=True)
-        (staged / name).write_text(text, encoding="utf-8")
     fields = json_of(found.path / config) | ({"auto_map": AUTO_MAP} if found.code else {})
     if base is not None:
         fields |= {"base_model_name_or_path": base}
         fields |= {"revision" if found.kind == "adapter" else "base_model_revision": revision}
-    (staged / config).write_text(json.dumps(fields, indent=2), encoding="utf-8")
-
-
-def _has_own_card(api: HfApi, repo_id: str, revision: str | None) -> bool:
-    try:
-        there = api.hf_hub_download(repo_id, "README.md", revision=revision)
-    except EntryNotFoundError:
-        return False
-    return is_users_card(Path(there).read_text(encoding="utf-8"))
+    code = {name: text.encode() for name, text in found.code.items()}
+    return {**found.files, **code, config: json.dumps(fields, indent=2).encode()}
 
 
 def card(folder: str, name: str | None, results: list[str], about: str | None) -> str:

@@ -14,7 +14,7 @@ _COMMANDS = {"mrp": "head", "block_diffusion": "backbone"}
 
 
 def recipe_of(folder: Path, base: str | None = None) -> str | None:
-    """The run of a folder, as a card tells of it; None without one.
+    """Describe the run of a folder for its card; None without one.
 
     What does not change weights is left out, and with it all that belongs to a machine or an account; of paths stay the names.
 
@@ -37,7 +37,7 @@ def recipe_of(folder: Path, base: str | None = None) -> str | None:
 
 
 def model_of(folder: Path) -> str | None:
-    """The model on the Hub that a folder's run began with; None if there was no run, or a local folder."""
+    """Name the model on the Hub that a folder's run began with; None if there was no run, or a local folder."""
     found = read_yaml(folder / RUN_FILE).get("model") if (folder / RUN_FILE).is_file() else None
     return None if _is_local(found) else str(found)
 

@@ -184,7 +184,7 @@ def application(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, *, lo
 
 
 def serve(options: ServeOptions) -> None:
-    """Answer requests until the process is told to end. All but the weights is checked before these are read.
+    """Answer requests until the process ends. All but the weights is checked before these are read.
 
     Raises:
         ValueError: for options that `generate` refuses, or a checkpoint that cannot be loaded.

@@ -8,6 +8,8 @@ stay on chip, and the packed states of a row to read its prefix together. Everyt
 from dataclasses import dataclass, fields
 from typing import Any
 
+from mrp_trainer.doctor.checks import PUBLISHED as SIZES
+
 BYTES = 2  # of a bf16 number
 
 
@@ -88,11 +90,6 @@ class Shape:
     def vocabulary(self) -> int:
         """Parameters of lm_head, and as many again of the embeddings."""
         return self.vocab_size * self.hidden_size
-
-    @property
-    def parameters(self) -> int:
-        """All of them."""
-        return self.backbone + self.head + 2 * self.vocabulary
 
     def head_share(self, rows: int = 0) -> float:
         """Compute the cost of a head pass as a share of a backbone forward, by the numbers that each reads.
@@ -187,35 +184,19 @@ class Counts:
 
 
 def masks_per_state(block_size: int) -> float:
-    """Positions of a state that need a pick, on average over a block's states, from all masks to none."""
+    """Count the positions of a state that need a pick, on average over a block's states, from all masks to none."""
     return block_size / 2
 
 
-def round_work(shape: Shape, counts: Counts, batch: int, prefix: int) -> dict[str, tuple[float, list[Work]]]:
-    """List the kernel groups of a round behind `prefix` tokens, by part, and how often each part is done: `backbone`,
-    `vocabulary`, `head`, `drafts`."""
-    masks = batch * masks_per_state(shape.block_size)
-    return {
-        "backbone": (1, backbone_forward(shape, batch, counts.states_per_forward, prefix)),
-        "vocabulary": (1, [vocabulary_step(shape, masks * counts.states_per_forward)]),
-        "head": (counts.head_passes, head_forward(shape, batch, counts.states_per_head_pass, prefix)),
-        "drafts": (counts.head_passes, [vocabulary_step(shape, masks * counts.states_per_head_pass)]),
-    }
-
-
 def round_seconds(shape: Shape, device: Device, counts: Counts, batch: int, prefix: int) -> float:
-    """Predict the seconds of a round."""
-    work = round_work(shape, counts, batch, prefix).values()
-    return sum(times * sum(map(device.seconds, works)) for times, works in work)
-
-
-def _published(name: str, hidden_size: int, intermediate_size: int, layers: int, heads: int) -> Shape:
-    return Shape(name, hidden_size, intermediate_size, layers, heads, 8, 128, 151936, 16, 3)
+    """Predict the seconds of a round behind `prefix` tokens: of the backbone and its picks, and of each pass of the head."""
+    masks = batch * masks_per_state(shape.block_size)
+    backbone = backbone_forward(shape, batch, counts.states_per_forward, prefix)
+    head = head_forward(shape, batch, counts.states_per_head_pass, prefix)
+    backbone.append(vocabulary_step(shape, masks * counts.states_per_forward))
+    head.append(vocabulary_step(shape, masks * counts.states_per_head_pass))
+    return sum(map(device.seconds, backbone)) + counts.head_passes * sum(map(device.seconds, head))
 
 
 # Of the published backbones, with a head of three layers.
-PUBLISHED = {
-    "1.7B": _published("1.7B", 2048, 6144, 28, 16),
-    "4B": _published("4B", 2560, 9728, 36, 32),
-    "8B": _published("8B", 4096, 12288, 36, 32),
-}
+PUBLISHED = {name: Shape(name, *sizes, 8, 128, 151936, 16, 3) for name, sizes in SIZES.items()}

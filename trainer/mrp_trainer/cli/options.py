@@ -1,0 +1,42 @@
+"""What `mrp push` and `mrp card` are asked to do: every option, once."""
+
+from dataclasses import dataclass
+
+from ..flags import flag
+
+_KIND, _TARGET, _CARD = "What is pushed", "Where to", "Card"
+
+
+@dataclass(kw_only=True)
+class _Rendered:
+    """What is rendered; each field is a flag."""
+
+    folder: str = flag("What training saved.", metavar="FOLDER", positional=True)
+    results: list[str] = flag("Lines of mrp evaluate, for the card.", [], panel=_CARD, metavar="FILE")
+    about: str | None = flag("Markdown that tells of the checkpoint, for the card.", None, panel=_CARD, metavar="FILE")
+
+
+@dataclass(kw_only=True)
+class PushOptions(_Rendered):
+    """What is pushed, and where to."""
+
+    repo_id: str = flag("Repository: org/name, or a name among your own.", metavar="REPO", positional=True)
+    dry_run: bool = flag("Only list files and sizes; no connection is made.", False)
+    base_model: str | None = flag("Of a head or an adapter: its base on the Hub.", None, panel=_KIND, metavar="ID")
+    base_revision: str | None = flag("The base's commit, branch or tag.", None, panel=_KIND)
+    public: bool = flag("Create it public, not private.", False, panel=_TARGET)
+    branch: str | None = flag("Push to this branch.", None, panel=_TARGET)
+    pull_request: bool = flag("Open a pull request, leave main alone.", False, panel=_TARGET)
+    message: str | None = flag("The commit's title.", None, panel=_TARGET)
+    new_card: bool = flag("Render the card even where a person wrote one.", False, panel=_CARD)
+
+
+@dataclass(kw_only=True)
+class CardOptions(_Rendered):
+    """What card is printed."""
+
+    name: str | None = flag("Repository that the examples load.", None, shown="the folder")
+    output: str | None = flag("File to write.", None, metavar="FILE", shown="standard output")
+
+
+__all__ = ["CardOptions", "PushOptions"]

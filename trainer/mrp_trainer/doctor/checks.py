@@ -1,0 +1,240 @@
+"""Comparisons: weights with finite numbers, kernels with their twins, and texts with those that they should equal."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from modeling_mrp.generate.option_table import TARGETS
+from modeling_mrp.kernels.dispatch import (
+    KERNEL_DTYPES,
+    Kernel,
+    check_close,
+    failed_kernels,
+    kernels_usable,
+    relative_error,
+    triton,
+)
+from modeling_mrp.kernels.pick import PICK
+from modeling_mrp.kernels.round_layers import ROTATED, ROUND_ATTENTION, SUM_AND_NORM
+from modeling_mrp.model.configuration import MRPConfig
+from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.networks.graphs import obstacle, recording_report
+
+from ..evaluate.decoded import pad_left, padding_id
+from .kernels import compared as results_of
+from .kernels import samples_of
+
+KERNELS = (PICK, ROUND_ATTENTION, SUM_AND_NORM, ROTATED)
+QUESTIONS = (
+    "Sum the numbers of a list that are even, each plus 5.",
+    "How many seconds are in a day?",
+    "Write a Python function that reverses a list.",
+)
+# New tokens of the texts that are compared, and calls before one counts, so that its rounds are replayed.
+TOKENS, WARM_UPS = 64, 2
+# By how much the log-probabilities of two texts may differ where they part: a near-tie that sums in another order decide.
+NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: 0.25, torch.float16: 0.05}
+# Hidden and intermediate size, layers and heads of the published backbones.
+PUBLISHED = {"1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32), "8B": (4096, 12288, 36, 32)}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        name: Of what was checked.
+        ok: Whether it is as it should be; None where it could not be checked.
+        difference: The largest difference from what is right.
+        note: Details, or the reason.
+    """
+
+    name: str
+    ok: bool | None
+    difference: float | None = None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Say it in words."""
+        return "left out" if self.ok is None else "ok" if self.ok else "**failed**"
+
+
+def checked(name: str, check: Callable[[], Check]) -> Check:
+    """Make a check; one that raises has failed, and the others are made all the same."""
+    try:
+        return check()
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        return Check(name, False, None, f"{type(error).__name__}: {first}")
+
+
+@torch.no_grad()
+def random_model(config: MRPConfig, dtype: torch.dtype, device: torch.device) -> MRPForCausalLM:
+    """Make a model with random matrices and norms of one, which never ends a text by itself; every tensor is written once."""
+    with torch.device("meta"):
+        model = MRPForCausalLM(config)
+    model = model.to(dtype).to_empty(device=device).eval()
+    generator = torch.Generator(device).manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1)
+        else:
+            parameter.normal_(0, config.initializer_range, generator=generator)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(
+        device
+    )  # its buffers are no parameters, and came out empty
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 1
+    return model
+
+
+def published_config(size: str) -> MRPConfig:
+    """Make the config of a published shape, with a head of three layers.
+
+    Raises:
+        ValueError: for another size.
+    """
+    if (shape := PUBLISHED.get(size.upper())) is None:
+        raise ValueError(f"--random {size}: choose one of {', '.join(PUBLISHED)}")
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    shared: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "block_size": 16}
+    shared |= {"max_position_embeddings": 32768, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+    ids = {"pad_token_id": 1, "eos_token_id": None}
+    return MRPConfig(**dict(zip(names, shape, strict=True)), **shared, **ids, num_nextn_predict_layers=3)
+
+
+def inputs_of(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase | None, rows: int, length: int) -> dict[str, Tensor]:
+    """Make the inputs of `generate`, [rows, length] each: the questions in turn, or without a tokenizer random tokens."""
+    if tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(2, min(model.config.mask_token_id, model.config.vocab_size), (rows, length), generator=generator)
+        made = pad_left(ids.tolist(), 0)
+    else:
+        asked = [QUESTIONS[row % len(QUESTIONS)] for row in range(rows)]
+        if tokenizer.chat_template:
+            chats = [[{"role": "user", "content": question}] for question in asked]
+            asked = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(asked, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+        made = pad_left(ids, padding_id(tokenizer))
+    return {name: tensor.to(model.device) for name, tensor in made.items()}
+
+
+def decode(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> Any:
+    """Decode greedily, and drop the cache from the output to free its memory."""
+    asked: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, **inputs, **options}
+    out: Any = model.generate(**asked, return_dict_in_generate=True)
+    out.past_key_values = None
+    return out
+
+
+def drafters(model: MRPForCausalLM) -> tuple[str, ...]:
+    """List the modes that draft with this model, the best first."""
+    return ("mrp_spec", "self_spec") if model.config.has_head else ("self_spec",)
+
+
+def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
+    """Look for numbers that are not finite."""
+    for part in ("backbone", *["head"] * model.config.has_head):
+        named = [pair for pair in model.named_parameters() if pair[0].startswith("mrp_head.") == (part == "head")]
+        wrong = [name for name, weight in named if not weight.isfinite().all()]
+        note = f"not finite: {', '.join(wrong[:3])}" if wrong else f"{sum(weight.numel() for _, weight in named):,} numbers"
+        yield Check(f"weights of the {part}", not wrong, None, note)
+
+
+def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
+    """Compare each kernel with its PyTorch twin on samples as wide as the model."""
+    weight = model.lm_head.weight.detach()
+    like = weight if weight.dtype in KERNEL_DTYPES else weight.float()
+    if not (kernels_usable(like.device, like.dtype) or (triton is not None and triton.knobs.runtime.interpret)):
+        why = "an NVIDIA GPU, triton and 16 or 32 bits are needed, or on a CPU TRITON_INTERPRET=1"
+        yield from (Check(f"kernel {kernel.name}", None, None, why) for kernel in KERNELS)
+        return
+
+    def agrees(kernel: Kernel, samples: list[tuple[Any, ...]]) -> Check:
+        pairs = [pair for given in samples for pair in results_of(kernel, given)]
+        for pair in pairs:
+            check_close("its results differ from PyTorch's", *pair)
+        return Check(f"kernel {kernel.name}", True, max(relative_error(*pair) for pair in pairs))
+
+    for kernel, samples in samples_of(model.config, like).items():
+        yield checked(f"kernel {kernel.name}", partial(agrees, kernel, samples))
+
+
+def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
+    """Compare drafted texts with their targets'."""
+    plain: dict[str, Any] = {"graphs": False, "kernels": False} if model.device.type == "cpu" else {}
+    alone = cache(lambda target: decode(model, inputs, decoding=target, **plain))
+
+    def agrees(name: str, target: str, mode: str) -> Check:
+        ours = decode(model, inputs, decoding=mode, target=target, num_draft_states=states, **plain)
+        return compared(name, ours, alone(target), model.dtype)
+
+    for target in TARGETS:
+        for mode in drafters(model):
+            name = f"drafts of {target} by {mode}"
+            yield checked(name, partial(agrees, name, target, mode))
+
+
+def check_ways(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
+    """Compare texts with graphs, and with kernels, with those without; and name what fell back to PyTorch.
+
+    The kernels' texts are compared on a GPU alone: interpreted, each kernel is compared by itself.
+    """
+    mode: dict[str, Any] = {"decoding": drafters(model)[0], "num_draft_states": states}
+
+    def agrees(name: str, title: str) -> Check:
+        for _ in range(WARM_UPS + 1):
+            ours = decode(model, inputs, **mode)
+        ran = recording_report(model)
+        found = compared(title, ours, decode(model, inputs, **mode, **{name: False}), model.dtype)
+        lost = failed_kernels() if name == "kernels" else ["a recording"] * bool(ran["failed"] or not ran["replays"])
+        return found if not lost else Check(title, False, found.difference, f"not used: {', '.join(lost)}")
+
+    for name in ("graphs", "kernels") if model.device.type == "cuda" else ("graphs",):
+        why = obstacle(model) if name == "graphs" else None
+        title = f"{name} in generate"
+        yield checked(title, partial(agrees, name, title)) if why is None else Check(title, None, None, why)
+    model.release_graphs()
+
+
+def compared(name: str, ours: Any, right: Any, dtype: torch.dtype) -> Check:
+    """Compare two outputs whose texts should be equal: they may part at near-ties, which rounding decides, but nowhere else."""
+    found = gaps(ours, right)
+    parted = [gap for gap in found if gap is not None]
+    if not parted:
+        difference = float((ours.token_logprobs - right.token_logprobs).abs().max())
+        return Check(name, True, difference, f"{len(found)} texts equal")
+    ok = max(parted) <= NEAR_TIE[dtype]
+    why = "at near-ties, which rounding decides" if ok else "not at near-ties alone"
+    return Check(name, ok, max(parted), f"{len(parted)} of {len(found)} texts differ, {why}")
+
+
+def gaps(ours: Any, theirs: Any) -> list[float | None]:
+    """Give by row how far two texts are apart where they part; None if they are equal.
+
+    Kernels round other sums than PyTorch does, and a near-tie can fall either way; what follows it differs rightly. So the mean
+    log-probabilities are compared of what rows revealed in the first step in which they differ. Up to that step both saw the
+    same, so they are close where both are right; the gap is infinite where only one goes on.
+    """
+    found: list[float | None] = []
+    for row in range(len(ours.sequences)):
+        both = [_revealed(out, row) for out in (ours, theirs)]
+        differ = {at for at in both[0].keys() | both[1].keys() if both[0].get(at, ())[:2] != both[1].get(at, ())[:2]}
+        first = min((one[at][0] for one in both for at in differ & one.keys()), default=None)
+        parts = [[logprob for step, _, logprob in one.values() if step == first] for one in both]
+        means = [sum(part) / len(part) if part else math.inf for part in parts]
+        found.append(None if first is None else abs(means[0] - means[1]))
+    return found
+
+
+def _revealed(out: Any, row: int) -> dict[int, tuple[int, int, float]]:
+    """List by place the step that revealed it, its token and its log-probability."""
+    steps = out.reveal_step[row].tolist()
+    places = zip(steps, out.sequences[row, -len(steps) :].tolist(), out.token_logprobs[row].tolist(), strict=True)
+    return {place: one for place, one in enumerate(places) if one[0] >= 0}

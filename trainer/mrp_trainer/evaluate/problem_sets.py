@@ -1,0 +1,168 @@
+"""What is asked, and who judges the texts: problems of a synthetic family, or a file of prompts with answers.
+
+The file has JSON lines. A record has `prompt` (text to be continued, or a user's turn with a chat template) or `messages`, a
+chat, whose last turn is left out if it is the assistant's; and it may have `answer`. Other fields are left alone.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..data.problems import encode
+from ..data.records import Chat, FieldError, Text, parse_prompt
+from ..data.sources import checked, json_lines
+from ..data.tasks import Family, Split, judge, problems
+from .decoded import NEW_TOKENS, Judge
+
+FILE_NEW_TOKENS, FAMILY_COUNT = 256, 500
+# A minus behind a word or a digit is one between two numbers.
+_NUMBER = re.compile(r"(?:(?<!\w)-)?\$?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class ProblemSet:
+    """Problems of one kind, ready to be asked.
+
+    Attributes:
+        name: The field of a line that says which: {"family": ...} or {"file": ...}.
+        where: What errors call each.
+        shown: What was asked, as text.
+        prompts: As ids.
+        answers: The right answers; None where there is none.
+        judge: Judges the texts of all of them.
+        max_new_tokens: Per prompt.
+    """
+
+    name: dict[str, str]
+    where: list[str]
+    shown: list[str]
+    prompts: list[list[int]]
+    answers: list[str | None]
+    judge: Judge
+    max_new_tokens: int
+
+    def check_room(self, max_positions: int) -> None:
+        """Raise `ValueError` for the first prompt that leaves no room for the text behind it."""
+        for where, prompt in zip(self.where, self.prompts, strict=True):
+            if len(prompt) + self.max_new_tokens > max_positions:
+                raise ValueError(
+                    f"{where}: a prompt of {len(prompt)} tokens and {self.max_new_tokens} new ones exceed the model's "
+                    f"{max_positions} positions: shorten it, or lower --max-new-tokens"
+                )
+
+    def digest(self) -> str:
+        """Make a digest of all that is asked."""
+        return hashlib.sha256(json.dumps([self.prompts, self.answers, self.max_new_tokens]).encode()).hexdigest()[:16]
+
+
+def family_set(
+    family: Family,
+    split: Split,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int | None = None,
+    max_new_tokens: int | None = None,
+) -> ProblemSet:
+    """Take the first problems of a synthetic family, 500 unless `count` says otherwise."""
+    asked = problems(family, split, FAMILY_COUNT if count is None else count)
+    return ProblemSet(
+        {"family": family},
+        [f"problem {number}" for number in range(len(asked))],
+        [problem.prompt for problem in asked],
+        [encode(problem, tokenizer)[0] for problem in asked],
+        [problem.answer for problem in asked],
+        partial(judge, asked),
+        max_new_tokens or NEW_TOKENS[family],
+    )
+
+
+def file_set(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    judge: str = "exact",
+    chat: bool = False,
+    count: int | None = None,
+    max_new_tokens: int | None = None,
+) -> ProblemSet:
+    """Read the first records of a file, all unless `count` says otherwise.
+
+    Args:
+        path: The file.
+        tokenizer: Of the model.
+        judge: One of `JUDGES`.
+        chat: Whether the chat template goes around each `prompt`, too.
+        count: At most so many records.
+        max_new_tokens: Per prompt, 256 by default.
+
+    Raises:
+        OSError: for a file that is not there.
+        ValueError: for one without a record, and for malformed records (also behind `count`), naming file, line and field; and if the tokenizer has no chat template where one is needed, or a prompt comes to no token.
+    """
+
+    def read(row: Any) -> tuple[Chat | Text, str | None]:
+        return parse_prompt(row), _answer(row.get("answer"), judge)
+
+    records = [(f"{path}, line {line}", *made) for line, made in checked(json_lines([path]), read)][:count]
+    answers = [answer for *_, answer in records]
+
+    def judged(texts: list[str]) -> list[bool | None]:
+        pairs = zip(answers, texts, strict=True)
+        return [None if answer is None else JUDGES[judge](answer, text) for answer, text in pairs]
+
+    return ProblemSet(
+        {"file": path},
+        [where for where, *_ in records],
+        [asked.prompt if isinstance(asked, Text) else str(asked.messages[-1].get("content", "")) for _, asked, _ in records],
+        [_prompt_ids(where, asked, tokenizer, chat) for where, asked, _ in records],
+        answers,
+        judged,
+        max_new_tokens or FILE_NEW_TOKENS,
+    )
+
+
+def last_number(text: str) -> Decimal | None:
+    """Find the last number in a text, without thousands separators and currency; None if there is none."""
+    found = _NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
+
+
+# By name: (a record's answer, the model's text) -> whether it is right.
+JUDGES: Mapping[str, Callable[[str, str], bool]] = {
+    "exact": lambda answer, text: text.strip() == answer.strip(),
+    "last_number": lambda answer, text: last_number(text) == last_number(answer),  # the answer has one: `_answer`
+    "contains": lambda answer, text: answer.strip() in text,
+}
+
+
+def _answer(answer: Any, judge: str) -> str | None:
+    if answer is None:
+        return None
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
+    if not isinstance(answer, str) or not answer.strip():
+        raise FieldError("answer", f"found {answer!r}: write a text that is not empty or a number, or leave it out")
+    if judge == "last_number" and last_number(answer) is None:
+        raise FieldError("answer", f"{answer!r} holds no number, which judge last_number compares")
+    return answer
+
+
+def _prompt_ids(where: str, asked: Chat | Text, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
+    """Encode what the model continues: through the chat template for messages, and for a prompt if `chat`; else plain."""
+    text = asked.prompt if isinstance(asked, Text) else ""
+    if chat or isinstance(asked, Chat):
+        if not tokenizer.chat_template:
+            raise ValueError(f"{where}: the tokenizer has no chat template: write `prompt`, without --chat")
+        messages = asked.messages if isinstance(asked, Chat) else [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    if not (ids := tokenizer.encode(text, add_special_tokens=False)):
+        raise ValueError(f"{where}: the prompt has no token: write a longer one")
+    return list(ids)
+
+
+__all__ = ["JUDGES", "ProblemSet", "family_set", "file_set", "last_number"]
