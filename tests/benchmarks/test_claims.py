@@ -38,7 +38,7 @@ def printed(command: Any) -> str:
         ("docs/rules.md", tables.lists),
         ("benchmarks/README.md", tables.undrafted),
         ("benchmarks/README.md", lambda: printed(cost_model)),
-        ("benchmarks/README.md", lambda: cost_model.tables(["H200"], ["30b-a3b"], [1, 4, 8, 16, 32, 64], [4, 8], 512)),
+        ("benchmarks/README.md", lambda: cost_model.table(["H200"], ["30b-a3b"], [1, 4, 8, 16, 32, 64], [4, 8], 512)),
         ("benchmarks/README.md", tables.novel),
         ("benchmarks/README.md", tables.provenance),
         ("benchmarks/README.md", tables.published_head),
