@@ -48,7 +48,7 @@ CHOSEN = {
     "static": Reading(),
     "dynamic": Reading(),
     "sequential": Reading(),
-    "entropy_bound": Reading(),
+    "entropy_bound": Reading(least=0.5),
 }
 
 
