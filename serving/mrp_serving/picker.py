@@ -17,7 +17,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from modeling_mrp.kernels.pick import Unembedding, widened
+from modeling_mrp.kernels.pick import Unembedding, upcast
 from modeling_mrp.networks.picker import Picker, Picks, Spots
 from modeling_mrp.rules.state import State
 
@@ -137,7 +137,7 @@ class EngineUnembedding(Unembedding):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Unembedding.logits`."""
-        logits = widened(self.unembed(hidden))
+        logits = upcast(self.unembed(hidden))
         if not self.with_mask:
             logits[:, self.mask_token_id] = -torch.inf
         return logits
