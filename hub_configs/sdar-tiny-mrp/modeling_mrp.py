@@ -2947,7 +2947,7 @@ def odds_of(scores: Tensor, places: Tensor) -> Tensor:
 def _join(parts: Sequence[Picks]) -> Picks:
     """Join picks of consecutive positions."""
     given = zip(*parts, strict=True)
-    return parts[0] if len(parts) == 1 else Picks(*(None if one[0] is None else torch.cat(one) for one in given))
+    return parts[0] if len(parts) == 1 else Picks._make(None if one[0] is None else torch.cat(one) for one in given)
 
 
 def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:
