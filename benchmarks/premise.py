@@ -23,7 +23,7 @@ from modeling_mrp.generate.budget import Amount, Fixed
 from modeling_mrp.generate.loop import Decoder, Drafting, Mode
 from modeling_mrp.generate.option_table import ids_of
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.networks.networks import Hidden, Networks, gathered
+from modeling_mrp.networks.networks import Hidden, Networks, gather_blocks
 from modeling_mrp.networks.picker import SHORTLIST
 from modeling_mrp.rules.state import Row
 
@@ -83,7 +83,7 @@ class Watched:
 
     def logp(self, hidden: Hidden, free: Sequence[int]) -> Tensor:
         """Compute log-probabilities of all tokens but the mask at some columns, [n, vocab - 1]."""
-        logits = gathered([hidden])[0, list(free)] @ self.networks.picker.lm_head_weight.T
+        logits = gather_blocks([hidden])[0, list(free)] @ self.networks.picker.lm_head_weight.T
         keep = [one for one in range(logits.shape[-1]) if one != self.networks.mask_id]
         return logits[:, keep].log_softmax(-1)
 
