@@ -95,7 +95,7 @@ def listed(target: str, states: int, passes: int) -> Setting:
 
 def psd_of(policy: str, states: int, reading: psd.Reading | None = None) -> Setting:
     """Return the setting of PSD with a target as its policy, by default in the reading that was chosen for it."""
-    chosen = [*(reading or psd.CHOSEN[policy])]
+    chosen = [*(reading or psd.CHOSEN.get(policy, psd.Reading()))]
     return {"decoding": PSD, "policy": policy, **RULES[policy], "num_draft_states": states, "reading": chosen}
 
 
