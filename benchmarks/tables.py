@@ -182,7 +182,8 @@ def break_even(folder: Path = RESULTS) -> str:
     makes as many tokens per unit: math, code."""
     cells: dict[str, list[str]] = {}
     for target, _, family, best, drafts in held_against(folder):
-        cells.setdefault(f"`{target}` {family}", []).extend(f"{100 * affordable(line, best):.0f}" for line in drafts)
+        shares = [f"{100 * affordable(line, best):.0f}" for line in drafts] + [""] * (len(PASSES) - len(drafts))
+        cells.setdefault(f"`{target}` {family}", []).extend(shares)
     head = [f"K={states}, {passes}" for states in WIDTHS for passes in ("one pass", "2 passes", "3 passes")]
     return markdown_table(["target, problems", *head], [[name, *of] for name, of in cells.items()])
 
@@ -194,7 +195,7 @@ def psd(folder: Path = RESULTS) -> str:
         setting = psd_of(target, states) if states > 1 else alone(target)
         made = [of[family, setting_name(setting)] for family in JUDGED]
         rows.append([f"PSD, `{target}`, K={states}" if states > 1 else f"`{target}`", *solved_and_speed(made)])
-    return markdown_table(["mode", *SOLVED_AND_SPEED], rows)
+    return markdown_table(["decoding", *SOLVED_AND_SPEED], rows)
 
 
 def fresh(folder: Path = RESULTS) -> str:
