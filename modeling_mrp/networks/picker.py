@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 )
 
 from ..kernels.dispatch import AUTOMATIC, Dispatch
-from ..kernels.pick import PICK, Unembedding, log_odds, pick_rows_ref, upcast
+from ..kernels.pick import PICK, Unembedding, likeliest_tokens, log_odds, pick_rows_ref, upcast
 from ..rules.bans import Bans
 from ..rules.draft import noise_key
 from ..rules.state import Row, State
@@ -243,11 +243,11 @@ class Picker:
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
         if self.likeliest or self.shortlist:
             most = max(LIKELIEST if self.likeliest else 0, self.shortlist)
-            top = scores.topk(min(most, logits.shape[1]))
-            out = shown.gather(1, top.indices) == -torch.inf
+            own, ids = likeliest_tokens(scores, most)
+            out = shown.gather(1, ids) == -torch.inf
             if least is not None:
-                out |= logits.gather(1, top.indices) < least[:, None]
-            ids, own = top.indices, top.values.masked_fill(out, -torch.inf)
+                out |= logits.gather(1, ids) < least[:, None]
+            own = own.masked_fill(out, -torch.inf)
             if self.likeliest:
                 likeliest = torch.cat([ids.to(own.dtype), odds_of(scores, ids).masked_fill(out, -torch.inf)], 1)
             if self.shortlist:
@@ -264,7 +264,7 @@ class Picker:
             return logits, None
         if top_k is None:
             return logits.masked_fill(self._truncated(tempered(logits).clone()) == -torch.inf, -torch.inf), None
-        top = logits.topk(min(top_k, logits.shape[1])).values  # what is kept is not under a logit that is found among k
+        top, _ = likeliest_tokens(logits, top_k)  # what is kept is not under a logit that is found among k
         return logits, top.masked_fill(self._truncated(tempered(top)) == -torch.inf, torch.inf).amin(-1)
 
     def _top_k(self) -> int | None:
