@@ -2,11 +2,10 @@
 
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From `tiny_frontier*.jsonl`:
 `frontier` accuracy and cost of every mode and setting, `undrafted` without the drafted ones; `targets` every target, alone and
-drafted, `summary` the same in short; `headline` drafts of `static` beside the released reference; `eager` what `mrp_remask`
-makes of eager reveals. From `tiny_rivals.jsonl`, on fresh problems: `aims` what the head's drafts with a shortlist make beside
-the best tuned draft without a head, and `break_even` what a pass of it may cost; `psd` PSD of every target; `fresh` what both
-have, beside the numbers of the others. `premise` is how far logits are from those of steps before, from `tiny_premise.jsonl`;
-`rules` every reveal rule, from `tiny_rules.jsonl`;
+drafted, `summary` the same in short; `break_even` what a head pass may cost, and `aims` what one with a shortlist brings beside
+what it is to bring; `headline` drafts of `static` beside the released reference; `eager` what `mrp_remask` makes of eager
+reveals. `premise` how far logits are from those of steps before, from `tiny_premise.jsonl`; `rules` every reveal rule, from
+`tiny_rules.jsonl`;
 `lists` the same on lists, with weights of their own, from `tiny_lists.jsonl`;
 `heldout` the card's, from `tiny_heldout_{math,code}.jsonl`; `novel` and `published_head` from the files of these names behind
 `tiny_`; `turns` from `turns.jsonl`; `provenance` says at which commit each file was measured.
@@ -29,7 +28,7 @@ from mrp_trainer.publish.card import markdown_table, results_table
 from modeling_mrp.networks.picker import SHORTLIST
 
 from .common import RESULTS, parser_of, read_lines
-from .frontier import JUDGED, PASSES, STATES, WIDTHS, graph_of, listed, on_frontier, psd_of, setting_name
+from .frontier import JUDGED, STATES, WIDTHS, on_frontier, setting_name
 from .targets import RULES, TARGETS, alone, drafted
 
 Line = dict[str, Any]
@@ -137,23 +136,6 @@ def targets(folder: Path = RESULTS) -> str:
     return markdown_table(["target", "problems", "alone", *head, *over, "texts that differ"], rows)
 
 
-def rivals(folder: Path = RESULTS) -> dict[tuple[str, str], Line]:
-    """Give the lines of what the head is held against by family and name of the setting."""
-    lines = read_lines(folder / "tiny_rivals.jsonl")
-    return {(line["family"], setting_name(line)): charged(line) for line in lines}
-
-
-def held_against(folder: Path) -> list[tuple[str, int, str, Line, list[Line]]]:
-    """Give by target, K and family the best draft without a head, and those of the head by passes."""
-    of, rows = rivals(folder), []
-    for target, states, family in product(TARGETS, WIDTHS, JUDGED):
-        stale = [of[family, setting_name(one)] for one in (drafted("self_spec", target, states), graph_of(target, states))]
-        heads = [of.get((family, setting_name(listed(target, states, passes)))) for passes in PASSES]
-        best = max(stale, key=lambda line: line["tokens_per_unit"])
-        rows.append((target, states, family, best, [line for line in heads if line is not None]))
-    return rows
-
-
 # How many times the tokens per unit of the best draft without a head are aimed at, by target and K: math, code.
 AIMS = {
     **{(target, 4): (1.05, 1.05) for target in TARGETS},
@@ -163,51 +145,32 @@ AIMS = {
 
 
 def aims(folder: Path = RESULTS) -> str:
-    """How many times the tokens per unit of the best draft without a head the head's drafts make, by passes, with 95 %
-    intervals; and whether the best of them reaches what is aimed at."""
-    rows = []
-    for target, states, family, best, drafts in held_against(folder):
-        over, aim = f"over_{best['decoding']}", AIMS[target, states][JUDGED.index(family)]
-        cells = [f"{line['tokens_per_unit']:.2f} ({ratio(line, best, over)})" for line in drafts]
+    """How many times the tokens per unit of the best draft without a head at the same K `mrp_spec` makes, where a pass is
+    charged as with a shortlist, by passes, with 95 % intervals; and whether the best of them reaches what is aimed at."""
+    of, rows = by_setting(folder), []
+    for target, states, (place, family) in product(TARGETS, WIDTHS, enumerate(JUDGED)):
+        made, aim = _made(of, family, target, states), AIMS[target, states][place]
+        best = _headless(made)
+        drafts = [charged({**line, "draft_shortlist": SHORTLIST}) for line in made.values() if line["head_per_token"]]
+        over = f"over_{best['decoding']}"
+        cells = [f"{line['tokens_per_unit']:.2f} ({ratio(line, best, over)})" for line in drafts] + [""] * (2 - len(drafts))
         reached = max(line["tokens_per_unit"] for line in drafts) >= aim * best["tokens_per_unit"]
         stale = f"{best['decoding']} {best['tokens_per_unit']:.2f}"
-        cells += [""] * (len(PASSES) - len(cells))
         rows.append([f"`{target}`", str(states), family, stale, *cells, f"{aim}x", "yes" if reached else "no"])
-    head = [f"{passes} passes".replace("1 passes", "one pass") for passes in PASSES]
-    return markdown_table(["target", "K", "problems", "best without a head", *head, "aim", "reached"], rows)
+    return markdown_table(["target", "K", "problems", "best without a head", "one pass", "two passes", "aim", "reached"], rows)
 
 
 def break_even(folder: Path = RESULTS) -> str:
     """What a pass of the head may cost, in percent of a backbone forward, before the best draft without a head at the same K
-    makes as many tokens per unit: math, code."""
-    cells: dict[str, list[str]] = {}
-    for target, _, family, best, drafts in held_against(folder):
-        shares = [f"{100 * affordable(line, best):.0f}" for line in drafts] + [""] * (len(PASSES) - len(drafts))
-        cells.setdefault(f"`{target}` {family}", []).extend(shares)
-    head = [f"K={states}, {passes}" for states in WIDTHS for passes in ("one pass", "2 passes", "3 passes")]
-    return markdown_table(["target, problems", *head], [[name, *of] for name, of in cells.items()])
-
-
-def psd(folder: Path = RESULTS) -> str:
-    """Problems solved and tokens per unit of each target, alone, and as the policy of PSD; with 95 % intervals."""
-    of, rows = rivals(folder), []
-    for target, states in product(TARGETS, (1, *WIDTHS)):
-        setting = psd_of(target, states) if states > 1 else alone(target)
-        made = [of[family, setting_name(setting)] for family in JUDGED]
-        rows.append([f"PSD, `{target}`, K={states}" if states > 1 else f"`{target}`", *solved_and_speed(made)])
-    return markdown_table(["decoding", *SOLVED_AND_SPEED], rows)
-
-
-def fresh(folder: Path = RESULTS) -> str:
-    """Accuracy and tokens per unit as other tables print them, and on fresh problems, with 95 % intervals."""
-    of, rows = by_setting(folder, JUDGED), []
-    for (family, name), line in rivals(folder).items():
-        told = of.get((family, name.replace(f" list={SHORTLIST}", "")))
-        if told is not None and line["decoding"] not in ("draft_graph", "psd"):
-            pairs = [("accuracy", 1), ("tokens_per_forward", 2)]
-            rows.append([family, name, *(interval(one, what, digits) for what, digits in pairs for one in (told, line))])
-    head = [f"{what}{where}" for what in ("%", "tokens / forward") for where in ("", ", fresh")]
-    return markdown_table(["problems", "mode", *head], rows)
+    makes as many tokens per unit."""
+    of, rows = by_setting(folder), []
+    for family, target in product(FAMILIES, TARGETS):
+        cells = []
+        for states in WIDTHS:
+            made = _made(of, family, target, states)
+            cells += [f"{100 * affordable(line, _headless(made)):.0f}" for line in made.values() if line["head_per_token"]]
+        rows.append([f"`{target}`", family, *cells])
+    return markdown_table(["target", "problems", "K=4", "K=8", "K=8, two passes"], rows)
 
 
 def premise(folder: Path = RESULTS) -> str:
@@ -375,7 +338,7 @@ def provenance(folder: Path = RESULTS) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     table.__name__: table
     for table in (
-        *(frontier, undrafted, summary, targets, headline, eager, aims, break_even, psd, fresh, premise),
+        *(frontier, undrafted, summary, targets, aims, break_even, headline, eager, premise),
         *(rules, lists, heldout, novel, published_head, turns, provenance),
     )
 }
