@@ -32,6 +32,8 @@ def printed(command: Any) -> str:
         ("README.md", tables.summary),
         ("docs/results.md", tables.targets),
         ("docs/results.md", tables.break_even),
+        ("docs/results.md", tables.aims),
+        ("docs/results.md", tables.premise),
         ("docs/results.md", tables.headline),
         ("docs/results.md", tables.eager),
         ("docs/rules.md", tables.rules),
