@@ -2,11 +2,10 @@
 
     python -m benchmarks.cost_model --device H200 --batch 1 2 4 --states 4 8
 
-prints the mode to use at each shape, batch size and K, and the batch size at which each mode stops paying. Tokens per forward,
-states per forward and head passes per round are of `results/tiny_sweep.jsonl`, which commit 27b9ad0 measured with the embedded
-checkpoint, a toy; the bandwidth is ideal. So predictions hold for a model whose drafts are right as often, on a device that
-never waits. `--shape 30b-a3b` is SDAR-30B-A3B, of whose experts a round reads those that some token chooses
-(`Shape.experts_read`).
+prints the mode to use at each shape, batch size and K, `static` where no draft pays. Tokens per forward, states per forward and
+head passes per round are of `results/tiny_sweep.jsonl`, which commit 27b9ad0 measured with the embedded checkpoint, a toy; the
+bandwidth is ideal. So predictions hold for a model whose drafts are right as often, on a device that never waits. `--shape
+30b-a3b` is SDAR-30B-A3B, of whose experts a round reads those that some token chooses (`Shape.experts_read`).
 """
 
 import json
@@ -15,10 +14,10 @@ from itertools import product
 from typing import Any
 
 from mrp_trainer.data.tasks import FAMILIES
+from mrp_trainer.evaluate.roofline import PUBLISHED, Counts, Device, Shape, round_seconds
 from mrp_trainer.publish.card import markdown_table
 
 from .common import RESULTS, parser_of
-from .roofline import PUBLISHED, Counts, Device, Shape, round_seconds
 
 # Bandwidth of the H200 as measured with a large copy, the others and all peaks (dense bf16) as their makers give them.
 DEVICES = {
@@ -32,30 +31,14 @@ EXPERTS = Shape(
     "30B-A3B", 2048, 6144, 48, 32, 4, 128, 151936, 16, 3, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
 )
 SPECULATING = ("self_spec", "mrp_spec")
-LARGEST_BATCH = 1024
 COUNTS = RESULTS / "tiny_sweep.jsonl"
 Line = dict[str, Any]
-
-
-def counts_of(line: Line, mode: str, states: int) -> Counts:
-    """Read the counts of a mode from a line of results; one that does not say what a round computes stands for K states a
-    forward, and the head's forwards per token."""
-    tokens = line["tokens_per_forward"]
-    passes = line.get("head_passes_per_round", line["head_per_token"] * tokens) if mode == "mrp_spec" else 0.0
-    packed = max(1.0, line.get("states_per_head_pass", 1.0))
-    return Counts(tokens, line.get("states_per_forward", float(states)), passes, packed)
 
 
 def speedup(shape: Shape, device: Device, counts: Counts, static: Counts, batch: int, prefix: int) -> float:
     """Predict the speed of a mode over that of `static`."""
     mode, base = (each.tokens_per_forward / round_seconds(shape, device, each, batch, prefix) for each in (counts, static))
     return mode / base
-
-
-def stops_paying_at(shape: Shape, device: Device, counts: Counts, static: Counts, prefix: int) -> int | None:
-    """Find the smallest batch at which a mode is slower than `static`; None if there is none up to 1024."""
-    batches = range(1, LARGEST_BATCH + 1)
-    return next((batch for batch in batches if speedup(shape, device, counts, static, batch, prefix) < 1), None)
 
 
 def counts_at(lines: Sequence[Line], family: str, mode: str, states: int, batch: int, block_size: int) -> Counts:
@@ -66,7 +49,10 @@ def counts_at(lines: Sequence[Line], family: str, mode: str, states: int, batch:
     fitting = [line for line in lines if all(line.get(name) == value for name, value in wanted.items())]
     fitting = [line for line in fitting if line.get("axis") != "prompt" and line["batch_size"] <= (1 if alone else batch)]
     line = max(fitting, key=lambda line: line["batch_size"])
-    return Counts(line["tokens_per_forward"], 1 + 1 / block_size) if alone else counts_of(line, mode, states)
+    if alone:
+        return Counts(line["tokens_per_forward"], 1 + 1 / block_size)
+    packed = max(1.0, line["states_per_head_pass"])
+    return Counts(line["tokens_per_forward"], line["states_per_forward"], line["head_passes_per_round"], packed)
 
 
 def read_counts() -> list[Line]:
@@ -74,11 +60,10 @@ def read_counts() -> list[Line]:
     return [line for line in map(json.loads, COUNTS.read_text().splitlines()) if "benchmark" not in line]
 
 
-def tables(device: Sequence[str], shape: Sequence[str], batch: Sequence[int], states: Sequence[int], prefix: int) -> str:
-    """Predict by family and K: the mode to use at each shape and batch size, and the batch size at which each mode stops
-    paying."""
+def table(device: Sequence[str], shape: Sequence[str], batch: Sequence[int], states: Sequence[int], prefix: int) -> str:
+    """Predict by family and K the mode to use at each shape and batch size, and its speed over `static`."""
     lines, columns = read_counts(), list(product(FAMILIES, states))
-    choices, limits = list[list[str]](), list[list[str]]()
+    choices = list[list[str]]()
     for of, size in product(map(DEVICES.__getitem__, device), shape):
         sizes = EXPERTS if size == "30b-a3b" else PUBLISHED[size.upper()]
         for rows in batch:
@@ -90,27 +75,18 @@ def tables(device: Sequence[str], shape: Sequence[str], batch: Sequence[int], st
                 best = max(speed, key=lambda mode: speed[mode])
                 cells.append(f"{best} {speed[best]:.2f}x")
             choices.append([of.name, sizes.name, str(rows), *cells])
-        for mode in SPECULATING:
-            cells = []
-            for family, k in columns:
-                static, counts = (counts_at(lines, family, each, k, max(batch), sizes.block_size) for each in ("static", mode))
-                cells.append(str(stops_paying_at(sizes, of, counts, static, prefix) or "never"))
-            limits.append([of.name, sizes.name, mode, *cells])
-    head = [f"{family} K={k}" for family, k in columns]
-    use = markdown_table(["device", "shape", "batch", *head], choices)
-    stops = markdown_table(["device", "shape", "mode", *head], limits)
-    return f"Mode to use, speed over static\n\n{use}\n\nSlower than static from batch\n\n{stops}"
+    return markdown_table(["device", "shape", "batch", *(f"{family} K={k}" for family, k in columns)], choices)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: two Markdown tables."""
+    """Command line: a Markdown table."""
     parser = parser_of("cost_model", __doc__)
     parser.add_argument("--device", nargs="+", default=["H200"], choices=[*DEVICES])
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["4b"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8])
     parser.add_argument("--states", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="K: what was measured")
     parser.add_argument("--prefix", type=int, default=512, help="committed tokens of a row")
-    print(tables(**vars(parser.parse_args(arguments))))
+    print(table(**vars(parser.parse_args(arguments))))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ of picks: the state that reveals these beyond the row's next one. Reveals come i
   graph grows by the node that most of the recorded paths come to next from what is in it, and so stays connected.
 - **Pruned** at run time: nodes are made of the stale predictions, each is scored by the geometric mean of its tokens'
   probabilities and, where it has children, of that and their mean score; the best connected K - 1 are scored by the model
-  beside the row's next state.
+  beside the row's next state. Not pruned, the first of the calibration are.
+- **Tuned** for each target and K (`CHOSEN`): how many nodes, pruned or not, and how many tokens of a position picks may name,
+  by `python -m benchmarks.tuned draft_graph`, on tuning problems that no graph is calibrated on.
 - **Verified** by this package's own round, which gives the graph what its description has not: a state scored in vain is
   remembered for a round and takes no place in the next, and behind a clean state the next block's first one rides along.
 """
@@ -16,8 +18,10 @@ of picks: the state that reveals these beyond the row's next one. Reveals come i
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 
@@ -34,7 +38,30 @@ from .measure import Loop, loop_of
 
 Pick = tuple[int, int]  # rank of the position, rank of its token
 Node = frozenset[Pick]
-TOKENS = 3  # tokens of a position that picks may name
+TOKENS = 3  # tokens of a position that picks may name, at most
+
+
+class Build(NamedTuple):
+    """How a graph of drafts with K states is made.
+
+    Attributes:
+        times: Nodes, in times K - 1.
+        pruned: Whether those that score best are drafted, else the first.
+        tokens: Tokens of a position that picks may name.
+    """
+
+    times: int = 2
+    pruned: bool = True
+    tokens: int = TOKENS
+
+
+# By target and K, the best of `python -m benchmarks.tuned draft_graph`.
+CHOSEN = {
+    "static": {4: Build(2, True, 1), 8: Build(4, False)},
+    "dynamic": {4: Build(2, False), 8: Build()},
+    "sequential": {4: Build(1, False), 8: Build(4, True)},
+    "entropy_bound": {4: Build(), 8: Build()},
+}
 
 
 @dataclass(frozen=True)
@@ -44,10 +71,19 @@ class DraftGraph:
     Attributes:
         nodes: In the order in which they were taken.
         edges: (parent, child) by number; the parent -1 is the row's next state.
+        pruned: As of `Build`.
     """
 
     nodes: tuple[Node, ...]
     edges: frozenset[tuple[int, int]]
+    pruned: bool = True
+
+    @classmethod
+    def built(cls, build: Build, paths: Sequence[Sequence[Node]], states: int) -> "DraftGraph":
+        """Calibrate a graph for drafts with K states."""
+        tokens = build.tokens
+        short = [list(takewhile(lambda node: all(rank < tokens for _, rank in node), path)) for path in paths]
+        return replace(cls.calibrated(short, build.times * (states - 1)), pruned=build.pruned)
 
     @classmethod
     def calibrated(cls, paths: Sequence[Sequence[Node]], size: int) -> "DraftGraph":
@@ -149,7 +185,7 @@ def scores(graph: DraftGraph, local: dict[int, float]) -> dict[int, float]:
 
 
 def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -> list[draft.Node]:
-    """Keep, of a graph, what scores best behind a row's next state.
+    """Keep, of a graph, what scores best behind a row's next state, or what comes first.
 
     Args:
         graph: What may be drafted.
@@ -166,7 +202,7 @@ def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -
         open_ = [one for one in made if one not in reached and reached.intersection(graph.leading[one])]
         if not open_ or len(nodes) >= states:
             break
-        best = max(open_, key=lambda one: (score[one], -one))
+        best = max(open_, key=lambda one: (score[one] if graph.pruned else 0.0, -one))
         reached.add(best)
         nodes.append(draft.Node(made[best][0], -1, row.source))
         if not made[best][0].masks and behind.masks and len(nodes) < states:

@@ -9,12 +9,17 @@ them.
 With `--rules [NAME ...]` it decodes with reveal rules instead, those from papers as published: alone, and drafted by `mrp_spec`
 with one head pass (`--count 40` shows what differs; `python -m benchmarks.tables rules`).
 
+With `--rivals` it decodes what the head is to be held against, of every target: `self_spec`, draft graphs and PSD as they were
+tuned for it (`benchmarks.tuned`), and `mrp_spec` with a shortlist of 16 tokens and one to three passes (`python -m
+benchmarks.tables aims`, `psd`, `break_even`).
+
 Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has one there, of the weights that it
 uses, is not measured again. `python -m benchmarks.tables frontier` (`targets`, `break_even`, `headline`, `eager`) prints
 tables, and `python -m benchmarks.plots` draws the figure, from all of `tiny_frontier*.jsonl`: processes may take a family and a
 file each.
 
 In float64, so that every drafted text is its target's, token by token; `texts_that_differ` counts those that are not.
+With `--seed` problems are of another seed, without those whose prompts the tables' 500 have, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +29,7 @@ from typing import Any
 
 import torch
 from mrp_trainer.data.problems import encode
-from mrp_trainer.data.tasks import FAMILIES, SPLITS, Family, Problem, problems
+from mrp_trainer.data.tasks import FAMILIES, SPLITS, Family, Problem, Split, problems
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from mrp_trainer.evaluate.results import ResultsFile, mode_name
 from transformers import PreTrainedTokenizerFast
@@ -32,12 +37,13 @@ from transformers import PreTrainedTokenizerFast
 from modeling_mrp.generate.option_table import REMASK_RULES
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.rules.reveal import Dynamic, RevealRule, logit
+from modeling_mrp.networks.picker import SHORTLIST
+from modeling_mrp.rules.reveal import RevealRule
 
+from . import draft_graph, psd
 from .common import RESULTS, TINY, header, load, parser_of
 from .draft_graph import DraftGraph, Node, graph_drafts, recorded_paths
 from .measure import Loop, Measured, measure, measure_loop
-from .psd import parallel_speculative
 from .released import Released
 from .targets import RULES, TARGETS, alone, drafted
 
@@ -46,13 +52,14 @@ JUDGED: tuple[Family, ...] = ("math", "code")  # those with right answers
 TAUS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 REMASK_TAUS = (0.4, *TAUS)
 BOUNDS = (0.35, 0.7, 1.0)
-STATES, RULE_STATES = (3, 4, 8), (4, 8)
-PSD_TAUS, PSD_STATES = (0.7, 0.8, 0.9), (4, 8)
+STATES, WIDTHS, PASSES = (3, 4, 8), (4, 8), (1, 2, 3)
+PSD_TAUS = (0.7, 0.8, 0.9)
 # Beside the modes of `generate`.
 GRAPH, PSD, RELEASED = "draft_graph", "psd", "released"
 DRAFTERS = ("self_spec", GRAPH, "mrp_spec")
-# Tuning problems of each family that a graph is calibrated on, as in the paper, and nodes for each that a round may score.
-CALIBRATED_ON, NODES = 25, 2
+# Tuning problems of each family that a graph is calibrated on, as in the paper.
+CALIBRATED_ON = 25
+USED = 500  # first problems of seed 0, those of the tables
 
 
 def settings(family: Family = "math") -> list[Setting]:
@@ -71,16 +78,40 @@ def settings(family: Family = "math") -> list[Setting]:
     for rule, tau in product(REMASK_RULES, REMASK_TAUS):
         changing.append({"decoding": "mrp_remask", "remask_rule": rule, "confidence_threshold": tau})
     changing += [{"decoding": "mrp_direct", "mrp_steps": steps} for steps in (1, 2)]
-    for tau, states in product(PSD_TAUS, PSD_STATES):
+    for tau, states in product(PSD_TAUS, WIDTHS):
         changing.append({"decoding": PSD, "confidence_threshold": tau, "num_draft_states": states})
     return lossless + [setting for setting in changing if setting not in lossless]
+
+
+def graph_of(target: str, states: int, build: draft_graph.Build | None = None) -> Setting:
+    """Return the setting of a target that a draft graph drafts for, by default the one that was chosen for it."""
+    return drafted(GRAPH, target, states, graph=[*(build or draft_graph.CHOSEN[target][states])])
+
+
+def listed(target: str, states: int, passes: int) -> Setting:
+    """Return the setting of a target that the head drafts for, which picks among a shortlist."""
+    return drafted("mrp_spec", target, states, draft_passes=passes, draft_shortlist=SHORTLIST)
+
+
+def psd_of(policy: str, states: int, reading: psd.Reading | None = None) -> Setting:
+    """Return the setting of PSD with a target as its policy, by default in the reading that was chosen for it."""
+    chosen = [*(reading or psd.CHOSEN.get(policy, psd.Reading()))]
+    return {"decoding": PSD, "policy": policy, **RULES[policy], "num_draft_states": states, "reading": chosen}
+
+
+def rival_settings() -> list[Setting]:
+    """List what the head's drafts with a shortlist are held against, each target by itself first."""
+    measured = [alone(target) for target in TARGETS]
+    for target, states in product(TARGETS, WIDTHS):
+        measured += [drafted("self_spec", target, states), graph_of(target, states), psd_of(target, states)]
+    return measured + [listed(target, states, passes) for passes, target, states in product(PASSES, TARGETS, WIDTHS)]
 
 
 def rule_settings(rules: Iterable[str] = RULES) -> list[Setting]:
     """List what is measured of reveal rules: each alone, and drafted with two numbers of states."""
     measured: list[Setting] = []
     for target in rules:
-        measured += [alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in RULE_STATES)]
+        measured += [alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in WIDTHS)]
     return measured
 
 
@@ -90,11 +121,12 @@ def of_target(setting: Setting) -> dict[str, Setting]:
 
 
 def setting_name(line: Mapping[str, Any]) -> str:
-    """Name a line's setting: "mrp_remask reread tau=0.5", "draft_graph of static K=4"."""
-    decoding = " ".join(filter(None, (line["decoding"], line.get("remask_rule"))))
+    """Name a line's setting: "mrp_remask reread tau=0.5", "draft_graph of static K=4", "mrp_spec of static K=4 list=16"."""
+    decoding = " ".join(filter(None, (line["decoding"], line.get("remask_rule"), line.get("policy"))))
     name = mode_name({**line, "decoding": decoding})
     name += f" bound={line['entropy_threshold']}" if "entropy_threshold" in line else ""
     name += f" steps={line['mrp_steps']}" if "mrp_steps" in line else ""
+    name += f" list={line['draft_shortlist']}" if "draft_shortlist" in line else ""
     name += f" passes={line['draft_passes']}" if line.get("draft_passes", 1) > 1 else ""
     return name + (" with a head prefix" if line.get("head_prefix") else "")
 
@@ -114,6 +146,14 @@ def references(setting: Setting) -> dict[str, Setting]:
     return others
 
 
+def rivals(setting: Setting) -> dict[str, Setting]:
+    """Name the settings of `rival_settings` that a drafted one is compared with, its target first."""
+    if (others := of_target(setting)) and setting["decoding"] == "mrp_spec":
+        target, states = setting["target"], setting["num_draft_states"]
+        others |= {"self_spec": drafted("self_spec", target, states), GRAPH: graph_of(target, states)}
+    return others
+
+
 def on_frontier(line: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> bool:
     """Tell if none of others is as accurate and as fast as a line, and better at one of them."""
     ours = line["accuracy"], line["tokens_per_unit"]
@@ -121,9 +161,9 @@ def on_frontier(line: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) ->
     return not any(each != ours and each[0] >= ours[0] and each[1] >= ours[1] for each in theirs)
 
 
-def rule_of(target: str) -> RevealRule:
-    """Make the reveal rule of a target at its setting."""
-    config = MRPGenerationConfig(**alone(target))
+def rule_of(target: str, **options: Any) -> RevealRule:
+    """Make the reveal rule of a target, at its setting but for some options."""
+    config = MRPGenerationConfig(**{**alone(target), **options})
     config.check(block_size=1, has_head=False)
     return config.mode(block_size=1).rule
 
@@ -148,12 +188,14 @@ class Decoder:
         loop: Loop
         if options["decoding"] == GRAPH:
             target = options["target"]
-            graph = DraftGraph.calibrated(self.paths(target), NODES * (states - 1))
+            graph = DraftGraph.built(draft_graph.Build(*options.get("graph", ())), self.paths(target), states)
             loop = graph_drafts(rule_of(target), graph, states)
         elif options["decoding"] == RELEASED:
             loop = Released(states, options["head_prefix"])
         elif options["decoding"] == PSD:
-            loop = parallel_speculative(Dynamic(logit(options["confidence_threshold"])), states)
+            policy, reading = options.get("policy", "dynamic"), psd.Reading(*options.get("reading", ()))
+            rule = rule_of(policy, **{name: options[name] for name in RULES[policy]})
+            loop = psd.parallel_speculative(rule, states, reading)
         else:
             return measure(self.model, self.tokenizer, asked, self.batch_size, **options)
         alone = options["decoding"] == RELEASED  # in a batch it waits for the slowest row
@@ -198,6 +240,13 @@ def lines(
         yield {**line, "asked": identity}
 
 
+def problems_of(family: Family, split: Split, count: int, seed: int) -> list[Problem]:
+    """Return problems of a seed, fresh ones if it is not 0."""
+    used = {problem.prompt for problem in problems(family, split, USED)} if seed else set()
+    found = problems(family, split, 2 * count if seed else count, seed)
+    return [problem for problem in found if problem.prompt not in used][:count]
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line: writes a JSON line for each family and setting, and prints its name and numbers."""
     parser = parser_of("frontier", __doc__)
@@ -207,14 +256,17 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     decodings = list(dict.fromkeys(setting["decoding"] for setting in settings()))
-    parser.add_argument("--decoding", nargs="+", choices=decodings, default=decodings, help="measure these alone")
+    parser.add_argument("--decoding", nargs="+", default=decodings, help="measure these alone: decodings, or names of settings")
+    parser.add_argument("--rivals", action="store_true", help="measure what the head is held against instead")
     parser.add_argument("--rules", nargs="*", choices=list(RULES), help="measure these reveal rules instead; no name: all")
     parser.add_argument("--split", choices=SPLITS, default="heldout")
-    parser.add_argument("--count", type=int, default=500, help="problems of a family; half as many of source")
+    parser.add_argument("--count", type=int, default=USED, help="problems of a family; half as many of source")
+    parser.add_argument("--seed", type=int, default=0, help="of the problems")
     parser.add_argument("--batch-size", type=int, default=10)
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float64")
     options = parser.parse_args(arguments)
     identity = {"split": options.split, "problems": options.count, "dtype": options.dtype}
+    identity |= {"seed": options.seed} if options.seed else {}
     results = ResultsFile(options.output, "asked")
     if other := next((line["asked"] for line in results.lines if line.get("asked", identity) != identity), None):
         parser.error(f"{options.output} is of {other}, and this would be of {identity}: give another --output")
@@ -222,11 +274,12 @@ def main(arguments: list[str] | None = None) -> None:
     results.begin(header("frontier", options, model))
     decoder = Decoder(model.to(getattr(torch, options.dtype)), tokenizer, options.batch_size)
     for family in options.family:
-        wanted = [setting for setting in settings(family) if setting["decoding"] in options.decoding]
-        compared = references
+        wanted, compared = (rival_settings(), rivals) if options.rivals else (settings(family), references)
+        only = options.decoding
+        wanted = [setting for setting in wanted if setting["decoding"] in only or setting_name(setting) in only]
         if options.rules is not None:
             wanted, compared = rule_settings(options.rules or RULES), of_target
-        asked = problems(family, options.split, options.count // (2 if family == "source" else 1))
+        asked = problems_of(family, options.split, options.count // (2 if family == "source" else 1), options.seed)
         for line in lines(decoder, asked, wanted, results, identity, compared):
             results.add(line)
             right = f"{line['accuracy']} % at " if "accuracy" in line else ""

@@ -35,16 +35,12 @@ class Measured:
         forwards: Backbone forwards in which each problem's row took part.
         head_forwards: The same for the head.
         right: Whether each text is accepted by its judge; None where there is no right answer.
-        drafted: Drafted states that were submitted, all problems together.
-        accepted: Drafted states that the backbone came by.
     """
 
     ids: list[list[int]]
     forwards: list[int]
     head_forwards: list[int]
     right: list[bool | None] = field(default_factory=list)
-    drafted: int = 0
-    accepted: int = 0
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row]) -> "Measured":
@@ -77,8 +73,6 @@ class Measured:
             "tokens_per_forward_95": self.speed.rounded(),
             "head_per_token": round(sum(self.head_forwards) / sum(self.tokens), 3),
         }
-        if self.drafted:
-            line["accepted_percent"] = round(100 * self.accepted / self.drafted, 1)
         return line | {"sample": self.sample()}
 
     def sample(self) -> dict[str, list[int]]:
@@ -118,8 +112,7 @@ def measure(
 ) -> Measured:
     """Decode problems of one family with options of `generate`."""
     made = decode_problems(model, tokenizer, asked, batch_size, **options)
-    drafts = made.forwards["drafted"], made.forwards["accepted"]
-    return Measured(made.ids, made.row_forwards, made.row_head_forwards, made.right, *drafts)
+    return Measured(made.ids, made.row_forwards, made.row_head_forwards, made.right)
 
 
 def loop_of(rule: RevealRule, states: int, decoder: Callable[[Mode, Networks, Fixed], Decoder]) -> Loop:

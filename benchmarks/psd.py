@@ -1,70 +1,99 @@
-"""Parallel speculative decoding's rule (PSD, arXiv 2605.15609): the deepest consistent draft is taken. It is not lossless.
+"""Parallel speculative decoding (PSD, arXiv 2605.15609): the deepest consistent draft is taken. It is not lossless.
 
-Written from the abstract and reviews of the paper: a policy reveals what is confident; from the same predictions drafts of
-several depths are made, each with more revealed than the one before; one forward scores them all; and of those the deepest is
-kept that the new predictions agree with. Where these say no more, it is assumed that
+Written from the abstract and from third parties' summaries of v1; the full text was not to be had. They say: a policy (any
+target) reveals what is confident; from the same predictions drafts of several depths, 1, 3, 5 or 7, are made without a further
+forward, which fill the masks that are left in the order of confidence; one forward scores them all; going from the deepest to
+the shallowest, that draft is kept whose speculative tokens all agree with the updated predictions. Where they say no more, it
+is assumed that
 
-- the policy is the threshold of `dynamic`, and a deeper draft reveals what the policy would at the stale predictions: once
-  all above tau is revealed, that is the surest position left;
-- a draft is consistent if every token that it has and the one before has not is what the model now predicts at the one before,
-  however sure it is and whether or not the policy would reveal it next, and if all shallower drafts are consistent;
-- at the deepest consistent draft the policy goes on with the predictions made there.
+- K states a forward are the policy's own next state, which is depth 0, and drafts of depths 1 to K - 1;
+- at the draft that is kept the policy goes on with the predictions made there;
+- agreement is of tokens, whether or not the policy would reveal them next.
 
-So K states a forward are depths 0 to K - 1. Blocks end as in this package: their keys and values cost no forward of their own.
+`Reading` has what is open still: of those that solve as many tuning problems as the policy alone, but for one in a hundred, as
+the paper reports, each policy has the one that makes the most tokens a forward (`python -m benchmarks.tuned psd`). Blocks end
+as in this package: their keys and values cost no forward of their own.
 """
 
-import itertools
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from modeling_mrp.generate.budget import Amount, Fixed
 from modeling_mrp.generate.loop import Decoder, Mode
 from modeling_mrp.networks.networks import Networks
 from modeling_mrp.rules.draft import Node, build_draft
-from modeling_mrp.rules.reveal import Columns, Guesses, RevealRule
+from modeling_mrp.rules.reveal import Columns, Guesses, RevealRule, by_odds, logit
 from modeling_mrp.rules.state import Key, Row, Scores, State
 
 from .measure import Loop, loop_of
 
 
+class Reading(NamedTuple):
+    """What descriptions leave open.
+
+    Attributes:
+        adds: Positions that each depth adds, the surest ones; 0: those that the policy would reveal.
+        first: Whether drafts are held to the predictions at depth 0; else what each adds, to those at the depth before it.
+        least: The probability that a prediction must have to be agreed with.
+    """
+
+    adds: int = 0
+    first: bool = False
+    least: float = 0.0
+
+
+# By policy, the best of `python -m benchmarks.tuned psd`, where that is not the first.
+CHOSEN = {"entropy_bound": Reading(least=0.5)}
+
+
 class Consistent(RevealRule):
-    """A policy that goes on to the draft behind a state where all that this adds is predicted there.
+    """A policy that goes on to the deepest draft behind a state of which all that it adds is predicted there.
 
     Args:
         policy: What is revealed elsewhere.
+        reading: How.
 
     Attributes:
-        behind: By state, the draft behind it: those of the last two rounds.
+        behind: By state, the drafts that are held to what is said there, by depth: of the last two rounds.
     """
 
-    def __init__(self, policy: RevealRule) -> None:
-        self.policy = policy
-        self.behind: dict[Key, State] = {}
-        self._last: dict[Key, State] = {}
+    def __init__(self, policy: RevealRule, reading: Reading) -> None:
+        self.policy, self.reading, self.least = policy, reading, logit(reading.least)
+        self.behind: dict[Key, Sequence[State]] = {}
+        self._last: dict[Key, Sequence[State]] = {}
 
     def follow(self, chain: Sequence[Node]) -> None:
         """Take a round's chain of drafts up, and forget those before the last one."""
-        pairs = itertools.pairwise(chain)
-        self._last, before = {one.state.key: two.state for one, two in pairs if one.parent == two.parent}, self._last
-        self.behind = before | self._last
+        states = [node.state for node in chain if node.parent < 0]
+        new: dict[Key, Sequence[State]] = {one.key: [two] for one, two in pairwise(states)}
+        if self.reading.first:
+            new = {one.key: states[1:] for one in states[:1]}
+        self.behind, self._last = self._last | new, new
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        behind = self.behind.get(state.key)
-        if behind is not None and behind.start == state.start:
-            added = tuple([column for column, (a, b) in enumerate(zip(state.ids, behind.ids, strict=True)) if a != b])
-            if added and all(scores.token[column] == behind.ids[column] for column in added):
-                return added, memo
-        return self.policy.reveal(state, scores, memo)
+        deepest: Columns = ()
+        for draft in self.behind.get(state.key, ()):
+            if draft.start != state.start:
+                break
+            added = tuple([column for column, (a, b) in enumerate(zip(state.ids, draft.ids, strict=True)) if a != b])
+            if not all(scores.token[one] == draft.ids[one] and scores.odds[one] >= self.least for one in added):
+                break
+            deepest = added
+        return (deepest, memo) if deepest else self.policy.reveal(state, scores, memo)
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`."""
-        return self.policy.likely(state, odds, count)
+        if not self.reading.adds:
+            return self.policy.likely(state, odds, count)
+        return [(tuple(sorted(by_odds(state.free, odds)[: self.reading.adds])), 1.0)]
 
 
 class PSDecoder(Decoder):
     """Rounds of which a row's drafts are a chain, and the deepest consistent one is taken."""
 
+    reading: Reading
     rules: dict[int, Consistent]
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
@@ -73,7 +102,7 @@ class PSDecoder(Decoder):
             return super().draft(rows, amount)
         drafts = []
         for row in rows:
-            rule = self.rules.setdefault(row.place, Consistent(self.mode.rule))
+            rule = self.rules.setdefault(row.place, Consistent(self.mode.rule, self.reading))
             nodes = build_draft(row, rule, amount.states, 1, {}) if row.stop is None else []
             rule.follow(nodes)
             drafts.append(nodes)
@@ -84,12 +113,12 @@ class PSDecoder(Decoder):
         return self.rules.get(row.place, self.mode.rule)
 
 
-def parallel_speculative(rule: RevealRule, states: int) -> Loop:
+def parallel_speculative(rule: RevealRule, states: int, reading: Reading) -> Loop:
     """Decode by PSD: with a policy, and K states scored a forward."""
 
     def decoder(mode: Mode, networks: Networks, budget: Fixed) -> PSDecoder:
         made = PSDecoder(mode, networks, budget)
-        made.rules = {}
+        made.reading, made.rules = reading, {}
         return made
 
     return loop_of(rule, states, decoder)

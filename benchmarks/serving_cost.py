@@ -11,11 +11,11 @@ measured: the seconds of a launch, a copy and a read are suppositions, which opt
 
 from dataclasses import dataclass
 
+from mrp_trainer.evaluate.roofline import PUBLISHED, Counts, Device, Shape, round_seconds
 from mrp_trainer.publish.card import markdown_table
 
 from .common import parser_of
 from .cost_model import DEVICES
-from .roofline import PUBLISHED, Counts, Device, Shape, round_seconds
 
 # Memory and dense bf16 as its maker gives them.
 RTX_PRO = Device("RTX PRO 6000", 1.79e12, 503e12)

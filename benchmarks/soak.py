@@ -53,12 +53,6 @@ def compared(case: Case) -> Iterator[tuple[str, Row, Row]]:
         yield from (("reuse", *pair) for pair in zip(plain, cached, strict=True))
 
 
-def resident_mb() -> float:
-    """Read how much of this process is in memory, in MB."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return round(int(fields["VmRSS"].split()[0]) / 1024, 1)
-
-
 def soak(
     minutes: float,
     seed: int,
@@ -71,7 +65,7 @@ def soak(
     begin = told = time.monotonic()
     tokens, pairs, drafted = Counter[str](), Counter[str](), Counter[str]()
     calls = mismatches = 0
-    number, resident = first, [resident_mb()]
+    number = first
 
     def counts() -> dict[str, Any]:
         return {
@@ -82,7 +76,6 @@ def soak(
             "mismatches": mismatches,
             "tokens_by_kind": dict(tokens),
             "tokens_drafted": dict(sorted(drafted.items())),
-            "resident_mb": [*resident, resident_mb()],
             "seconds": round(time.monotonic() - begin, 1),
             "seed": seed,
         }
@@ -100,8 +93,6 @@ def soak(
             mismatches += 1
             yield {"mismatch": kind, "case": number, "mode": case.mode, "error": f"{type(error).__name__}: {error}"[:500]}
         calls, number = calls + case.calls, number + 1
-        if number == first + 100:
-            resident.append(resident_mb())
         if time.monotonic() - told > REPORT_EVERY:
             told = time.monotonic()
             yield {"so_far": counts()}

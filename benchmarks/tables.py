@@ -2,8 +2,10 @@
 
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From `tiny_frontier*.jsonl`:
 `frontier` accuracy and cost of every mode and setting, `undrafted` without the drafted ones; `targets` every target, alone and
-drafted, `summary` the same in short, and `break_even` what a head pass may cost; `headline` drafts of `static` beside the
-released reference; `eager` what `mrp_remask` makes of eager reveals. `rules` every reveal rule, from `tiny_rules.jsonl`;
+drafted, `summary` the same in short; `break_even` what a head pass may cost, and `aims` what one with a shortlist brings beside
+what it is to bring; `headline` drafts of `static` beside the released reference; `eager` what `mrp_remask` makes of eager
+reveals. `premise` how far logits are from those of steps before, from `tiny_premise.jsonl`; `rules` every reveal rule, from
+`tiny_rules.jsonl`;
 `lists` the same on lists, with weights of their own, from `tiny_lists.jsonl`;
 `heldout` the card's, from `tiny_heldout_{math,code}.jsonl`; `novel` and `published_head` from the files of these names behind
 `tiny_`; `turns` from `turns.jsonl`; `provenance` says at which commit each file was measured.
@@ -20,10 +22,13 @@ from typing import Any
 
 from mrp_trainer.data.tasks import FAMILIES
 from mrp_trainer.evaluate.cost import CHARGED, HEAD_SHARES, charged
+from mrp_trainer.evaluate.cost import break_even as affordable
 from mrp_trainer.publish.card import markdown_table, results_table
 
+from modeling_mrp.networks.picker import SHORTLIST
+
 from .common import RESULTS, parser_of, read_lines
-from .frontier import JUDGED, RULE_STATES, STATES, on_frontier, setting_name
+from .frontier import JUDGED, STATES, WIDTHS, on_frontier, setting_name
 from .targets import RULES, TARGETS, alone, drafted
 
 Line = dict[str, Any]
@@ -52,7 +57,7 @@ def solved_and_speed(lines: Iterable[Line]) -> list[str]:
     return [cell for line in lines for cell in (interval(line, "accuracy", 1), interval(line, "tokens_per_unit", 2))]
 
 
-def listed(lines: Iterable[Line], name: str, shape: str = CHARGED) -> str:
+def row_of(lines: Iterable[Line], name: str, shape: str = CHARGED) -> str:
     """Show a number of several lines, one behind the other."""
     return ", ".join(f"{charged(line, shape)[name]:.2f}" for line in lines)
 
@@ -82,8 +87,8 @@ def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
             shown = solved_and_speed([of[family, name]]) if (family, name) in of else ["", ""]
             cells += [shown[0], shown[1] + " *" * ((family, name) in best)]
         differ = ", ".join(str(line["texts_that_differ"]) for line in made if "texts_that_differ" in line)
-        units = [listed(made, "tokens_per_unit", shape) for shape in _OTHERS]
-        rows.append([name, *cells, *units, listed(made, "tokens_per_forward"), listed(made, "head_per_token"), differ])
+        units = [row_of(made, "tokens_per_unit", shape) for shape in _OTHERS]
+        rows.append([name, *cells, *units, row_of(made, "tokens_per_forward"), row_of(made, "head_per_token"), differ])
     head = [*(f"at {shape}" for shape in _OTHERS), "tokens / forward", "head / token", "texts that differ"]
     return markdown_table(["mode", *SOLVED_AND_SPEED, *(f"{title} ({', '.join(JUDGED)})" for title in head)], rows)
 
@@ -131,11 +136,28 @@ def targets(folder: Path = RESULTS) -> str:
     return markdown_table(["target", "problems", "alone", *head, *over, "texts that differ"], rows)
 
 
-def affordable(drafted: Line, other: Line) -> float:
-    """Give the share of a forward that a head pass may cost at most for drafts to be no slower than those without a head; below
-    0 where they are slower at any cost."""
-    saved = 1 / other["tokens_per_forward"] - 1 / drafted["tokens_per_forward"]
-    return float(saved / drafted["head_per_token"])
+# How many times the tokens per unit of the best draft without a head are aimed at, by target and K: math, code.
+AIMS = {
+    **{(target, 4): (1.05, 1.05) for target in TARGETS},
+    **{("dynamic", 4): (1.3, 1.3), ("static", 8): (1.35, 1.35), ("sequential", 8): (1.2, 1.3)},
+    **{(target, 8): (1.4, 1.4) for target in ("dynamic", "entropy_bound")},
+}
+
+
+def aims(folder: Path = RESULTS) -> str:
+    """How many times the tokens per unit of the best draft without a head at the same K `mrp_spec` makes, where a pass is
+    charged as with a shortlist, by passes, with 95 % intervals; and whether the best of them reaches what is aimed at."""
+    of, rows = by_setting(folder), []
+    for target, states, (place, family) in product(TARGETS, WIDTHS, enumerate(JUDGED)):
+        made, aim = _made(of, family, target, states), AIMS[target, states][place]
+        best = _headless(made)
+        drafts = [charged({**line, "draft_shortlist": SHORTLIST}) for line in made.values() if line["head_per_token"]]
+        over = f"over_{best['decoding']}"
+        cells = [f"{line['tokens_per_unit']:.2f} ({ratio(line, best, over)})" for line in drafts] + [""] * (2 - len(drafts))
+        reached = max(line["tokens_per_unit"] for line in drafts) >= aim * best["tokens_per_unit"]
+        stale = f"{best['decoding']} {best['tokens_per_unit']:.2f}"
+        rows.append([f"`{target}`", str(states), family, stale, *cells, f"{aim}x", "yes" if reached else "no"])
+    return markdown_table(["target", "K", "problems", "best without a head", "one pass", "two passes", "aim", "reached"], rows)
 
 
 def break_even(folder: Path = RESULTS) -> str:
@@ -144,13 +166,26 @@ def break_even(folder: Path = RESULTS) -> str:
     of, rows = by_setting(folder), []
     for family, target in product(FAMILIES, TARGETS):
         cells = []
-        for states in (4, 8):
+        for states in WIDTHS:
             made = _made(of, family, target, states)
-            cells += [
-                f"{100 * affordable(line, _headless(made)):.0f}" for way, line in made.items() if way.startswith("mrp_spec")
-            ]
+            cells += [f"{100 * affordable(line, _headless(made)):.0f}" for line in made.values() if line["head_per_token"]]
         rows.append([f"`{target}`", family, *cells])
     return markdown_table(["target", "problems", "K=4", "K=8", "K=8, two passes"], rows)
+
+
+def premise(folder: Path = RESULTS) -> str:
+    """KL from the backbone's logits to guesses made so many steps before, in nats, and how often the likeliest token is the
+    same, in percent: math, code."""
+    of: dict[tuple[str, int], list[Line]] = {}
+    for line in read_lines(folder / "tiny_premise.jsonl"):
+        of.setdefault((line["target"], line["steps"]), []).append(line)
+    rows = []
+    for (target, steps), pair in of.items():
+        apart = [", ".join(f"{line['kl'][guess]:.2f}" for line in pair) for guess in pair[0]["kl"]]
+        same = [", ".join(f"{100 * line['same'][guess]:.1f}" for line in pair) for guess in pair[0]["same"]]
+        rows.append([f"`{target}`", str(steps), *apart, *same, ", ".join(f"{100 * line['missed']:.1f}" for line in pair)])
+    head = ["KL: stale", "KL: head", "same token, %: stale", "same token, %: head", "missed by 16 tokens, %"]
+    return markdown_table(["target", "steps apart", *head], rows)
 
 
 def _differ(of: dict[tuple[str, str], Line], families: Sequence[str], target: str) -> int:
@@ -165,10 +200,10 @@ def summary(folder: Path = RESULTS) -> str:
     for target in TARGETS:
         settings = [alone(target), *(drafted(mode, target, k) for k in (4, 8) for mode in ("self_spec", "mrp_spec"))]
         made = [[of[family, setting_name(setting)] for family in JUDGED] for setting in settings]
-        units = [listed(pair, "tokens_per_unit") for pair in made]
-        others = [listed(made[-1], "tokens_per_unit", shape) for shape in _OTHERS]
+        units = [row_of(pair, "tokens_per_unit") for pair in made]
+        others = [row_of(made[-1], "tokens_per_unit", shape) for shape in _OTHERS]
         solved = ", ".join(f"{line['accuracy']:.1f}" for line in made[0])
-        plain = listed(made[-1], "tokens_per_forward")
+        plain = row_of(made[-1], "tokens_per_forward")
         rows.append([f"`{target}`", solved, *units, *others, plain, str(_differ(of, JUDGED, target))])
     head = ["alone", *(f"`{mode}`, K = {k}" for k in (4, 8) for mode in ("self_spec", "mrp_spec"))]
     last = [*(f"at {shape}" for shape in _OTHERS), "a forward"]
@@ -196,7 +231,7 @@ def headline(folder: Path = RESULTS) -> str:
             for family, line in made.items():
                 over = f" ({ratio(line, released[family], 'over_released')})" if "over_released" in line else ""
                 cells.append(f"{line['tokens_per_unit']:.2f}{over}")
-            rows.append([f"{title} K={states}", *cells, listed(made.values(), "tokens_per_forward")])
+            rows.append([f"{title} K={states}", *cells, row_of(made.values(), "tokens_per_forward")])
     return markdown_table(["mode", *FAMILIES, f"tokens / forward ({', '.join(FAMILIES)})"], rows)
 
 
@@ -208,7 +243,7 @@ def eager(folder: Path = RESULTS) -> str:
     rows = []
     for name in names:
         made = [of[family, name] for family in JUDGED]
-        rows.append([name, *solved_and_speed(made), listed(made, "tokens_per_forward")])
+        rows.append([name, *solved_and_speed(made), row_of(made, "tokens_per_forward")])
     return markdown_table(["mode", *SOLVED_AND_SPEED, f"tokens / forward ({', '.join(JUDGED)})"], rows)
 
 
@@ -216,12 +251,12 @@ def rules(folder: Path = RESULTS) -> str:
     """Problems that each reveal rule solves, with 95 % intervals, and its tokens per unit, alone and drafted: math, code."""
     of, rows = {(line["family"], setting_name(line)): line for line in read_lines(folder / "tiny_rules.jsonl")}, []
     for target in RULES:
-        ways = [alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in RULE_STATES)]
+        ways = [alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in WIDTHS)]
         made = [[of[family, setting_name(way)] for family in JUDGED] for way in ways]
         pairs = [", ".join(f"{charged(line)['tokens_per_unit']:.2f}" for line in pair) for pair in made]
         differ = sum(line["texts_that_differ"] for pair in made[1:] for line in pair)
         rows.append([f"`{target}`", *(interval(line, "accuracy", 1) for line in made[0]), *pairs, str(differ)])
-    head = [*(f"{family} %" for family in JUDGED), "alone", *(f"K = {states}" for states in RULE_STATES)]
+    head = [*(f"{family} %" for family in JUDGED), "alone", *(f"K = {states}" for states in WIDTHS)]
     return markdown_table(["rule", *head, "texts that differ"], rows)
 
 
@@ -270,7 +305,7 @@ def published_head(folder: Path = RESULTS) -> str:
         first, *others = (of[column] for column in columns)
         ratios = (f"{line['tokens_per_unit']:.2f} ({ratio(line, first, 'over_published')})" for line in others)
         differ = sum(line["texts_that_differ"] for line in of.values())
-        plain = listed([first, *others], "tokens_per_forward")
+        plain = row_of([first, *others], "tokens_per_forward")
         cells.append([family, str(states), interval(first, "tokens_per_unit", 2), *ratios, plain, str(differ)])
     head = [f"{loop}, {head} head" for loop, head in columns]
     return markdown_table(["family", "K", *head, "tokens / forward", "texts that differ"], cells)
@@ -303,7 +338,7 @@ def provenance(folder: Path = RESULTS) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     table.__name__: table
     for table in (
-        *(frontier, undrafted, summary, targets, break_even, headline, eager),
+        *(frontier, undrafted, summary, targets, aims, break_even, headline, eager, premise),
         *(rules, lists, heldout, novel, published_head, turns, provenance),
     )
 }

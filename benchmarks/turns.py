@@ -5,7 +5,8 @@
 
 A checkpoint's folder carries its code, so that two checkouts can be compared, each run as a user of its folder would run it.
 The first way of `--states` is what the others of a folder are compared with: `alone` is the target by itself, a number or
-`auto` what `mrp_spec` drafts. With K = 1 nothing is drafted, but rows need not wait for each other at the ends of blocks.
+`auto` what `mrp_spec` drafts. `rests` is the target with the schedule of `auto` and no drafts: where some rows end a block, the
+clock says whether these alone are scored, in a narrower forward, or the others beside their next blocks' first states.
 
 Greedy, problems of math from the tuning split. Times are CPU time of this process, or with `--clock wall` wall clock, which a
 GPU and several threads need. Ratios are of speed, over the turns of a cell: the median, the least and most, and the quartiles.
@@ -13,10 +14,13 @@ GPU and several threads need. Ratios are of speed, over the turns of a cell: the
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -67,7 +71,7 @@ class Way:
         model: An `MRPForCausalLM`, of this code or of its folder's.
         batches: Inputs of `generate`; turn after turn takes the next one.
         clock: Gives the time of the device.
-        options: Of `generate`.
+        options: Of `generate`; and `most`, the states that `auto` may choose, where that is not what the model's code says.
 
     Attributes:
         texts: Ids by batch.
@@ -78,6 +82,7 @@ class Way:
         self, model: Any, batches: Sequence[dict[str, torch.Tensor]], clock: Callable[[torch.device], float], **options: Any
     ) -> None:
         self.model, self.batches, self.clock = model, batches, clock
+        self.most = options.pop("most", None)
         self.options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS["math"], **options}
         self.texts: dict[int, torch.Tensor] = {}
         self.forwards: dict[int, int] = {}
@@ -86,9 +91,11 @@ class Way:
         """Decode a batch; the seconds that it took."""
         place = turn % len(self.batches)
         inputs = {name: value.to(self.model.device) for name, value in self.batches[place].items()}
-        begun = self.clock(self.model.device)
-        out = self.model.generate(**inputs, **self.options, return_dict_in_generate=True)
-        seconds = self.clock(self.model.device) - begun
+        code = sys.modules[type(self.model).__module__]  # of its folder: a bundle of one file
+        with patch.object(code, "WIDTHS", (self.most,)) if self.most else nullcontext():
+            begun = self.clock(self.model.device)
+            out = self.model.generate(**inputs, **self.options, return_dict_in_generate=True)
+            seconds = self.clock(self.model.device) - begun
         self.texts[place], self.forwards[place] = out.sequences, int(out.stats.row_forwards.sum())
         return seconds
 
@@ -109,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folders", nargs="*", default=[str(TINY)], help="checkpoints of the same weights, each with its code")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64], help="rows of a batch")
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
-    parser.add_argument("--states", nargs="+", default=["alone", "4", "8"], help="`alone`, numbers, `auto`")
+    parser.add_argument("--states", nargs="+", default=["alone", "4", "8"], help="`alone`, `rests`, numbers, `auto`")
     parser.add_argument("--count", type=int, default=16, help="problems of a cell, or two batches where these are more")
     parser.add_argument("--turns", type=int, default=0, help="of a cell; each batch once by default")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
@@ -147,7 +154,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def options_of(target: str, states: str) -> dict[str, Any]:
-    """Return the options of `generate` for one way of `--states`."""
+    """Return the options of a `Way` for one of `--states`."""
+    if states == "rests":
+        return drafted("self_spec", target, "auto", most=1)
     return alone(target) if states == "alone" else drafted("mrp_spec", target, int(states) if states != "auto" else states)
 
 

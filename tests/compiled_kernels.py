@@ -21,13 +21,13 @@ from unittest.mock import patch
 
 import torch
 import triton
+from mrp_trainer.evaluate.roofline import PUBLISHED, Shape
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from benchmarks.roofline import PUBLISHED, Shape
 from modeling_mrp.kernels.pick import Unembedding, pick_rows
 from modeling_mrp.kernels.round_layers import RoundMask, rotated, round_attention, sum_and_norm
 

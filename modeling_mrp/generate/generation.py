@@ -34,6 +34,7 @@ from .loop import Decoder, Mode
 from .options import (
     MRPGenerationConfig,
     check_ids,
+    check_prompt,
     check_rows,
     logger,
     resolved,
@@ -175,12 +176,7 @@ class MRPGenerationMixin(GenerationMixin):
 
 def _real(prompt: Any, attention_mask: Any, config: MRPGenerationConfig, ours: Any) -> Tensor:
     """Check a prompt, and tell which of its ids are real; without a mask `pad_token_id` is padding, if it is no eos."""
-    real, pad = check_ids(prompt, attention_mask, ours.vocab_size), config.pad_id()
-    if bool(((prompt == ours.mask_token_id) & real).any()):
-        raise ValueError(
-            f"the prompt holds the mask id {ours.mask_token_id}: pass what stands before the first mask as input_ids, and the "
-            "rest, masks and given tokens, as infill_ids"
-        )
+    real, pad = check_prompt(prompt, attention_mask, ours.mask_token_id, ours.vocab_size), config.pad_id()
     if attention_mask is None and config.pad_token_id is not None and pad not in config.eos_ids():
         return prompt != pad
     if attention_mask is None and len(prompt) > 1 and bool((prompt[:, [0, -1]] == pad).any()):

@@ -42,7 +42,7 @@ TRUNCATIONS: dict[type, bool] = {
 
 # Tokens of a position that a sampled draft chooses among: all that transformers' own top-k of 50 leaves.
 LIKELIEST = 64
-# Tokens of a position that the head's drafts choose among: as many are as good as all (`python -m benchmarks.shortlist`).
+# Tokens of a position that the head's drafts choose among: as many are as good as all (`benchmarks/NOTES.md`, Shortlist).
 SHORTLIST = 16
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from conftest import ROOT
 from mrp_trainer.data.tasks import FAMILIES
+from mrp_trainer.evaluate.roofline import PUBLISHED, masks_per_state
 
 from benchmarks import cost_model, tables
 from benchmarks.frontier import DRAFTERS, JUDGED, TAUS, setting_name
-from benchmarks.roofline import PUBLISHED, masks_per_state
 from benchmarks.targets import TARGETS
 from modeling_mrp.networks.picker import SHORTLIST
 
@@ -32,13 +32,15 @@ def printed(command: Any) -> str:
         ("README.md", tables.summary),
         ("docs/results.md", tables.targets),
         ("docs/results.md", tables.break_even),
+        ("docs/results.md", tables.aims),
+        ("docs/results.md", tables.premise),
         ("docs/results.md", tables.headline),
         ("docs/results.md", tables.eager),
         ("docs/rules.md", tables.rules),
         ("docs/rules.md", tables.lists),
         ("benchmarks/README.md", tables.undrafted),
         ("benchmarks/README.md", lambda: printed(cost_model)),
-        ("benchmarks/README.md", lambda: cost_model.tables(["H200"], ["30b-a3b"], [1, 4, 8, 16, 32, 64], [4, 8], 512)),
+        ("benchmarks/README.md", lambda: cost_model.table(["H200"], ["30b-a3b"], [1, 4, 8, 16, 32, 64], [4, 8], 512)),
         ("benchmarks/README.md", tables.novel),
         ("benchmarks/README.md", tables.provenance),
         ("benchmarks/README.md", tables.published_head),

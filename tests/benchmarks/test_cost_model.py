@@ -1,13 +1,12 @@
 """Bytes, FLOPs and times of a round, against numbers derived by hand and the parameter count of the model itself."""
 
+from typing import Any
+
 import pytest
 import torch
 from conftest import ROOT, make_model
 from mrp_trainer.evaluate import cost
-
-from benchmarks import tables
-from benchmarks.cost_model import counts_at
-from benchmarks.roofline import (
+from mrp_trainer.evaluate.roofline import (
     PUBLISHED,
     Counts,
     Shape,
@@ -16,6 +15,8 @@ from benchmarks.roofline import (
     decoder_layers,
     head_forward,
 )
+
+from benchmarks.cost_model import counts_at
 from modeling_mrp import MRPConfig, MRPForCausalLM
 
 # One layer of everything, so that sums can be done in the head: q and o 8 x 4, k and v 4 x 4 each, an MLP of 3 x 4 x 6.
@@ -58,12 +59,14 @@ def test_experts_by_hand() -> None:
 
 
 def test_counts_are_taken_from_results() -> None:
-    old = {"family": "math", "batch_size": 1, "mode": "mrp_spec", "states": 4, "tokens_per_forward": 2.5, "head_per_token": 0.8}
-    new = {**old, "batch_size": 8, "states_per_forward": 3.9, "head_passes_per_round": 1.5, "states_per_head_pass": 2.0}
-    static = {"family": "math", "batch_size": 1, "mode": "static", "tokens_per_forward": 0.95, "head_per_token": 0.0}
-    lines = [old, new, static, {**static, "batch_size": 8, "tokens_per_forward": 0.9}, {**new, "batch_size": 64}]
-    lines += [{**new, "axis": "prompt", "batch_size": 16}, {**new, "family": "code"}, {**old, "mode": "self_spec"}]
-    assert counts_at(lines, "math", "mrp_spec", 4, 1, 16) == Counts(2.5, 4.0, 2.0, 1.0)
+    one: dict[str, Any] = {"family": "math", "batch_size": 1, "mode": "mrp_spec", "states": 4, "tokens_per_forward": 2.5}
+    one |= {"states_per_forward": 4.0, "head_passes_per_round": 2.0, "states_per_head_pass": 1.2}
+    more = {**one, "batch_size": 8, "states_per_forward": 3.9, "head_passes_per_round": 1.5, "states_per_head_pass": 2.0}
+    static = {"family": "math", "batch_size": 1, "mode": "static", "tokens_per_forward": 0.95}
+    lines = [one, more, static, {**static, "batch_size": 8, "tokens_per_forward": 0.9}, {**more, "batch_size": 64}]
+    lines += [{**more, "axis": "prompt", "batch_size": 16}, {**more, "family": "code"}]
+    lines += [{**one, "mode": "self_spec", "head_passes_per_round": 0.0, "states_per_head_pass": 0.0}]
+    assert counts_at(lines, "math", "mrp_spec", 4, 1, 16) == Counts(2.5, 4.0, 2.0, 1.2)
     assert counts_at(lines, "math", "mrp_spec", 4, 32, 16) == Counts(2.5, 3.9, 1.5, 2.0)
     assert counts_at(lines, "math", "self_spec", 4, 1, 16) == Counts(2.5, 4.0, 0.0, 1.0)
     assert counts_at(lines, "math", "static", 4, 32, 16) == Counts(0.95, 17 / 16)
@@ -87,7 +90,10 @@ def test_tokens_per_unit_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cost.charged(line) == {**line, "tokens_per_unit": 1.6, "tokens_per_unit_95": [1.2, 2.0]}
     assert cost.charged({"tokens_per_forward": 2.0})["tokens_per_unit"] is None
     stale = {"tokens_per_forward": 1.6, "head_per_token": 0.0}
-    assert tables.affordable(line, stale) == pytest.approx(0.25)
+    assert cost.break_even(line, stale) == pytest.approx(0.25)
     assert cost.charged(stale)["tokens_per_unit"] == 1.6
-    assert [cost.charged_as(shape.hidden_size) for shape in PUBLISHED.values()] == [*PUBLISHED]
-    assert cost.charged_as(128) == cost.charged_as(None) == "4B"
+    listed = {**line, "num_draft_states": 4, "draft_shortlist": 16}
+    rows = 3 * 8 * 16  # a state has eight masks, half of its block, on average
+    assert cost.head_share(listed) == PUBLISHED["4B"].head_share(rows) < cost.head_share(line, "1.7B")
+    assert cost.charged(listed)["tokens_per_unit"] == pytest.approx(2 / (1 + PUBLISHED["4B"].head_share(rows)))
+    assert [cost.charged_as(size) for size in (2048, 2560, 4096, 128, None)] == ["1.7B", "4B", "8B", "4B", "4B"]

@@ -8,6 +8,7 @@ from conftest import make_model
 from helpers import left_padded
 
 from benchmarks.draft_graph import (
+    Build,
     DraftGraph,
     Node,
     Ranking,
@@ -48,6 +49,14 @@ def test_the_node_that_most_paths_come_to_next_is_taken_next() -> None:
     assert graph.edges == {(-1, 0), (0, 1), (-1, 2), (-1, 3), (3, 1)}  # two ways lead to BOTH
 
 
+def test_a_graph_is_built_of_what_picks_may_name() -> None:
+    """With one token a position, paths end before the pick of another; K = 3 has two nodes, twice as many four."""
+    paths = [[FIRST, BOTH]] * 4 + [[OTHER, FIRST | OTHER]] * 5 + [[SECOND, BOTH]] * 2
+    assert DraftGraph.built(Build(1, True, 2), paths, 3).nodes == (OTHER, FIRST | OTHER)
+    assert DraftGraph.built(Build(1, False, 1), paths, 3) == DraftGraph((FIRST, BOTH), frozenset({(-1, 0), (0, 1)}), False)
+    assert len(DraftGraph.built(Build(2, False, 2), paths, 3).nodes) == 4
+
+
 def row_at(*ids: int, limit: int = 8, eos: tuple[int, ...] = ()) -> Row:
     """A row that stands at a state of its first block of 4."""
     text = [*ids, *[M] * 4]
@@ -75,6 +84,8 @@ def test_states_of_a_graph_by_hand() -> None:
     """Both picks lead on from the first and from the second, whose scores rise by it: sqrt(0.5 * 0.5) against 0.3."""
     assert states_of(row_at(50, M, M, M), 4, TREE) == [(50, M, M, M), (50, 11, M, M), (50, M, 12, M), (50, 11, 12, M)]
     assert states_of(row_at(50, M, M, M), 5, TREE)[4] == (50, 21, M, M)
+    rare_first = DraftGraph((OTHER, FIRST, BOTH), frozenset({(-1, 0), (-1, 1), (1, 2)}), pruned=False)
+    assert states_of(row_at(50, M, M, M), 3, rare_first)[1:] == [(50, 21, M, M), (50, 11, M, M)]  # as they come
 
 
 @pytest.mark.parametrize("target", list(RULES))

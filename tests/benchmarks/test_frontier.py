@@ -10,7 +10,19 @@ from mrp_trainer.data.tasks import problems
 from mrp_trainer.evaluate.results import ResultsFile
 
 from benchmarks import frontier, plots, tables
-from benchmarks.frontier import JUDGED, Setting, lines, on_frontier, references, rule_settings, setting_name, settings
+from benchmarks.frontier import (
+    JUDGED,
+    Setting,
+    lines,
+    on_frontier,
+    problems_of,
+    references,
+    rival_settings,
+    rivals,
+    rule_settings,
+    setting_name,
+    settings,
+)
 from benchmarks.measure import Measured, ratio
 from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
@@ -28,6 +40,26 @@ def test_every_setting_has_a_name_of_its_own_and_generate_takes_it() -> None:
         others = {name: setting_name(other) for name, other in references(setting).items()}
         assert set(others.values()) < set(names)
         assert bool(others) == (decoding in (*frontier.DRAFTERS, frontier.RELEASED))
+
+
+def test_what_the_head_is_held_against_has_its_rivals_at_the_same_k() -> None:
+    measured = rival_settings()
+    names = [setting_name(setting) for setting in measured]
+    assert len(set(names)) == len(names)
+    assert {"psd static K=4", "psd dynamic K=8 tau=0.9", "mrp_spec of static K=8 list=16 passes=2"} < set(names)
+    for setting in measured:
+        others = [setting_name(other) for other in rivals(setting).values()]
+        assert set(others) < set(names)
+        assert bool(others) == ("target" in setting)
+        assert len(others) == 3 or setting["decoding"] != "mrp_spec"
+
+
+def test_fresh_problems_are_none_of_the_tables() -> None:
+    used = {problem.prompt for problem in problems("code", "heldout", 500)}
+    asked = problems_of("code", "heldout", 200, 36)
+    assert len(asked) == 200
+    assert not used & {problem.prompt for problem in asked}
+    assert problems_of("code", "heldout", 3, 0) == problems("code", "heldout", 3)
 
 
 def test_every_reveal_rule_is_measured_alone_and_drafted() -> None:

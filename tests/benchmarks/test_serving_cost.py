@@ -3,9 +3,9 @@
 import random
 
 import pytest
+from mrp_trainer.evaluate.roofline import PUBLISHED, Device
 
 from benchmarks.forced_engine import force
-from benchmarks.roofline import PUBLISHED, Device
 from benchmarks.serving_cost import BATCHES, seconds_a_token, stock_seconds_a_token, table, tokens_of
 from modeling_mrp.rules.draft import Node
 from modeling_mrp.rules.state import Scores, State

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import TINY
 
-from benchmarks import bare_loop, host, score, tables, turns
+from benchmarks import host, tables, turns
 from benchmarks.common import embedded_weights
 from benchmarks.server import Measured
 from benchmarks.serving import compared
@@ -55,9 +55,13 @@ def test_drafts_over_their_target(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [row.split("|")[1:3] for row in rows] == [[" 2 ", " 3 "], [" 2 ", " auto "]]
 
 
-def test_the_bare_loop_gives_the_texts_of_generate(capsys: pytest.CaptureFixture[str]) -> None:
-    bare_loop.main(["--count", "2"])
-    assert lines(capsys)[1].items() >= {"texts_equal": 2, "texts": 2}.items()
+def test_a_target_with_the_schedule_of_auto_drafts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """It makes the text in no fewer forwards: a row that ends a block alone scores the next one's first state later."""
+    turns.main(["--batches", "2", "--targets", "static", "--states", "alone", "rests", "--count", "4"])
+    _, alone, rests = lines(capsys)
+    assert rests["states"] == "rests"
+    assert rests["texts_equal"]
+    assert alone["forwards"] <= rests["forwards"] <= 1.2 * alone["forwards"]
 
 
 def test_the_host_alone_decides_as_it_did_with_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,16 +70,6 @@ def test_the_host_alone_decides_as_it_did_with_the_networks(capsys: pytest.Captu
     _, *found = lines(capsys)
     assert [line["states"] for line in found] == [1, 3]
     assert all(min(line["microseconds"].values()) > 0 for line in found)
-
-
-def test_scores_side_by_side_and_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """The counts are exact: 40 tokens are 40 states, 32 at once, behind two blocks that are read once."""
-    score.main(["--rows", "2", "--length", "40", "--turns", "1"])
-    _, packed, alone = lines(capsys)
-    assert (packed["forwards"], alone["forwards"]) == ({"prefill": 1, "score": 3}, {"prefill": 2, "score": 40})
-    assert packed["tokens"] == 80
-    assert packed["furthest"] < 1e-3
-    assert packed["faster"]["median"] > 0
 
 
 def served(lengths: list[int], forwards: int, token: int = 5) -> Measured:

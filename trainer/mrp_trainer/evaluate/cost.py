@@ -1,21 +1,37 @@
 """What decoding costs: tokens per *unit*, a unit being one backbone forward, with the head's passes charged.
 
 A head pass is charged the share that it reads of what a backbone forward reads, picks included, at a published shape: 27, 18
-and 16 % at 1.7B, 4B and 8B. A forward costs the same whatever its number of states, which holds at small batches on a GPU.
+and 16 % at 1.7B, 4B and 8B, and 9, 8 and 8 % where it picks among a shortlist of 16 tokens of each position. A forward costs
+the same whatever its number of states, which holds at small batches on a GPU.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from .roofline import PUBLISHED, masks_per_state
+
 CHARGED = "4B"
-# As `Shape.head_share` of `benchmarks/roofline.py` counts them.
-HEAD_SHARES = {"1.7B": 0.273494760, "4B": 0.175231703, "8B": 0.163143550}
-_BY_HIDDEN_SIZE = {2048: "1.7B", 2560: "4B", 4096: "8B"}
+HEAD_SHARES = {name: shape.head_share() for name, shape in PUBLISHED.items()}
 
 
 def charged_as(hidden_size: int | None) -> str:
     """Choose the published shape whose head cost is used for a model: the one of its `hidden_size`, else that of 4B."""
-    return _BY_HIDDEN_SIZE.get(hidden_size or 0, CHARGED)
+    return next((name for name, shape in PUBLISHED.items() if shape.hidden_size == hidden_size), CHARGED)
+
+
+def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
+    """Give what a head pass of a line costs, as a share of a forward; its picks read all rows of `lm_head`, or those that the
+    shortlists of its K - 1 states name."""
+    if not (listed := line.get("draft_shortlist")):
+        return HEAD_SHARES[shape]
+    published = PUBLISHED[shape]
+    return published.head_share(int((line["num_draft_states"] - 1) * masks_per_state(published.block_size) * listed))
+
+
+def charge(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
+    """Give the units that a line's decoding takes for each forward; None where it does not say how often the head ran."""
+    passes = line.get("head_per_token")
+    return None if passes is None else 1 + head_share(line, shape) * passes * line["tokens_per_forward"]
 
 
 def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
@@ -34,4 +50,11 @@ def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
     return {**line, **added}
 
 
-__all__ = ["CHARGED", "HEAD_SHARES", "charged", "charged_as"]
+def break_even(drafted: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Give the share of a forward that a head pass may cost at most for drafts to be no slower than those without a head; below
+    0 where they are slower at any cost."""
+    saved = 1 / other["tokens_per_forward"] - 1 / drafted["tokens_per_forward"]
+    return float(saved / drafted["head_per_token"])
+
+
+__all__ = ["CHARGED", "HEAD_SHARES", "break_even", "charge", "charged", "charged_as", "head_share"]

@@ -102,7 +102,8 @@ def file_set(
 
     Raises:
         OSError: for a file that is not there.
-        ValueError: for one without a record, and for malformed records (also behind `count`), naming file, line and field; and if the tokenizer has no chat template where one is needed, or a prompt comes to no token.
+        ValueError: for one without a record, and for malformed records (also behind `count`), naming file, line and field;
+            and if the tokenizer has no chat template where one is needed, or a prompt comes to no token.
     """
 
     def read(row: Any) -> tuple[Chat | Text, str | None]:
