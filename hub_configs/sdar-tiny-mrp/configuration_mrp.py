@@ -98,8 +98,13 @@ def our_fields(fields: dict[str, Any], known: Collection[str], source: str = "")
     """Translate a config's fields for `MRPConfig`: ours stay, of a published one those that are known, under our model type.
 
     Raises:
-        ValueError: for the config of another kind of model.
+        ValueError: for the config of another kind of model, or of a head that is not one residual predictor.
     """
+    for name, ours in (("head_predicts", "residual"), ("num_mrp_heads", 1)):
+        if (value := fields.get(name, ours)) != ours:
+            raise ValueError(
+                f"{name} is {value!r}: a head here is one, of residuals ({name}={ours!r})"
+            )
     kind = fields.get("model_type", "sdar_mrp")
     if kind == "sdar_mrp":
         return fields

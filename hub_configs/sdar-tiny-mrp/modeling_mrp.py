@@ -4796,6 +4796,17 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
     return config, others
 
 
+def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> Tensor:
+    """Check ids as `check_ids` does, and that none is the mask's."""
+    real = check_ids(prompt, attention_mask, vocab_size)
+    if bool(((prompt == mask_token_id) & real).any()):
+        raise ValueError(
+            f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
+            "masks and given tokens, as infill_ids"
+        )
+    return real
+
+
 def check_ids(ids: Any, attention_mask: Any, vocab_size: int, name: str = "input_ids", rows: int | None = None) -> Tensor:
     """Tell which of some ids [rows, length] are real, a bool tensor; raise `ValueError` unless they are ids, of so many `rows`
     if given, and `attention_mask` None or as large."""
@@ -5224,12 +5235,7 @@ class MRPGenerationMixin(GenerationMixin):
 
 def _real(prompt: Any, attention_mask: Any, config: MRPGenerationConfig, ours: Any) -> Tensor:
     """Check a prompt, and tell which of its ids are real; without a mask `pad_token_id` is padding, if it is no eos."""
-    real, pad = check_ids(prompt, attention_mask, ours.vocab_size), config.pad_id()
-    if bool(((prompt == ours.mask_token_id) & real).any()):
-        raise ValueError(
-            f"the prompt holds the mask id {ours.mask_token_id}: pass what stands before the first mask as input_ids, and the "
-            "rest, masks and given tokens, as infill_ids"
-        )
+    real, pad = check_prompt(prompt, attention_mask, ours.mask_token_id, ours.vocab_size), config.pad_id()
     if attention_mask is None and config.pad_token_id is not None and pad not in config.eos_ids():
         return prompt != pad
     if attention_mask is None and len(prompt) > 1 and bool((prompt[:, [0, -1]] == pad).any()):

@@ -71,6 +71,8 @@ LIES: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 513}, "block_size is 513: it must be an int from 1 to 512 (max_position_embeddings)"),
     ({"mask_token_id": -4}, "mask_token_id is -4: it must be an int from 0"),
     ({"pad_token_id": 64}, "pad_token_id is 64: it must be an int from 0 to 63"),
+    ({"head_predicts": "hidden"}, "head_predicts is 'hidden': a head here is one, of residuals"),
+    ({"num_mrp_heads": 2}, "num_mrp_heads is 2: a head here is one"),
     ({"block_size": "4"}, "block_size is '4': it must be an int from 1 to 512"),
 ]
 
