@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -21,21 +22,23 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks.picker import Picker
 
 
-def blocks_of(batch: PackedBatch, samples: list[Sample]) -> Iterable[tuple[int, list[int], list[int], int]]:
+def blocks_of(
+    batch: PackedBatch, samples: list[Sample], sizes: Iterable[int] = repeat(BLOCK)
+) -> Iterable[tuple[int, list[int], list[int], int]]:
     """(row, columns of a noisy block, clean tokens before it, where it starts) for every noisy block of a batch."""
-    for row, item in enumerate(samples):
+    for row, (item, size) in enumerate(zip(samples, sizes, strict=False)):
         for copy in range(1, int(batch.view.max()) + 1):
             columns = (batch.view[row] == copy).nonzero()[:, 0]
-            for begin in range(0, len(columns), BLOCK):
-                at = columns[begin : begin + BLOCK].tolist()
+            for begin in range(0, len(columns), size):
+                at = columns[begin : begin + size].tolist()
                 start = int(batch.position_ids[row, at[0]])
                 yield row, at, item.ids[:start].tolist(), start
 
 
-def run_alone(model: MRPForCausalLM, ids: list[int], hidden: Tensor | None = None) -> Tensor:
+def run_alone(model: MRPForCausalLM, ids: list[int], hidden: Tensor | None = None, size: int = BLOCK) -> Tensor:
     """[length, hidden] of one unpacked sequence: the backbone, or the head on given hidden states."""
     position = torch.arange(len(ids))[None]
-    mask = (position[:, None] // BLOCK <= position[:, :, None] // BLOCK)[:, None]
+    mask = (position[:, None] // size <= position[:, :, None] // size)[:, None]
     tensor = torch.tensor([ids])
     return (model.backbone(tensor, position, mask) if hidden is None else model.residual(tensor, hidden[None], position, mask))[
         0
@@ -62,6 +65,29 @@ def test_block_diffusion_loss_equals_the_loop_over_blocks(inverse_level: bool) -
                 total += batch.weight[row, column].item() * F.cross_entropy(logits[i], wanted).item()
     assert int(batch.supervised.sum()) == 14
     assert loss.item() == pytest.approx(total, rel=1e-6)  # the weights are float32
+
+
+@pytest.mark.usefixtures("exact_norms")
+def test_each_sample_draws_a_block_size() -> None:
+    """Its tokens see and are seen by blocks of that size alone, with other sizes beside it; each size is drawn."""
+    model, samples = make_model(), [sample(index, 12, 4) for index in range(8)]
+    batch, drawn = collate(samples, block_sizes=(2, BLOCK)), []
+    for block, position, view in zip(batch.block, batch.position_ids, batch.view, strict=True):
+        drawn += [size for size in (2, BLOCK) if bool((position // size == block)[view >= 0].all())]
+    assert len(drawn) == 8 and {*drawn} == {2, BLOCK}  # noqa: PT018
+    begins = batch.position_ids % torch.tensor(drawn)[:, None] == 0
+    assert torch.equal(batch.begins[batch.view >= 0], begins[batch.view >= 0])
+    total = 0.0
+    for row, at, clean, start in blocks_of(batch, samples, drawn):
+        log_probs = model.lm_head(run_alone(model, clean + batch.input_ids[row, at].tolist(), size=drawn[row])).log_softmax(-1)
+        total -= sum(
+            log_probs[start + i, batch.target_ids[row, column]].item()
+            for i, column in enumerate(at)
+            if batch.weight[row, column]
+        )
+    assert block_diffusion(model, batch)[0].item() == pytest.approx(total, rel=1e-6)
+    with pytest.raises(ValueError, match="block_sizes holds 3"):
+        collate(samples, block_sizes=(BLOCK, 3))
 
 
 def confident_model(scale: float, **options: Any) -> MRPForCausalLM:
@@ -119,7 +145,7 @@ def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float, head_predicts
     model = confident_model(6, head_predicts=head_predicts)
     samples = [*SAMPLES, sample(7, 24, 4), sample(8, 32, 0)]
     batch = collate(samples)
-    reveals = Recorded("on_policy", 0.6, BLOCK)
+    reveals = Recorded("on_policy", 0.6)
     objective = HeadObjective(reveals, unroll=2, order_weight=order_weight, reread_weight=0.6)
     whole, _ = objective(model, batch)  # with a vocabulary matrix that trains
     model.requires_grad_(False)
@@ -185,7 +211,7 @@ def test_on_policy_reveals_are_chained_over_the_steps() -> None:
     model = confident_model(6)
     samples = [sample(i, 44, 4) for i in range(8)]
     batch = collate(samples, copies=1)
-    reveals = Recorded("on_policy", 0.0, BLOCK)
+    reveals = Recorded("on_policy", 0.0)
     with torch.no_grad():
         HeadObjective(reveals, unroll=3, reread_weight=0.0)(model, batch)
     other = 0
@@ -214,11 +240,11 @@ def test_what_a_training_step_reveals() -> None:
     samples = [replace(sample(i, 44, 4), length=42) for i in range(30)]  # two positions behind the end
     batch = collate(samples)
     with torch.no_grad():
-        hidden = model.backbone(batch.input_ids, batch.position_ids, batch.rule(BLOCK).dense())
+        hidden = model.backbone(batch.input_ids, batch.position_ids, batch.rule().dense())
         logits = model.lm_head(hidden)
     logits[..., MASK] = -torch.inf
     confidence, favourite = logits.softmax(-1).max(-1)
-    sampler, reveals = Picker(model.lm_head.weight, MASK), Reveals("on_policy", 0.5, BLOCK)
+    sampler, reveals = Picker(model.lm_head.weight, MASK), Reveals("on_policy", 0.5)
     ids, masked = reveals(batch, batch.input_ids, batch.supervised, hidden, sampler, 0)
     left_out = reveals.one_per_block(batch, batch.supervised & ~masked)
     more = sure = 0
@@ -249,7 +275,7 @@ def test_random_reveals() -> None:
     batch = collate(samples, copies=1)
     batch.input_ids[batch.view == 1] = MASK  # all four of every block are hidden
     batch.weight[batch.view == 1] = 1
-    reveals, unused = Reveals("random", 0.5, BLOCK), torch.zeros(*batch.input_ids.shape, 1)
+    reveals, unused = Reveals("random", 0.5), torch.zeros(*batch.input_ids.shape, 1)
     sampler = Picker(torch.zeros(64, 1), MASK)
     draws = [reveals(batch, batch.input_ids, batch.supervised, unused, sampler, step) for step in (0, 1)]
     assert not torch.equal(draws[0][1], draws[1][1])  # each step draws anew
@@ -272,7 +298,7 @@ def test_packing_is_invisible(objective: str) -> None:
     for number, rows in enumerate(packings):
         model = confident_model(6)
         torch.manual_seed(number)
-        head = HeadObjective(Reveals("on_policy", 0.5, BLOCK), unroll=2, order_weight=0.5)
+        head = HeadObjective(Reveals("on_policy", 0.5), unroll=2, order_weight=0.5)
         if objective == "mrp":
             model.requires_grad_(False)
             model.mrp_head.requires_grad_(True)

@@ -154,7 +154,7 @@ def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizer
         eval_prompts=3,
         eval_new_tokens=12,
         per_device_train_batch_size=2,
-        packed_attention="eager",
+        packed_attention="tiles",
     )
     seen = set()
     head = model.get_submodule("mrp_head")
@@ -167,7 +167,7 @@ def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizer
     prompts = [held_out[i][0].ids[: int(held_out[i][0].response.argmax())].tolist() for i in range(3)]
     expected = measure_acceptance(model, word_tokenizer, prompts, 12)
     assert {name: lines[-1][f"eval_{name}"] for name in expected} == pytest.approx(expected)
-    assert seen == {"eager"}  # while it trained
+    assert seen == {"tiles"}  # while it trained
     assert model.config._attn_implementation == "sdpa"
     assert lines[-1]["eval_tokens_per_forward"] > 0
 

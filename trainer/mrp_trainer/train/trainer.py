@@ -107,6 +107,7 @@ class MRPTrainer(Trainer):
                 args.inverse_level,
                 args.noise_per,  # type: ignore[arg-type]  # the arguments have checked it
                 args.seed,
+                args.block_sizes or (),
             )
         super().__init__(
             model=model,
@@ -123,7 +124,7 @@ class MRPTrainer(Trainer):
             raise ValueError(NO_CHECKPOINTING)
         self.add_callback(LogAtSaves())
         self.model_accepts_loss_kwargs = True  # the loss is divided by num_items_in_batch, not by the accumulation steps
-        self._head_objective = args.head_objective(bare.config.block_size)
+        self._head_objective = args.head_objective()
         self._trained, self._evaluated = Measures(), Measures()
         self._decoding_attention: str | None = None
         self._steps_done = 0
