@@ -284,7 +284,7 @@ def source_modules(split: Split) -> tuple[str, ...]:
     return tuple(
         path.read_text(encoding="utf-8")
         for path in sorted(folder.glob("*.py"))
-        if path.stat().st_size > 4000 and _split_of(path.name) == split
+        if path.stat().st_size > 4000 and split_of(path.name) == split
     )
 
 
@@ -297,7 +297,8 @@ def _source(rng: random.Random, split: Split) -> Problem:
     return Problem("source", text[start:middle], text[middle : middle + _SOURCE_ANSWER_CHARS])
 
 
-def _split_of(text: str) -> Split:
+def split_of(text: str) -> Split:
+    """Choose the split of a text or a name by its hash."""
     bucket = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 100
     return next(split for split, buckets in _SPLIT_RANGES.items() if bucket in buckets)
 
@@ -317,7 +318,7 @@ def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Pro
     make = {"math": _math, "code": _code, "source": partial(_source, split=split)}
     while True:
         problem = make[family](rng)
-        if _split_of(problem.prompt) == split:
+        if split_of(problem.prompt) == split:
             return problem
 
 
