@@ -144,8 +144,8 @@ def decode(model: MRPForCausalLM, prompts: Tensor, new: int, batch_size: int, **
     along = {name: np.zeros(len(edges) - 1) for name in ("row_forwards", "drafted", "accepted", "seconds")}
     for begin in range(0, len(prompts), batch_size):
         given, clocks = prompts[begin : begin + batch_size], [Clock() for _ in prompts[begin : begin + batch_size]]
-        fixed = {"max_new_tokens": new, "eos_token_id": None, "suppress_tokens": [0, 1], "return_dict_in_generate": True}
-        sampled = {"temperature": 1.0, "top_k": 0, "seed": begin} if options["do_sample"] else {}
+        fixed: Line = {"max_new_tokens": new, "eos_token_id": None, "suppress_tokens": [0, 1], "return_dict_in_generate": True}
+        sampled: Line = {"temperature": 1.0, "top_k": 0, "seed": begin} if options["do_sample"] else {}
         out: Any = model.generate(given, attention_mask=torch.ones_like(given), streamer=clocks, **fixed, **sampled, **options)
         reached = out.stats.rounds["column"] >= torch.from_numpy(edges)[:, None, None]  # [edges, rounds, rows]
         # A round that comes to a block scores its first state, too: what was before is the block's beginning.

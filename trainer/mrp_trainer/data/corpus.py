@@ -44,7 +44,7 @@ def installed(path: Sequence[str] | None = None) -> Packages:
         path: Where packages lie; where Python looks by default.
     """
     found: Packages = {}
-    for one in distributions(**({} if path is None else {"path": list(path)})):
+    for one in distributions() if path is None else distributions(path=list(path)):
         name = re.sub(r"[-_.]+", "-", one.name).lower()
         if name not in {_OURS, *found} and (texts := list(_texts(one.files or ()))):
             found[name] = texts
