@@ -77,6 +77,8 @@ def test_each_sample_draws_a_block_size() -> None:
     assert len(drawn) == 8 and {*drawn} == {2, BLOCK}  # noqa: PT018
     begins = batch.position_ids % torch.tensor(drawn)[:, None] == 0
     assert torch.equal(batch.begins[batch.view >= 0], begins[batch.view >= 0])
+    beside = collate([[sample(0, BLOCK, 0), sample(1, BLOCK, 0)]], copies=1)  # type: ignore[list-item]
+    assert beside.begins.nonzero()[:, 1].tolist() == [0, BLOCK, 2 * BLOCK, 3 * BLOCK]
     total = 0.0
     for row, at, clean, start in blocks_of(batch, samples, drawn):
         log_probs = model.lm_head(run_alone(model, clean + batch.input_ids[row, at].tolist(), size=drawn[row])).log_softmax(-1)
