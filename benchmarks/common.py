@@ -20,7 +20,7 @@ from modeling_mrp.generate.loop import Mode
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.kernels.dispatch import PYTORCH
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.networks.layers import takes_round_masks
+from modeling_mrp.networks.layers import plan_layers
 from modeling_mrp.networks.networks import Networks
 from modeling_mrp.networks.picker import Picker
 from modeling_mrp.rules.state import Counts, Row
@@ -138,5 +138,5 @@ def greedy_decode(
     picker = Picker(model.lm_head.weight, config.mask_token_id, entropy=mode.rule.needs_entropy)
     capacity = max(len(row.text) for row in rows)
     cache = model.block_cache(len(rows), capacity, width * config.block_size, mode.uses_head)
-    masks = takes_round_masks(model, PYTORCH)
-    return Networks(model, cache, mode.uses_head, picker, picker, PYTORCH, masks, model.device), rows
+    plans = plan_layers(model, mode.uses_head, PYTORCH)
+    return Networks(model, cache, mode.uses_head, picker, picker, PYTORCH, plans, model.device), rows

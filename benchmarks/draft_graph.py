@@ -24,7 +24,7 @@ import torch
 from modeling_mrp.generate.budget import Amount, Fixed
 from modeling_mrp.generate.loop import Decoder, Mode
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.networks.networks import Networks, gathered
+from modeling_mrp.networks.networks import Networks, gather_blocks
 from modeling_mrp.rules import draft
 from modeling_mrp.rules.reveal import EntropyBound, RevealRule, Sequential
 from modeling_mrp.rules.state import Row, State
@@ -105,7 +105,7 @@ def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[
     seeded = [row for row in rows if row.stop is None and row.source is not None]
     if not seeded:
         return {}
-    hidden = gathered([row.source.hidden for row in seeded if row.source is not None and row.source.hidden is not None])
+    hidden = gather_blocks([row.source.hidden for row in seeded if row.source is not None and row.source.hidden is not None])
     logits = hidden @ networks.picker.lm_head_weight.T
     logits[..., networks.mask_id] = -torch.inf
     logp = logits.log_softmax(-1)
@@ -157,7 +157,7 @@ def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -
         ranking: By what was said at the last accepted state; None: nothing was.
         states: K, with the row's next state.
     """
-    nodes = draft.undrafted(row, states < 2)
+    nodes = draft.target_nodes(row, states < 2)
     behind = row.opened(row.state.start + row.block_size)
     made = {} if ranking is None else instantiated(graph, row, ranking)
     score = scores(graph, {number: local for number, (_, local) in made.items()})

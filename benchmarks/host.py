@@ -27,7 +27,7 @@ from modeling_mrp.rules.state import Row
 from .common import TINY, emit, greedy_decode, header, load, parser_of
 
 NEW, LOOP_NS = 64, 27.0
-SAID = ("prefill", "score", "head", "picked")  # methods of networks whose results are noted
+SAID = ("prefill", "score", "head", "pick")  # methods of networks whose results are noted
 
 
 class Recording:
@@ -59,13 +59,11 @@ class Replay:
     """
 
     picker = drafter = None
-    round_masks = False
 
     def __init__(self, said: Sequence[Any]) -> None:
         again = iter(said)
-        self.prefill = self.score = self.head = self.picked = lambda *_, **__: next(again)
+        self.prefill = self.score = self.head = self.pick = lambda *_, **__: next(again)
         self.commit = self.widen = lambda *_: None
-        self.attending = torch.inference_mode
 
     def narrow(self, rows: list[Row], size: int) -> list[Row]:
         """See `Networks`."""

@@ -22,8 +22,7 @@ import torch
 from modeling_mrp.generate.loop import Drafting, Mode
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.networks import Hidden, Networks
-from modeling_mrp.rules.accept import first_frontier, revealed, write
-from modeling_mrp.rules.draft import Node
+from modeling_mrp.rules.draft import Node, first_frontier, reveal_at, write
 from modeling_mrp.rules.reveal import RevealRule, Static
 from modeling_mrp.rules.state import Row, Scores, State
 
@@ -87,7 +86,7 @@ class Lockstep:
             if moves:
                 for state, one in zip(chain, said[: min(common, n, last) + 1], strict=False):
                     if state.free:
-                        write(row, revealed(row, self.rule, state, one))
+                        write(row, reveal_at(row, self.rule, state, one))
                 row.settle()
 
     def _right(self, row: Row, chain: Sequence[State], said: Sequence[Scores]) -> int:
@@ -95,7 +94,7 @@ class Lockstep:
         for place, (state, behind) in enumerate(pairwise(chain)):
             if (
                 not state.free
-                or row.after(state, revealed(row, self.rule, state, said[place]).where, said[place].token).key != behind.key
+                or row.after(state, reveal_at(row, self.rule, state, said[place]).where, said[place].token).key != behind.key
             ):
                 return place
         return max(0, len(chain) - 1)
@@ -114,7 +113,7 @@ class Lockstep:
                 for at in open_:
                     hidden[at] = made[at]
                 states = [(self.rows[at], chains[at][-1]) for at in open_]
-                said = list(self.networks.picked(self.networks.drafter, states, [made[at] for at in open_]))
+                said = list(self.networks.pick(self.networks.drafter, states, [made[at] for at in open_]))
             for at, scores in zip(open_, said, strict=True):
                 assert scores is not None
                 where, _ = self.rule.reveal(chains[at][-1], scores, None)

@@ -18,16 +18,15 @@ from transformers.utils import can_return_tuple
 from .generate.generation import MRPGenerationMixin, logger
 from .generate.options import MRPGenerationConfig
 from .generate.score import MRPScoringMixin
-from .kernels.round_attention import RoundMask
+from .kernels.round_layers import RoundMask
 from .model.code import model_tags
 from .model.configuration import MRPConfig
 from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask, taken_from
 from .model.families.registry import backbone_of
-from .model.families.sdar import MRPBackbone
 from .model.head import MRPHead
 from .model.loading import MRPPreTrainedModel
 from .networks.cache import BlockCache
-from .networks.layers import fused
+from .networks.layers import run_fused
 
 # What callers of transformers' models may pass beside the arguments that all of these have (`return_dict` is one).
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
@@ -66,19 +65,18 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             input_ids: [batch, length] long.
             position_ids: [batch, length] long, absolute.
             mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex
-                attention; or a `RoundMask` inside `round_attention_of`.
+                attention; in a round a `RoundMask`, with a `BlockCache`.
             past_key_values: A cache that the layers update, or None.
 
         Returns:
             [batch, length, hidden_size].
 
         Raises:
-            ValueError: if a `RoundMask` forces kernels that cannot be used here.
+            RuntimeError: if a `RoundMask` forces a kernel that fails.
         """
-        layers = list(self.model.layers)[: self.config.num_hidden_layers]
-        if (walk := fused(self.model, layers, mask, past_key_values, MRPBackbone)) is not None:
+        if isinstance(mask, RoundMask):
             embeds = self.model.embed_tokens(input_ids)
-            return walk(embeds, self.model.rotary_emb(embeds, position_ids))
+            return run_fused(self.model, embeds, self.model.rotary_emb(embeds, position_ids), mask, past_key_values)
         # With a cache each call has other lengths, for which what `nn.Module.compile` made would be made anew.
         model = self.model if past_key_values is None else self.model._call_impl
         return model(
@@ -110,7 +108,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             [batch, length, hidden_size].
 
         Raises:
-            ValueError: if the model has no head, or a `RoundMask` forces kernels that cannot be used here.
+            ValueError: if the model has no head.
         """
         if self.mrp_head is None:
             raise ValueError(

@@ -28,10 +28,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from modeling_mrp.kernels.fused_layers import rotated, sum_and_norm
-from modeling_mrp.kernels.pick import Unembedding, _pick_kernel, _some_kernel
-from modeling_mrp.kernels.round_attention import RoundMask, round_attention
-from modeling_mrp.networks.picker import SHORTLIST
+from modeling_mrp.kernels.pick import Unembedding, pick_rows
+from modeling_mrp.kernels.round_layers import RoundMask, rotated, round_attention, sum_and_norm
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -146,10 +144,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], 
         for sampled, truncated in ((False, False), (True, False), (True, True)):
             unembedding = Unembedding(weight, shape.vocab_size - 1, 0.7 if sampled else 1.0)
             given = unembedding, logits, least if truncated else None, keys if sampled else None
-            yield {"launch": "pick", "rows": rows, "sampled": sampled, "truncated": truncated}, partial(_pick_kernel, *given)
-        ids = torch.empty(rows, SHORTLIST, dtype=torch.int64, device=on)
-        hidden = torch.empty(rows, shape.hidden_size, dtype=dtype, device=on)
-        yield {"launch": "shortlist", "states": states}, partial(_some_kernel, weight, hidden, ids)
+            yield {"launch": "pick", "rows": rows, "sampled": sampled, "truncated": truncated}, partial(pick_rows, *given)
         for name, launch in layer_launches(shape, states, 512, dtype, on):
             yield {"launch": name, "states": states}, launch
 

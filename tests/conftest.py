@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.kernels import fused_layers
+from modeling_mrp.kernels import round_layers
 from modeling_mrp.networks import picker
 from tests.random_cases import make_model
 from tests.random_cases import word_tokenizer as word_ids
@@ -66,7 +66,7 @@ def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of `rotated` takes many heads: the interpreter runs programs one after the other."""
-    monkeypatch.setattr(fused_layers, "_HEADS", 1024)
+    monkeypatch.setattr(round_layers, "_HEADS", 1024)
 
 
 @pytest.fixture

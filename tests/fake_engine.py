@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from mrp_serving.options import settings_of
 from mrp_serving.rounds import Rounds
 from torch import Tensor
 
@@ -114,7 +115,7 @@ class FakeModel(torch.nn.Module):
     def empty_hidden(self) -> Tensor:
         return self.lm_head.weight.new_zeros(0, self.lm_head.weight.shape[1])
 
-    def unembed(self, batch: Any, hidden: Tensor) -> Tensor:
+    def unembed(self, batch: FakeBatch, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.lm_head.weight)
 
     def run_head(self, engine: "FakeEngine", batch: FakeBatch, hidden: Tensor) -> Tensor:
@@ -170,17 +171,11 @@ class FakeEngine:
 
 # The engine's, of a request that says nothing but that its temperature is 0.
 SAMPLING_PARAMS: dict[str, Any] = {
-    **{"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "sampling_seed": None},
-    **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None},
-    **{
-        "max_new_tokens": 40,
-        "min_new_tokens": 0,
-        "stop_token_ids": None,
-        "ignore_eos": False,
-        "stop_strs": [],
-        "stop_regex_strs": [],
-    },
+    **{"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
+    **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "max_new_tokens": 40, "min_new_tokens": 0, "ignore_eos": False},
+    **{"stop_strs": [], "stop_regex_strs": []},
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "custom_params")),
+    **dict.fromkeys(("sampling_seed", "logit_bias", "stop_token_ids")),
 }
 
 
@@ -312,3 +307,27 @@ class FakeScheduler:
         while self.running:
             self.step()
             on_step()
+
+
+def rounds_of(model: Any, options: dict[str, Any]) -> Rounds:
+    """The rounds of a server with some options."""
+    config = model.config
+    return Rounds(settings_of(options, {}, config.block_size, True), config.block_size, config.mask_token_id, abort)
+
+
+def serve(
+    model: Any,
+    requests: Sequence[FakeRequest],
+    options: dict[str, Any],
+    rows: int = 64,
+    pages: int = 128,
+    sees_new: bool = True,
+) -> FakeEngine:
+    """Serve requests side by side; gives the engine, in which everything is free again."""
+    engine = FakeEngine(model, rows, pages)
+    scheduler = FakeScheduler(engine, rounds_of(model, options), sees_new)
+    scheduler.add(*requests)
+    scheduler.run()
+    assert sorted(engine.req_to_token_pool.free_slots) == list(range(1, rows + 1))
+    assert sorted(engine.token_to_kv_pool_allocator.free_pages) == list(range(1, pages + 1))
+    return engine

@@ -6,11 +6,10 @@ from typing import Any
 from tape import TapeRecorder
 from torch import Tensor
 
-from modeling_mrp.kernels.fused_layers import ROTATED, SUM_AND_NORM
-from modeling_mrp.kernels.pick import PICK, SOME_LOGITS
-from modeling_mrp.kernels.round_attention import ROUND_ATTENTION
+from modeling_mrp.kernels.pick import PICK
+from modeling_mrp.kernels.round_layers import ROTATED, ROUND_ATTENTION, SUM_AND_NORM
 
-KERNELS = {kernel.name: kernel for kernel in (PICK, SOME_LOGITS, ROUND_ATTENTION, SUM_AND_NORM, ROTATED)}
+KERNELS = {kernel.name: kernel for kernel in (PICK, ROUND_ATTENTION, SUM_AND_NORM, ROTATED)}
 
 
 def broken(result: Any) -> Any:

@@ -17,7 +17,8 @@ from torch import Tensor
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import OPTIONS
 from modeling_mrp.generate.options import MRPGenerationConfig
-from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
+from modeling_mrp.kernels.pick import gumbel_noise
+from modeling_mrp.rules.draft import noise_key
 from modeling_mrp.rules.reveal import RevealRule
 from tests.reference_rules import Step, chosen_by
 
@@ -265,7 +266,7 @@ class Row:
         made, kept = (torch.stack(part) for part in zip(*scores.values(), strict=True))
         shown = made.masked_fill(~kept, -torch.inf)
         if self.options.do_sample:
-            keys = noise_keys(*torch.tensor([(self.options.seed, at, len(self.masked(state))) for at in scores]).T)
+            keys = noise_key(*torch.tensor([(self.options.seed, at, len(self.masked(state))) for at in scores]).T)
             shown = shown + gumbel_noise(keys, made.shape[1], made.dtype)
         token, logp = shown.argmax(-1), made.log_softmax(-1)
         logprob, entropy = logp.gather(1, token[:, None])[:, 0].tolist(), torch.special.entr(logp.exp()).sum(-1).tolist()

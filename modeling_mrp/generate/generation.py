@@ -23,11 +23,11 @@ from ..kernels.dispatch import PYTORCH, Dispatch, kernels_usable
 from ..model.offloading import fetched
 from ..networks.cache import BlockCache, PassingReference, WeightsSeen, adapted_layers, adapters_of_rows, devices_of_layers
 from ..networks.graphs import cache_for, release_graphs
-from ..networks.layers import pack, takes_round_masks
+from ..networks.layers import pack, plan_layers
 from ..networks.networks import Networks
 from ..networks.picker import TRUNCATIONS, Picker
-from ..rules.accept import UnscoredError
 from ..rules.bans import Bans
+from ..rules.draft import UnscoredError
 from ..rules.state import Counts, Row
 from .budget import Amount, Fixed, budget_of
 from .loop import Decoder, Mode
@@ -242,7 +242,7 @@ def _decode(
             cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
         networks = Networks(
             *(model, cache, mode.uses_head, picker, replace(picker, entropy=False, shortlist=0), picker.dispatch),
-            *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
+            *(plan_layers(model, mode.uses_head, picker.dispatch), device, None if graphs is None else graphs.call),
         )
         watches: list[Any] = [
             *([Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []),

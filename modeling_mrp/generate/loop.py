@@ -19,8 +19,7 @@ from time import perf_counter
 
 from ..networks.networks import Hidden, Networks
 from ..networks.picker import LIKELIEST, SHORTLIST
-from ..rules.accept import accept, first_frontier, write
-from ..rules.draft import Node, build_draft, growth, undrafted
+from ..rules.draft import Node, accept, build_draft, draft_sizes, first_frontier, target_nodes, write
 from ..rules.reveal import RevealRule
 from ..rules.state import Frontier, Key, Row, Scores, State
 from .budget import Amount, Budget
@@ -111,20 +110,19 @@ class Decoder:
         Raises:
             UnscoredError: for a position at which no token has a finite score.
         """
-        with self.networks.attending():
-            scores = self.networks.prefill(rows, reused)
-            self.write(rows, [first_frontier(row, self.mode.rule, said) for row, said in zip(rows, scores, strict=True)])
-            self.watch(rows)
-            batch = rows
-            while active := sum(row.stop is None for row in batch):
-                if (size := self.smaller(len(batch), active)) < len(batch):
-                    batch = self.networks.narrow(batch, size)
-                begun = perf_counter()
-                amount = self.budget.choose(batch)
-                steps = self.round(batch, amount)
-                self.budget.learn(amount, batch, steps, perf_counter() - begun)
-                self.watch(batch)
-            self.networks.widen(max(row.held for row in rows))
+        scores = self.networks.prefill(rows, reused)
+        self.write(rows, [first_frontier(row, self.mode.rule, said) for row, said in zip(rows, scores, strict=True)])
+        self.watch(rows)
+        batch = rows
+        while active := sum(row.stop is None for row in batch):
+            if (size := self.smaller(len(batch), active)) < len(batch):
+                batch = self.networks.narrow(batch, size)
+            begun = perf_counter()
+            amount = self.budget.choose(batch)
+            steps = self.round(batch, amount)
+            self.budget.learn(amount, batch, steps, perf_counter() - begun)
+            self.watch(batch)
+        self.networks.widen(max(row.held for row in rows))
 
     def watch(self, rows: Sequence[Row]) -> None:
         """Show the rows to all who watch."""
@@ -152,7 +150,7 @@ class Decoder:
         """Choose the states of the round: none for rows that have ended."""
         drafting = self.mode.drafting
         if drafting is None or amount.states == 1:
-            return [undrafted(row, amount.narrow) if row.stop is None else [] for row in rows]
+            return [target_nodes(row, amount.narrow) if row.stop is None else [] for row in rows]
         estimates: list[dict[Key, Scores]] = [{} for _ in rows]
 
         def grown(size: int) -> list[list[Node]]:
@@ -161,7 +159,7 @@ class Decoder:
                 for row, known in zip(rows, estimates, strict=True)
             ]
 
-        for turn, size in enumerate(growth(amount.states, amount.passes) if amount.passes else []):
+        for turn, size in enumerate(draft_sizes(amount.states, amount.passes) if amount.passes else []):
             # Later passes leave out the row's own state: what it is read from stays the same.
             self.read(rows, [nodes[min(turn, 1) :] for nodes in grown(size)], estimates)
         return grown(amount.states)
@@ -185,7 +183,7 @@ class Decoder:
             given[at].append((state, hidden))
         made = [one for part in self.networks.head(rows, given) for one in part]
         states, few = [(rows[at], state) for at, state, _, _ in asked], [few for _, _, _, few in asked]
-        scores = self.networks.picked(self.networks.drafter, states, made, shortlists=few)
+        scores = self.networks.pick(self.networks.drafter, states, made, shortlists=few)
         for (at, state, _, _), said in zip(asked, scores, strict=True):
             estimates[at][state.key] = said
 

@@ -25,7 +25,6 @@ from ..rules.published import (
     Prophet,
     SlowFast,
     ascending,
-    factor_thresholds,
 )
 from ..rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, schedule_of
 from .budget import WIDTHS
@@ -47,14 +46,14 @@ _RULES: dict[str, Callable[[Any, int], RevealRule]] = {
     "dynamic": lambda options, block: Dynamic(logit(options.confidence_threshold)),
     "sequential": lambda options, block: Sequential(schedule_of(block, options.denoising_steps)),
     "entropy_bound": lambda options, block: EntropyBound(options.entropy_threshold),
-    "fast_dllm": lambda options, block: FastDLLM(factor_thresholds(block, options.factor)),
+    "fast_dllm": lambda options, block: FastDLLM(options.factor),
     "eb_sampler": lambda options, block: EBSampler(options.entropy_threshold),
     "hierarchy": lambda options, block: Hierarchy(logit(options.confidence_threshold), logit(_low(options, 0.4))),
     "local_leap": lambda options, block: LocalLeap(logit(options.confidence_threshold), logit(_low(options, 0.75))),
     "cad": lambda options, block: ConfidenceAdaptive(logit(options.confidence_threshold), frozenset(options.eos_ids())),
     "eoser": lambda options, block: EosRejection(ascending(block), frozenset(options.eos_ids())),
     "prophet": lambda options, block: Prophet(schedule_of(block, options.denoising_steps)),
-    "bacd": lambda options, block: BoundedAdaptive(options.confidence_threshold, _low(options, 0.6)),
+    "bacd": lambda options, block: BoundedAdaptive(logit(options.confidence_threshold), logit(_low(options, 0.6))),
     "slow_fast": lambda options, block: SlowFast(logit(options.confidence_threshold), logit(_low(options, 0.3))),
     "ccd": lambda options, block: Coherent(),
     "credit": lambda options, block: Credit(logit(options.confidence_threshold)),

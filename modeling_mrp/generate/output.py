@@ -117,7 +117,7 @@ class Progress:
         """Compute the scores and logits that were asked for, [rows, vocab] each of new `tokens` [rows, generated] long."""
         if not any(self.wanted.values()):
             return {}
-        before = cache(lambda place, start: self.rows[place].before(start))
+        before = cache(lambda place, start: self.rows[place].rewound(start))
         drawn = [
             ((at - self.rows[place].prompt, place), (before(place, state.start), state), hidden)
             for (place, at), (state, hidden) in self.drawn.items()

@@ -99,7 +99,7 @@ class Direct:
             if not after:
                 return
             hidden = ask(networks, rows, after)
-            scored = networks.picked(networks.picker, [(reveal.row, state) for reveal, state in after], hidden)
+            scored = networks.pick(networks.picker, [(reveal.row, state) for reveal, state in after], hidden)
             for (reveal, state), scores, estimate in zip(after, scored, hidden, strict=True):
                 best = surest(state.free, scores.odds)
                 reveal.where = tuple(sorted((*reveal.where, best)))

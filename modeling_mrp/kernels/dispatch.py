@@ -6,7 +6,7 @@ This is the one place that imports triton, which need not be there: kernels are 
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,9 @@ LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 _OLDEST = (8, 0)  # compute capability with bfloat16 in the matrix units and asynchronous copies
 # Kinds of devices on which kernels and recordings are compared with what they stand for before they are relied on.
 CHECKED_ON = {"cuda"}
-# (kernel, device) that failed to compile or to launch in this process, or gave wrong results on its samples.
+# (kernel, device) that failed to compile or to launch in this process, or gave wrong results.
 _failed: set[tuple[str, torch.device]] = set()
-_checked: set[tuple[str, torch.device, torch.dtype]] = set()
+_checked: set[tuple[Any, ...]] = set()
 
 
 @dataclass(eq=False)
@@ -40,20 +40,11 @@ class Kernel:
         name: For messages.
         launch: Returns tensors, or one.
         twin: Of the same arguments.
-        samples: Makes, of the tensors of a call, arguments on which both are to be compared.
     """
 
     name: str
     launch: Callable[..., Any]
     twin: Callable[..., Any]
-    samples: Callable[..., Iterable[tuple[Any, ...]]]
-
-    @torch.no_grad()
-    def compared(self, *tensors: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over small results of the kernel and of its twin, pair by pair, for tensors like those of a call."""
-        for given in self.samples(*tensors):
-            ours = [one.clone() for one in _tensors([self.launch(*given)])]  # both may write to the same places
-            yield from zip(ours, _tensors([self.twin(*given)]), strict=True)
 
 
 @dataclass(frozen=True)
@@ -68,17 +59,10 @@ class Dispatch:
     forced: bool | None = None
 
     def allows(self, what: str, *tensors: Tensor, obstacle: str | None = None) -> bool:
-        """Tell if kernels are to run on tensors, whose devices and floating dtypes decide.
-
-        They do not where gradients are wanted (kernels have none) and under autocast.
-
-        Args:
-            what: For the message.
-            *tensors: What goes in.
-            obstacle: What else keeps kernels from them, and the remedy; None: nothing.
+        """Tell if kernels are to run on tensors, whose devices and floating dtypes decide; not for gradients or under autocast.
 
         Raises:
-            ValueError: if kernels are forced and cannot be used here.
+            ValueError: if kernels are forced and `what` cannot be used here, or for another `obstacle`, given with its remedy.
         """
         if self.forced is False:
             return False
@@ -90,8 +74,8 @@ class Dispatch:
     def run(self, kernel: Kernel, *given: Any) -> Any:
         """Run a kernel or its twin; tensors in lists and modules are looked at, too.
 
-        A kernel that does not compile or launch, or that gives other results than its twin on a small sample (compared once in
-        a process, on a GPU), is reported in one warning per device and not tried again.
+        A kernel that does not compile or launch, or whose first results on a GPU differ from its twin's, is reported in one
+        warning per device and not tried again.
 
         Raises:
             ValueError: if kernels are forced and cannot be used here.
@@ -105,8 +89,10 @@ class Dispatch:
             return kernel.twin(*given)
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                _check(kernel, tensors)
-                return kernel.launch(*given)
+                made = kernel.launch(*given)
+                if device.type in CHECKED_ON:
+                    _check(kernel, given, made)
+                return made
         except torch.OutOfMemoryError:
             raise  # says nothing about the kernel, and its twin needs more
         except Exception as error:
@@ -160,14 +146,21 @@ def check_close(what: str, ours: Tensor, right: Tensor) -> None:
         raise ArithmeticError(f"{what} by {error:.3g} of their size, where rounding makes {allowed:g} at most")
 
 
-def _check(kernel: Kernel, tensors: list[Tensor]) -> None:
-    """Compare a kernel with its twin before its first use on a device and in a dtype; `ArithmeticError` if they differ."""
-    device, dtype = tensors[0].device, next(tensor.dtype for tensor in tensors if tensor.is_floating_point())
-    if (kernel.name, device, dtype) in _checked or device.type not in CHECKED_ON:
+def _check(kernel: Kernel, given: tuple[Any, ...], made: Any) -> None:
+    """Compare what a kernel made with its twin's result, once for each device, dtype and kind of arguments.
+
+    Raises:
+        ArithmeticError: if they differ.
+    """
+    tensors = _tensors(given)
+    kind = (kernel.name, *dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors), *map(type, given))
+    if kind in _checked:
         return
-    for ours, right in kernel.compared(*tensors):
-        check_close("its results on a small sample differ from PyTorch's", ours, right)
-    _checked.add((kernel.name, device, dtype))
+    ours = [one.clone() for one in _tensors([made])]  # both may write to the same places
+    with suppress(torch.OutOfMemoryError):  # twins need more
+        for one, right in zip(ours, _tensors([kernel.twin(*given)]), strict=True):
+            check_close("its results differ from PyTorch's", one, right)
+    _checked.add(kind)
 
 
 def failed_kernels() -> list[str]:
@@ -176,7 +169,7 @@ def failed_kernels() -> list[str]:
 
 
 def kernels_usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell if kernels can run compiled on tensors like these: triton, a GPU of the last generations, a dtype they know."""
+    """Tell if kernels can run compiled on tensors like these."""
     return _unusable(device, dtype, interpreted=False) is None
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
-from ..kernels.round_attention import RoundMask
-from ..networks.layers import fused
+from ..kernels.round_layers import RoundMask
+from ..networks.layers import run_fused
 from .configuration import MRPConfig
 
 # What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
@@ -77,13 +77,10 @@ class MRPHead(nn.Module):
 
         Returns:
             [batch, length, hidden_size], h_C.
-
-        Raises:
-            ValueError: if a `RoundMask` forces kernels that cannot be used here.
         """
         hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
-        if (walk := fused(self, list(self.layers), attention_mask, past_key_values)) is not None:
-            return walk(hidden, position_embeddings)
+        if isinstance(attention_mask, RoundMask):
+            return run_fused(self, hidden, position_embeddings, attention_mask, past_key_values)
         for layer in self.layers:
             hidden = layer(
                 hidden,

@@ -1,6 +1,5 @@
 """Keys and values of committed blocks by absolute position and, behind the longest text, of the states being scored."""
 
-import copy
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,21 +31,16 @@ class WeightsSeen:
         self.seen = [(PassingReference(weight), _state_of(weight)) for weight in _held_parameters(module)]
         self.adapters = _adapters_on(module)
 
-    def same(self, module: nn.Module | None) -> bool:
+    def same(self, module: nn.Module) -> bool:
         """Tell if nothing was replaced, moved or written to, and the same adapters are on.
 
         Writes to a parameter's `.data` cannot be seen: autograd does not count them.
         """
-        weights = [] if module is None else _held_parameters(module)
-        return (
-            len(weights) == len(self.seen)
-            and module is not None
-            and self.adapters == _adapters_on(module)
-            and all(
-                seen() is weight and state == _state_of(weight)
-                for (seen, state), weight in zip(self.seen, weights, strict=True)
-            )
-        )
+        weights = _held_parameters(module)
+        if len(weights) != len(self.seen) or self.adapters != _adapters_on(module):
+            return False
+        pairs = zip(self.seen, weights, strict=True)
+        return all(seen() is weight and state == _state_of(weight) for (seen, state), weight in pairs)
 
 
 def _held_parameters(module: nn.Module) -> list[Tensor]:
@@ -100,14 +94,10 @@ class BlockCache(Cache):
     call takes over the cache it is given: what that held beyond the new prompt is gone (`copy.deepcopy` keeps it).
 
     Args:
-        rows: Rows.
-        num_key_value_heads: KV heads of every layer.
-        head_dim: Size of a head.
-        layer_devices: The device of every layer: the backbone's first, then the head's.
+        rows, num_key_value_heads, head_dim, dtype: Sizes and dtype of keys and values, the same in every layer.
+        layer_devices: The device of every layer: the backbone's first, then the head's, of which there are `head_layers`.
         capacity: Committed slots per row, a multiple of the block size.
         scratch: Tokens that can be scored at once per row.
-        dtype: Of keys and values.
-        head_layers: How many of the layers are the head's.
         hidden_size: Of the hidden states that are kept for a head to read later; 0: none are.
         fixed: Whether shapes are to stay the same from round to round, as for recordings: attention then reads a power of two
             of slots before what is scored.
@@ -116,11 +106,9 @@ class BlockCache(Cache):
 
     Attributes:
         ids: By row, the text whose tokens the slots hold.
-        held: By row, so many first tokens of it have their keys and values in all layers of the backbone.
-        head_held: By row, the same for the layers of the head.
-        hidden_held: By row, so many have hidden states that the head may still read, if it has not read them.
-        owner: A weak reference to the model whose keys and values these are.
-        weights: The parts of that model whose keys and values these are, by name, as they were then.
+        held, head_held: By row, how many of its first tokens have keys and values in all layers of the backbone, of the head.
+        hidden_held: By row, how many have hidden states that the head may still read, if it has not read them.
+        owner, weights: The model whose keys and values these are, weakly, and its parts, by name, as they were then.
         written: By layer, the target: where keys and values of the next forward go, [rows, heads, new, head_dim] each.
         read: By layer, what attention reads once the target is written, [rows, heads, seen, head_dim] each.
     """
@@ -228,7 +216,7 @@ class BlockCache(Cache):
         """Exchange what pairs of rows have in the first `used` slots, kept hidden states too."""
         ours, theirs = torch.tensor(pairs).unbind(1)
         to, of = torch.cat([ours, theirs]), torch.cat([theirs, ours])
-        for part in (*(one[:, :used] for one in (*self._buffers.values(), self.hidden)), self.ends[:, : self._blocks(used)]):
+        for part in self._held_parts(used):
             part[to.to(part.device)] = part[of.to(part.device)]
 
     def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
@@ -253,17 +241,15 @@ class BlockCache(Cache):
         found = []
         for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
             most = min(most, self.held[row], max(self.head_held[row], self.hidden_held[row]) if with_head else most)
-            known = self.ids[row]
-            same = next((at for at in range(min(most, len(known))) if known[at] != text[at]), min(most, len(known)))
+            ids = self.ids[row][:most]
+            same = next((at for at, token in enumerate(ids) if token != text[at]), len(ids))
             found.append(same // block_size * block_size)
         return found
 
     def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
-        """Make room: return this cache, or a bigger one with what it holds.
+        """Return this cache, or a bigger one with what it holds, of at least this capacity and scratch.
 
-        Args:
-            rows: A multiple of this one's: each is then held so many times, one after the other.
-            capacity, scratch: At least so many slots, and tokens that can be scored at once.
+        Of a multiple of its rows each is held so many times, one after the other.
         """
         if rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and self.writable:
             return self
@@ -283,18 +269,11 @@ class BlockCache(Cache):
             [one for one in part for _ in range(copies)] for part in (other.ids, other.held, other.head_held, other.hidden_held)
         )
         self.hold(*repeated)  # type: ignore[arg-type]
-        for device, buffer in other._buffers.items():
-            self._buffers[device][:, :used] = buffer[:, :used].repeat_interleave(copies, 0)
-        self.hidden[:, :used] = other.hidden[:, :used].repeat_interleave(copies, 0)
-        blocks = self._blocks(used)
-        self.ends[:, :blocks] = other.ends[:, :blocks].repeat_interleave(copies, 0)
-
-    def alias(self) -> "BlockCache":
-        """Make another cache on the same memory."""
-        return copy.copy(self)
+        for ours, theirs in zip(self._held_parts(used), other._held_parts(used), strict=True):
+            ours.copy_(theirs.repeat_interleave(copies, 0))
 
     def shares(self, other: "BlockCache") -> bool:
-        """Tell if two caches have the same memory."""
+        """Tell if two caches have the same memory, as `copy.copy` gives them."""
         return self._buffers is other._buffers
 
     def detach(self) -> None:
@@ -302,9 +281,10 @@ class BlockCache(Cache):
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
         self.hidden, self.ends = self.hidden.clone(), self.ends.clone()
 
-    def _blocks(self, used: int) -> int:
-        """Count the blocks of so many tokens whose last hidden states are kept."""
-        return used // self.every if self.every else 0
+    def _held_parts(self, used: int) -> list[Tensor]:
+        """Select what is held of the first slots: keys and values, hidden states, and the last ones of blocks, [rows, ...]."""
+        blocks = used // self.every if self.every else 0
+        return [*(one[:, :used] for one in (*self._buffers.values(), self.hidden)), self.ends[:, :blocks]]
 
     def _of(self, layers: range) -> Iterator[tuple[torch.device, Tensor]]:
         """Select the memory of some layers, of each device: [rows, slots, layers, 2, heads, head_dim]."""

@@ -10,6 +10,7 @@ must not meet for the first time (libraries, compilers). The second run is recor
 GPU the first replays of each recording are compared with ordinary runs, and nothing is recorded any more where they differ.
 """
 
+import copy
 import threading
 import warnings
 import weakref
@@ -23,7 +24,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels.dispatch import CHECKED_ON, check_close
 from .cache import BlockCache, adapters_of_rows
-from .layers import IN_ROUNDS, REPLACED
 
 # PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while another one goes on.
 _RECORDING = threading.Lock()
@@ -90,12 +90,12 @@ class Graphs:
     Attributes:
         recorded: What replays a forward, by key.
         replays: Forwards that were replayed.
-        failed: Whether one could not be recorded or gave wrong results; none is tried any more.
-        busy: A call is using them.
+        failed, busy: Whether one could not be recorded or gave wrong results, so that none is tried any more; whether a call
+            is using them.
     """
 
     def __init__(self, cache: BlockCache, weights: Hashable) -> None:
-        self.cache, self.weights, self.device = cache.alias(), weights, cache.layer_devices[0]
+        self.cache, self.weights, self.device = copy.copy(cache), weights, cache.layer_devices[0]
         self.recorder = RECORDERS[self.device.type](self.device)
         self.inputs: dict[Hashable, list[Tensor]] = {}  # of what was met before
         self.recorded: dict[Hashable, Callable[[], Tensor]] = {}
@@ -111,7 +111,7 @@ class Graphs:
             holder = None if self._lent is None else self._lent()
             if holder is not None and holder.shares(self.cache):
                 holder.detach()
-            cache = self.cache.alias()
+            cache = copy.copy(self.cache)
             cache.empty()
             if past is not None:
                 cache.fill_from(past)
@@ -243,7 +243,6 @@ def fingerprint(model: nn.Module) -> Hashable:
             if isinstance(value, bool | int | float | str | list | tuple | None) or (type(value) is dict and name[0] != "_"):
                 settings.append((name, repr(value)))
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    attention = REPLACED if attention == IN_ROUNDS else attention  # which another thread may be inside of
     of_rows = tuple(adapters_of_rows(model) or ())
     return places, tuple(settings), of_rows, attention, ALL_ATTENTION_FUNCTIONS.get(attention)
 

@@ -1,132 +1,64 @@
-"""The layers of a model in a round: fused, or called as modules whose attention takes a `RoundMask`.
+"""The layers of a model in a round: fused or, where a module does more than its class, called under a dense mask.
 
-Fused, a Qwen3 layer is four matrix products, the round's attention, and five launches more (`kernels/fused_layers.py` and the
+Fused, a Qwen3 layer is four matrix products, the round's attention, and five launches more (`kernels/round_layers.py` and the
 MLP's gate). Products with the same input are one where `pack` has put their weights together; else each `nn.Linear`, or what
 stands there (LoRA, quantised weights), is called.
 """
 
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 
 from ..kernels.dispatch import Dispatch
-from ..kernels.fused_layers import ROTATED, SUM_AND_NORM
-from ..kernels.round_attention import RoundMask, attend
-from .cache import BlockCache
+from ..kernels.round_layers import ROTATED, ROUND_ATTENTION, SUM_AND_NORM, RoundMask
+from ..model.families.sdar import MRPBackbone
 
 # Whose hooks only note what a model was asked to hand out: hidden states of its own forward.
 _NOTES_ONLY = "transformers.utils.output_capturing"
 # Where the classes are defined that kernels stand for.
 _OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
-# The value of `config._attn_implementation` during a decode under `RoundMask`s, in place of `sdpa` (`round_attention_of`). Each
-# copy of this file (remote code of two repositories in one process) has masks of its own class, so also a name of its own.
-IN_ROUNDS = f"{__name__}.round_attention"
-REPLACED = "sdpa"  # the implementation that it stands in for
 
-_inside: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
-_inside_lock = threading.Lock()
+# By owner, the backbone or the head, each of its layers with the packed weights of its attention and of its MLP.
+Plans = dict[Any, list[tuple[Any, Tensor | None, Tensor | None]]]
 
 
-def takes_round_masks(model: Any, dispatch: Dispatch) -> bool:
-    """Tell if the layers of a model are to be given a `RoundMask` in rounds: an attention that was chosen in place of SDPA
-    stays, and what was compiled is called as it is.
-
-    Raises:
-        ValueError: if kernels are forced all the same.
-    """
-    chosen = model.config._attn_implementation
-    if chosen not in (REPLACED, IN_ROUNDS):
-        why = f"attends by {chosen!r}, whose place the kernel does not take: use attn_implementation={REPLACED!r}"
-    elif any(part._compiled_call_impl is not None for part in model.modules()):
-        why = "has parts that were compiled, which are left whole: leave it uncompiled"
-    else:
-        return True
-    if dispatch.forced:
-        raise ValueError(f"kernels is True, but the model {why}, or kernels=None or kernels=False")
-    return False
-
-
-@contextmanager
-def round_attention_of(model: Any) -> Iterator[None]:
-    """Put into the model's config the name of an attention that accepts a `RoundMask`, and the old name back at the end.
-
-    Layers look their attention up by the name in the config that they all share, so there is no way around a name of
-    our own there. What it names computes SDPA as before for everything but a `RoundMask`, so that other threads that
-    use the model meanwhile, also without kernels, notice nothing; the last one to leave puts the name back.
-    """
-    with _inside_lock:
-        AttentionInterface.register(IN_ROUNDS, _attention)
-        _inside[model] = _inside.get(model, 0) + 1
-        model.config._attn_implementation = IN_ROUNDS
-    try:
-        yield
-    finally:
-        with _inside_lock:
-            _inside[model] -= 1
-            if not _inside[model]:
-                model.config._attn_implementation = REPLACED
-
-
-def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Attend as transformers' layers ask for it."""
-    if isinstance(attention_mask, RoundMask):
-        return attend(query, key, value, attention_mask, kwargs["scaling"]), None
-    return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
-
-
-def fused(
-    owner: Any, layers: Sequence[Any], mask: object, cache: object, kind: type[nn.Module] | None = None
-) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
-    """Find what stands in a round for calling layers and the norm behind them; None: they are to be called.
-
-    They are called outside of rounds, and where a module does more than its class does, hooks for instance. What was found
-    counts for as long as the mask's `plans` do: for a decode.
-
-    Args:
-        owner, layers: The module of the norm, `norm`, and its decoder layers.
-        mask: In a round a `RoundMask`, whose dispatch decides between kernels and their twins.
-        cache: In a round the `BlockCache` that gets keys and values, at its target.
-        kind: What the owner has to be if it is not called either; None: this is asked for by its own forward.
-
-    Returns:
-        A function of what the first layer reads, [rows, tokens, hidden_size], and of cos and sin, [rows, tokens, head_dim]
-        each; it gives [rows, tokens, hidden_size], and raises a RuntimeError if a forced kernel fails.
+def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None:
+    """Plan the fused layers of a decode: backbone's, and head's if it takes part; None: some are to be called as modules.
 
     Raises:
         ValueError: if kernels are forced and cannot be used here.
     """
-    if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache):
-        return None
-    if owner not in mask.plans:
-        mask.plans[owner] = _plan(owner, layers, mask.dispatch, kind)
-    plan = mask.plans[owner]
-    return None if plan is None else partial(_walk, plan, owner.norm, mask, cache)
-
-
-def _plan(owner: Any, layers: Sequence[Any], dispatch: Dispatch, kind: type[nn.Module] | None) -> list[Any] | None:
-    """Pair each layer with its packed weights (see `packed`); None if the layers have to run as modules."""
-    found = (more_than(module, expected) for module, expected in _parts(owner, layers, kind))
-    obstacle = next((one for one in found if one is not None), None)
-    if dispatch.forced is False:
-        usable = obstacle is None  # by the twins
+    layers: dict[Any, list[Any]] = {model.model: list(model.model.layers)[: model.config.num_hidden_layers]}
+    if with_head:
+        layers[model.mrp_head] = list(model.mrp_head.layers)
+    obstacle = _obstacle_to_fusing(model, layers)
+    if dispatch.forced is not False:
+        usable = dispatch.allows("the kernels of its layers", next(model.model.parameters()), obstacle=obstacle)
     else:
-        usable = dispatch.allows("the kernel 'fused_layers'", next(owner.parameters()), obstacle=obstacle)
-    return [(layer, packed(_of_attention(layer)), packed(_of_mlp(layer))) for layer in layers] if usable else None
+        usable = obstacle is None  # by the twins
+    if not usable:
+        return None
+    return {
+        owner: [(layer, packed_weight(_of_attention(layer)), packed_weight(_of_mlp(layer))) for layer in each]
+        for owner, each in layers.items()
+    }
 
 
-def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
+def _obstacle_to_fusing(model: Any, layers: dict[Any, list[Any]]) -> str | None:
+    """Say why the layers of a model have to be called, and the remedy; None if fused ones may stand for them."""
+    if (chosen := model.config._attn_implementation) != "sdpa":
+        return f"the model attends by {chosen!r}: use attn_implementation='sdpa'"
+    if any(part._compiled_call_impl is not None for part in model.modules()):
+        return "the model has parts that were compiled: leave it uncompiled"
+    found = (deviation(module, kind) for module, kind in _parts(model, layers))
+    return next((one for one in found if one is not None), None)
+
+
+def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """Find what a module does beside its class, `kind`, of torch, transformers or this package: no kernel stands for that.
 
     Hooks of all modules (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
@@ -146,36 +78,47 @@ def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
     return None
 
 
-def _parts(owner: Any, layers: Sequence[Any], kind: type[nn.Module] | None) -> Iterator[tuple[Any, type[nn.Module]]]:
+def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type[nn.Module]]]:
     """The modules that are not called, each with what it has to be: what is not need not have the parts that come next."""
-    if kind is not None:
-        yield owner, kind
-    yield owner.norm, Qwen3RMSNorm
-    for layer in layers:
-        yield layer, Qwen3DecoderLayer
-        yield layer.self_attn, Qwen3Attention
-        yield layer.mlp, Qwen3MLP
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm, layer.self_attn.k_norm):
-            yield norm, Qwen3RMSNorm
+    yield model.model, MRPBackbone
+    for owner, each in layers.items():
+        yield owner.norm, Qwen3RMSNorm
+        for layer in each:
+            yield layer, Qwen3DecoderLayer
+            yield layer.self_attn, Qwen3Attention
+            yield layer.mlp, Qwen3MLP
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm, layer.self_attn.k_norm):
+                yield norm, Qwen3RMSNorm
 
 
-def _walk(
-    plan: Sequence[Any], norm: Any, mask: RoundMask, cache: BlockCache, hidden: Tensor, rotary: tuple[Tensor, Tensor]
-) -> Tensor:
-    """The function that `fused` gives."""
+def run_fused(owner: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: RoundMask, cache: Any) -> Tensor:
+    """Run the layers of a backbone or a head, and the norm behind them, in a round.
+
+    Args:
+        owner: The module that has them.
+        hidden: [rows, tokens, hidden_size], what the first layer reads.
+        rotary: cos and sin, [rows, tokens, head_dim] each.
+        mask: Its `plans` hold the layers.
+        cache: The `BlockCache` that gets keys and values, at its target.
+
+    Returns:
+        [rows, tokens, hidden_size].
+
+    Raises:
+        RuntimeError: if a forced kernel fails.
+    """
     run, added = mask.dispatch.run, None
-    for layer, attention_weight, mlp_weight in plan:
+    for layer, attention_weight, mlp_weight in mask.plans[owner]:
         hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
         attention, linears = layer.self_attn, _of_attention(layer)
         place, norms = attention.layer_idx, (attention.q_norm, attention.k_norm)
         query, *_ = run(ROTATED, products(normed, linears, attention_weight), norms, rotary, cache.written[place])
-        keys, values = cache.read[place]
-        added = attention.o_proj(attend(query, keys, values, mask, attention.scaling).flatten(2))
-        hidden, normed = run(SUM_AND_NORM, hidden, added, layer.post_attention_layernorm)
+        attended = run(ROUND_ATTENTION, query, *cache.read[place], mask, attention.scaling)
+        hidden, normed = run(SUM_AND_NORM, hidden, attention.o_proj(attended.flatten(2)), layer.post_attention_layernorm)
         both = products(normed, _of_mlp(layer), mlp_weight)
         gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
         added = layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
-    _, last = run(SUM_AND_NORM, hidden, added, norm)
+    _, last = run(SUM_AND_NORM, hidden, added, owner.norm)
     return last
 
 
@@ -202,7 +145,7 @@ def pack(model: nn.Module) -> None:
             continue
         for linears in (_of_attention(layer), _of_mlp(layer)):
             weights = [linear.weight.data for linear in linears if _plain(linear)]
-            if len(weights) == len(linears) and packed(linears) is None and len({w.device for w in weights}) == 1:
+            if len(weights) == len(linears) and packed_weight(linears) is None and len({w.device for w in weights}) == 1:
                 moved = torch.cat(weights)
                 for linear, part in zip(linears, moved.split([len(w) for w in weights]), strict=True):
                     linear.weight.data = part
@@ -210,7 +153,7 @@ def pack(model: nn.Module) -> None:
         torch.cuda.empty_cache()  # where the weights lay, in pieces that little else fits
 
 
-def packed(linears: Sequence[Any]) -> Tensor | None:
+def packed_weight(linears: Sequence[Any]) -> Tensor | None:
     """View weights of linear layers as one matrix [sum of out_features, in_features]; None if they do not lie side by side."""
     if not all(map(_plain, linears)):
         return None
@@ -231,13 +174,13 @@ def _plain(linear: Any) -> bool:
         and type(linear.weight) is nn.Parameter
         and linear.weight.is_contiguous()
         and not linear.weight.is_meta
-        and more_than(linear, nn.Linear) is None
+        and deviation(linear, nn.Linear) is None
     )
 
 
 def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor | list[Tensor]:
     """Apply linear layers to one input: a list of results, [..., out_features] each.
 
-    With their `packed` weight it is one product, and the results lie side by side in one tensor.
+    With their `packed_weight` weight it is one product, and the results lie side by side in one tensor.
     """
     return [linear(hidden) for linear in linears] if weight is None else F.linear(hidden, weight)

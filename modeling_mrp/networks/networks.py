@@ -7,27 +7,29 @@ of what was scored lie behind the texts until the next forward; `commit` copies 
 
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.dispatch import Dispatch
-from ..kernels.round_attention import RoundMask
+from ..kernels.round_layers import RoundMask
 from ..model.diffusion import block_causal_mask
 from ..rules.draft import Node
 from ..rules.state import Row, Scores, State
 from .cache import BlockCache
-from .layers import round_attention_of
-from .picker import Picker, Picks, Spots
+from .layers import Plans
+from .picker import Picker, Picks, Spots, token_logits
 
 # Prompt tokens per prefill forward, at most, in whole blocks.
 PREFILL_CHUNK = 2048
 
 # Hidden states of one block: a tensor [n, block, hidden_size], and the place in it.
 Hidden = tuple[Tensor, int]
+# States by row, each with the place of the clean one of its row that it looks at, or -1.
+Packed = Sequence[Sequence[tuple[State, int]]]
 
 
 class Networks:
@@ -40,7 +42,7 @@ class Networks:
         picker: Picks tokens from the backbone's hidden states.
         drafter: Picks tokens from the head's estimates of these.
         dispatch: Kernels or PyTorch.
-        round_masks: Whether attention takes a `RoundMask`, not a dense mask.
+        plans: How the layers run, fused (`plan_layers`); None: they are called under a dense mask.
         device: Where the rows are.
         recorded: Runs a forward from a recording (`Graphs.call`); or None.
 
@@ -56,34 +58,25 @@ class Networks:
         picker: Picker,
         drafter: Picker,
         dispatch: Dispatch,
-        round_masks: bool,
+        plans: Plans | None,
         device: torch.device,
         recorded: Callable[..., Tensor] | None = None,
     ) -> None:
         self.model, self.cache, self.device, self.recorded = model, cache, device, recorded
-        self.picker, self.drafter, self.dispatch, self.round_masks = picker, drafter, dispatch, round_masks
+        self.picker, self.drafter, self.dispatch, self.plans = picker, drafter, dispatch, plans
         config = model.config
         self.block, self.mask_id, self.with_head = config.block_size, config.mask_token_id, with_head
         self.backbone_layers = range(config.num_hidden_layers)
         self.head_layers = range(len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers)
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
-        self._swaps: list[tuple[int, int]] = []
+        self._swaps: list[list[tuple[int, int]]] = []
         self.shifted = cache.every > 0  # hidden states of the backbone are those of the next position
         self._scored: Tensor | None = None  # hidden states of the last `score`
         self._ends: Tensor | None = None  # where they are shifted, the last one of each state, which predicts what comes next
         # The cache's slot where the last forward over states wrote the first of them; set by `_network`, for `head` and `score`
         # alike. The loop calls `commit` right behind `score`, so that there it is where scored states lie.
         self._begin = 0
-        self._plans: dict[Any, Any] = {}
         cache.active = cache.rows
-
-    @property
-    def _offsets(self) -> Tensor:
-        return torch.arange(self.block, device=self.device)  # made anew: a recording of it outlives the call
-
-    def attending(self) -> AbstractContextManager[None]:
-        """Have the layers take the masks of rounds, for as long as a decode takes."""
-        return round_attention_of(self.model) if self.round_masks else nullcontext()
 
     # ------------------------------------------------------------------------------------------------------- prefill
 
@@ -96,9 +89,6 @@ class Networks:
         Args:
             rows: All of the call.
             reused: By row, so many first tokens have their keys and values already.
-
-        Returns:
-            What the backbone says at each row's first state.
         """
         length = max(row.state.start for row in rows) + self.block
         read = max(row.head_held for row in rows)
@@ -124,7 +114,7 @@ class Networks:
         for row in rows:
             row.held = row.state.start
         states = [(row, row.state) for row in rows]
-        return self.picked(self.picker, states, [hidden for hidden in first if hidden is not None])
+        return self.pick(self.picker, states, [hidden for hidden in first if hidden is not None])
 
     def _catch_up(self, rows: Sequence[Row], behind: Sequence[Row]) -> None:
         """Have the head read all that it has not read of the texts of those rows that are `behind`."""
@@ -132,8 +122,8 @@ class Networks:
         def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:
             hidden = self.cache.hidden[: len(rows), begin:end]
             held = torch.tensor([row.held for row in rows], device=hidden.device)
-            known = torch.arange(begin, end, device=hidden.device) < held[:, None]
-            hidden = torch.where(known[..., None], hidden, 0)
+            kept = torch.arange(begin, end, device=hidden.device) < held[:, None]
+            hidden = torch.where(kept[..., None], hidden, 0)
             self.model.residual(ids, hidden, positions, mask, self.cache)
             self.forwards["head"] += 1
             for row in behind:
@@ -160,30 +150,26 @@ class Networks:
     # --------------------------------------------------------------------------------------------------------- rounds
 
     def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
-        """Score the nodes of each row, side by side, in one forward of the backbone.
-
-        Args:
-            rows: Those of the batch, by place.
-            drafts: Of each its nodes; none for a row that has ended.
-
-        Returns:
-            What the backbone says at each.
-        """
+        """Score the nodes of each row of the batch, side by side, in one forward of the backbone; an ended row has none."""
         for row, nodes in zip(rows, drafts, strict=True):
             row.counts.forwards += bool(nodes)
         packed = [[(node.state, node.parent) for node in nodes] for nodes in drafts]
-        hidden, width = self._network(packed, [row.held for row in rows]), max(map(len, drafts))
+        self._scored, firsts = self._run_backbone(packed, [row.held for row in rows])
         self.forwards["denoise"] += 1
+        states, places, parents = [], [], []
+        for row, nodes, first in zip(rows, drafts, firsts, strict=True):
+            states += [(row, node.state) for node in nodes]
+            places += [(self._scored, first + slot) for slot in range(len(nodes))]
+            parents += [nodes[node.parent].state if node.parent >= 0 else None for node in nodes]
+        found = iter(self.pick(self.picker, states, places, parents))
+        return [[next(found) for _ in nodes] for nodes in drafts]
+
+    def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+        """Run the backbone over states: hidden states [n, block, hidden_size], and by row the place of its first state."""
+        hidden = self._network(packed, held)
         if self.shifted:
             self._ends, hidden = hidden[:, -1], hidden[:, :-1]
-        self._scored = hidden
-        states, places, parents = [], [], []
-        for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
-            states += [(row, node.state) for node in nodes]
-            places += [(hidden, at * width + slot) for slot in range(len(nodes))]
-            parents += [nodes[node.parent].state if node.parent >= 0 else None for node in nodes]
-        found = iter(self.picked(self.picker, states, places, parents))
-        return [[next(found) for _ in nodes] for nodes in drafts]
+        return hidden, range(0, len(hidden), max(map(len, packed)))
 
     def head(
         self, rows: Sequence[Row], asked: Sequence[Sequence[tuple[State, Hidden]]], residual: bool = False
@@ -196,9 +182,6 @@ class Networks:
             rows: Those of the batch, by place.
             asked: Of each the states, and what the head starts from at each; of some row one at least.
             residual: Whether h_C alone is wanted.
-
-        Returns:
-            Hidden states at each.
         """
         asking = [row for row, states in zip(rows, asked, strict=True) if states]
         if behind := [row for row in asking if row.held - row.head_held > self.block]:
@@ -220,7 +203,7 @@ class Networks:
             packed.append(lead + [(state, len(lead) - 1) for state, _ in states])
             given.append(starts)
         width, filler = max(map(len, packed)), next(starts[0] for starts in given if starts)
-        wide = gathered([one for starts in given for one in [*starts, *[filler] * (width - len(starts))]])
+        wide = gather_blocks([one for starts in given for one in [*starts, *[filler] * (width - len(starts))]])
         made = self._network(packed, [row.head_held for row in rows], wide)
         self.forwards["head"] += 1
         if leads:
@@ -236,9 +219,7 @@ class Networks:
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
         """Keep the keys and values of scored clean states, and hidden states for the head to read.
 
-        Args:
-            rows: Those of the batch, by place.
-            clean: Of each the slots of accepted clean states, in order.
+        Of each row of the batch `clean` has the slots of accepted clean states, in order.
         """
         moves = []
         for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
@@ -255,12 +236,12 @@ class Networks:
         place, source, target = torch.tensor(moves, device=self.device).unbind(1)
         states, place, target = place * width + (source - self._begin) // self.block, place.to(where), target.to(where)
         if self.with_head:
-            columns = target[:, None] + self._offsets.to(where)
+            columns = target[:, None] + torch.arange(self.block, device=where)
             self.cache.hidden[place[:, None], columns] = self._scored[states].to(where)
         if self._ends is not None:
             self.cache.ends[place, target // self.block] = self._ends[states].to(where)
 
-    def picked(
+    def pick(
         self,
         picker: Picker,
         states: Sequence[tuple[Row, State]],
@@ -268,7 +249,7 @@ class Networks:
         parents: Sequence[State | None] = (),
         shortlists: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
-        """Pick at the free columns of states, given the hidden states of each; one transfer to the host, with likeliest three.
+        """Pick at the free columns of states, given the hidden states of each; one transfer to the host.
 
         Args:
             picker: It.
@@ -277,89 +258,65 @@ class Networks:
             parents: The clean states that some look at, for processors to see.
             shortlists: Of each the tokens to choose among (`Scores.shortlist`); not used unless all have theirs.
         """
-        at, whole, base = array("q"), len(states) * self.block, 0
-        for _, state in states:
-            at.extend([base + column for column in state.free])
-            base += self.block
-        if not at:
-            return [Scores([0] * self.block, [-torch.inf] * self.block, hidden=one) for one in hidden]
-        blocks = gathered(hidden).flatten(0, 1)
-        index = torch.frombuffer(at, dtype=torch.long).to(self.device, non_blocking=True)
-        blocks, spots = blocks if len(at) == whole else blocks[index], Spots(states, self.device, parents)
-        known: list[Hidden] = [one for one in shortlists if one is not None]
-        if len(known) == len(states):
-            listed = gathered(known).flatten(0, 1)
-            picks = picker.among(blocks, listed if len(at) == whole else listed[index], spots)
+        block, count = self.block, len(states)
+        columns = np.array([at * block + column for at, (_, state) in enumerate(states) for column in state.free], np.int64)
+        if not len(columns):
+            return [Scores([0] * block, [-torch.inf] * block, hidden=one) for one in hidden]
+        blocks, index = self._at_columns(hidden, columns)
+        spots, listed = Spots(states, self.device, parents), [one for one in shortlists if one is not None]
+        if len(listed) == count:
+            picks = picker.among(blocks, self._at_columns(listed, columns)[0], spots)
         else:
             picks = picker(blocks, spots)
-        few: Sequence[Hidden | None] = shortlists or [None] * len(states)
+        few: Sequence[Hidden | None] = shortlists or [None] * count
         if picks.shortlist is not None:
             size = picks.shortlist.shape[1]
-            listed = picks.shortlist.new_zeros(whole, size).index_copy(0, index, picks.shortlist)
-            few = [(listed.view(-1, self.block, size), place) for place in range(len(states))]
-        found = zip(self._on_host(picks, index, whole), hidden, few, strict=True)
-        return [Scores(token, odds, entropy, likeliest, one, short) for (token, odds, entropy, likeliest), one, short in found]
+            spread = picks.shortlist.new_zeros(count * block, size).index_copy_(0, index, picks.shortlist)
+            few = [(spread.view(count, block, size), place) for place in range(count)]
+        found = zip(on_host(picks, columns, count, block), hidden, few, strict=True)
+        return [Scores(*said, one, short) for said, one, short in found]
+
+    def _at_columns(self, blocks: Sequence[Hidden], columns: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Gather columns [n] of blocks: [n, size]; and give the columns on the device."""
+        index = torch.from_numpy(columns).to(self.device, non_blocking=True)
+        return gather_blocks(blocks).flatten(0, 1)[index], index
 
     def token_odds(
         self, asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]
     ) -> list[list[float]]:
-        """Compute the log-odds of given tokens under hidden states of each; one transfer to the host.
+        """Compute the log-odds of given tokens under hidden states of each, [block], -inf at other columns; one transfer.
 
         Args:
             asked: Of each its row, its state, some of its free columns, and by column the tokens.
             hidden: Of each the hidden states.
-
-        Returns:
-            Of each [block], -inf at other columns.
         """
-        at, token = self._columns([(where, token) for _, _, where, token in asked])
-        spots = Spots(
-            [(row, State(state.key, tuple(where), state.end, state.masks, 0)) for row, state, where, _ in asked], self.device
-        )
-        odds = self.picker.token_odds(gathered(hidden).flatten(0, 1)[at], token, spots)
-        return self._spread(odds, at, len(asked))
+        states = [(row, State(state.key, tuple(where), state.end, state.masks, 0)) for row, state, where, _ in asked]
+
+        def odds(given: Tensor, token: Tensor) -> Tensor:
+            return self.picker.token_odds(given, token, Spots(states, self.device))
+
+        return self._of_tokens([(where, token) for _, _, where, token in asked], hidden, odds)
 
     def magnitudes(self, asked: Sequence[tuple[Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]) -> list[list[float]]:
         """Take the magnitude |C| of given tokens' logits: one dot product each; arguments and result as of `token_odds`."""
-        at, token = self._columns(asked)
-        given = gathered(hidden).flatten(0, 1)[at]
-        wide = torch.promote_types(given.dtype, torch.float32)
-        moved = (given.to(wide) * self.picker.lm_head_weight[token].to(wide)).sum(-1).abs()
-        return self._spread(moved, at, len(asked))
+        weight = self.picker.lm_head_weight
+        return self._of_tokens(asked, hidden, lambda given, token: token_logits(weight, given, token[:, None])[:, 0].abs())
 
-    def _columns(self, asked: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[Tensor, Tensor]:
-        """Flat places of some columns of n states, and the tokens there."""
+    def _of_tokens(
+        self,
+        asked: Sequence[tuple[Sequence[int], Sequence[int]]],
+        hidden: Sequence[Hidden],
+        compute: Callable[[Tensor, Tensor], Tensor],
+    ) -> list[list[float]]:
+        """Compute a number of each given token [n] from the hidden states [n, hidden_size] at its column; see `token_odds`."""
         pairs = [(place * self.block + c, token[c]) for place, (where, token) in enumerate(asked) for c in where]
-        at, tokens = torch.tensor(pairs, device=self.device).unbind(1)
-        return at, tokens
-
-    def _spread(self, numbers: Tensor, at: Tensor, states: int) -> list[list[float]]:
-        spread = numbers.new_full((states * self.block,), -torch.inf).index_copy(0, at, numbers)
-        found: list[list[float]] = spread.view(-1, self.block).tolist()
+        columns, tokens = np.array(pairs, np.int64).T.copy()
+        given, _ = self._at_columns(hidden, columns)
+        numbers = compute(given, torch.from_numpy(tokens).to(self.device, non_blocking=True))
+        found: list[list[float]] = spread_columns(numbers, columns, len(asked), self.block).tolist()
         return found
 
-    def _on_host(self, picks: Picks, index: Tensor, count: int) -> Any:
-        """Spread picks over whole blocks: of each its tokens, odds, entropies and likeliest tokens."""
-        token = picks.token.new_zeros(count).index_copy(0, index, picks.token)
-        numbers = [picks.odds] if picks.entropy is None else [picks.odds, picks.entropy]
-        spread = [one.new_full((count,), -torch.inf).index_copy(0, index, one) for one in numbers]
-        if token.is_cuda:  # token ids are exact in float64
-            token, *spread = torch.stack([token.double(), *(one.double() for one in spread)]).cpu()
-            token = token.long()
-        lists = [one.view(-1, self.block).tolist() for one in (token, *spread)]
-        if len(lists) == 2:
-            lists.append([None] * len(lists[0]))
-        likeliest: Any = [None] * len(lists[0])
-        if picks.likeliest is not None:
-            ids, odds = picks.likeliest
-            ids = ids.new_zeros(count, ids.shape[1]).index_copy(0, index, ids).unflatten(0, (-1, self.block))
-            odds = odds.new_full((count, odds.shape[1]), -torch.inf).index_copy(0, index, odds).unflatten(0, (-1, self.block))
-            likeliest = list(zip(ids.cpu().numpy(), odds.double().cpu().numpy(), strict=True))
-        return zip(*lists, likeliest, strict=True)
-
-    def _network(
-        self, packed: Sequence[Sequence[tuple[State, int]]], held: Sequence[int], hidden: Tensor | None = None
-    ) -> Tensor:
+    def _network(self, packed: Packed, held: Sequence[int], hidden: Tensor | None = None) -> Tensor:
         """Run the backbone, or with `hidden` [rows * width, block, hidden_size] the head, over states and their parents.
 
         What is scored goes behind the longest of all rows' texts, so that it touches no text of a row that takes no part.
@@ -391,7 +348,7 @@ class Networks:
         columns = self.block + (self.shifted and hidden is None)
         inputs = [table] if hidden is None else [table, hidden.reshape(rows, width * self.block, -1)]
         if self.recorded is not None:
-            key = (rows, width, self._begin, self.dispatch, self.round_masks)
+            key = (rows, width, self._begin, self.dispatch, self.plans is not None)
             return self.recorded(key, forward, *inputs).view(rows * width, columns, -1)
         inputs[0] = table.to(self.device, non_blocking=True)
         return forward(*inputs).view(rows * width, columns, -1)
@@ -401,9 +358,9 @@ class Networks:
         states = rows * width
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width)
-        positions = (starts[:, None] + self._offsets).view(rows, -1)
-        mask: Any = RoundMask(held, parent, width, self.block, self.dispatch, plain, self._plans)
-        mask = mask if self.round_masks else mask.dense(begin)
+        positions = (starts[:, None] + torch.arange(self.block, device=self.device)).view(rows, -1)
+        mask: Any = RoundMask(held, parent, width, self.block, self.dispatch, plain, self.plans)
+        mask = mask if self.plans is not None else mask.dense(begin)
         if hidden is not None:
             return self.model.residual(ids, hidden, positions, mask, self.cache).to(self.device)
         made = self.model.backbone(ids, positions, mask, self.cache).to(self.device)
@@ -432,15 +389,7 @@ class Networks:
     # ------------------------------------------------------------------------------------------- rows that have ended
 
     def narrow(self, rows: list[Row], size: int) -> list[Row]:
-        """Let ended rows leave: those that go on move to the first `size` places.
-
-        Args:
-            rows: Those of the batch, by place.
-            size: Places that stay; no fewer than rows that go on.
-
-        Returns:
-            The rows at those places.
-        """
+        """Let ended rows leave: those that go on move to the first `size` places, no fewer than these; give the rows there."""
         ended = [place for place in range(size) if rows[place].stop is not None]
         behind = [place for place in range(size, len(rows)) if rows[place].stop is None]
         pairs = list(zip(ended, behind, strict=False))  # there may be more room than rows
@@ -449,19 +398,19 @@ class Networks:
             rows[place], rows[other] = rows[other], rows[place]
         if pairs:
             self.cache.swap(pairs, max(row.held for row in rows))
-            self._swaps.append(pairs)  # type: ignore[arg-type]
+            self._swaps.append(pairs)
         self.cache.active = size
         return rows[:size]
 
     def widen(self, used: int) -> None:
         """Have all rows back in their places, each with its first `used` slots."""
         for pairs in reversed(self._swaps):
-            self.cache.swap(pairs, used)  # type: ignore[arg-type]
+            self.cache.swap(pairs, used)
         self._swaps.clear()
         self.cache.active = self.cache.rows
 
 
-def gathered(hidden: Sequence[Hidden]) -> Tensor:
+def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
     """Gather hidden states of n places, which lie in a few tensors: [n, block, hidden_size]."""
     first = hidden[0][0]
     tensors = {id(tensor): tensor for tensor, _ in hidden}
@@ -474,3 +423,29 @@ def gathered(hidden: Sequence[Hidden]) -> Tensor:
         to, of = torch.tensor(pairs, device=tensor.device).unbind(1)
         out[to.to(out.device)] = tensor[of].to(out.device)
     return out
+
+
+def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int) -> np.ndarray:
+    """Read numbers [n] or [n, m] on the host, in float64, and put them to columns [n]: [states, block, ...], -inf elsewhere."""
+    read = numbers.detach().cpu().double().numpy()
+    spread = np.full((states * block, *read.shape[1:]), -np.inf)
+    spread[columns] = read
+    return spread.reshape(states, block, *read.shape[1:])
+
+
+def on_host(picks: Picks, columns: np.ndarray, states: int, block: int) -> list[tuple[list[int], list[float], Any, Any]]:
+    """Read picks at columns of states in one transfer: of each state tokens, odds, entropies and likeliest, as in `Scores`.
+
+    Ids are exact in float32: a vocabulary has fewer than 2^24.
+    """
+    numbers = [picks.token[:, None], picks.odds[:, None]]
+    numbers += [] if picks.entropy is None else [picks.entropy[:, None]]
+    numbers += [] if picks.likeliest is None else [picks.likeliest]
+    spread = spread_columns(torch.cat([one.to(picks.odds.dtype) for one in numbers], 1), columns, states, block)
+    token = np.maximum(spread[..., 0], 0).astype(np.int64).tolist()
+    entropy = [None] * states if picks.entropy is None else spread[..., 2].tolist()
+    likeliest: list[Any] = [None] * states
+    if picks.likeliest is not None:
+        ids, odds = np.split(spread[..., -picks.likeliest.shape[1] :], 2, -1)
+        likeliest = list(zip(np.maximum(ids, 0).astype(np.int64), odds, strict=True))
+    return list(zip(token, spread[..., 1].tolist(), entropy, likeliest, strict=True))

@@ -4,10 +4,10 @@ A sampled pick is a Gumbel-max whose noise is a pure function of (the row's seed
 the block, token id). So two decoders that reach the same state draw the same token, whatever way they came there.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from transformers.generation.logits_process import (
 )
 
 from ..kernels.dispatch import AUTOMATIC, Dispatch
-from ..kernels.noise import noise_keys
-from ..kernels.pick import Unembedding, log_odds, pick_rows, some_logits, widened
-from ..rules.bans import Bans, known
+from ..kernels.pick import PICK, Unembedding, likeliest_tokens, log_odds, pick_rows_ref, upcast
+from ..rules.bans import Bans
+from ..rules.draft import noise_key
 from ..rules.state import Row, State
 
 # Kinds of truncation, and whether one keeps, of any scores, the likeliest tokens, however many: behind a top-k it needs its k
@@ -48,12 +48,9 @@ SHORTLIST = 16
 
 @dataclass(frozen=True)
 class Spots:
-    """The positions of some states at which tokens are picked: the `free` columns of each, in order.
+    """The positions of some states at which tokens are picked, on a device: the `free` columns of each, in order.
 
-    Attributes:
-        states: Each with its row.
-        device: Where picks are made.
-        parents: Of each the clean state that it looks at, if any; none at all: no state does.
+    `parents` are the clean states that they look at, if any; none at all: no state does.
     """
 
     states: Sequence[tuple[Row, State]]
@@ -63,7 +60,8 @@ class Spots:
     def keys(self) -> Tensor:
         """Make the keys of the noise, [n] long."""
         table = [(row.seed, state.start + column, state.masks) for row, state in self.states for column in state.free]
-        return noise_keys(*torch.tensor(table, dtype=torch.long).view(-1, 3).to(self.device).unbind(1))
+        keys: Tensor = noise_key(*torch.tensor(table, dtype=torch.long).view(-1, 3).to(self.device).unbind(1))
+        return keys
 
     def no_eos(self) -> Tensor | None:
         """Tell where no eos may be picked, [n] bool; None: nowhere."""
@@ -72,49 +70,31 @@ class Spots:
         early = [state.start + column < row.no_eos_before for row, state in self.states for column in state.free]
         return torch.tensor(early, device=self.device)
 
-    def barred(self, bans: Bans) -> tuple[list[int], list[int]]:
-        """List what may not be picked where: indices of positions, and a token for each."""
-        places: list[int] = []
-        tokens: list[int] = []
-        count = 0
+    def texts(self) -> Iterator[tuple[list[int], int]]:
+        """Iterate over the positions: the text at the state, with masks where nothing is revealed, and the place in it."""
         for place, (row, state) in enumerate(self.states):
-            ids = known(row, state, self.parents[place] if self.parents else None)
-            for column in state.free:
-                found = bans.barred(ids, state.start + column, row.mask_id)
-                places += [count] * len(found)
-                tokens += found
-                count += 1
-        return places, tokens
-
-    def contexts(self) -> list[list[int]]:
-        """List the ids before each position: the row's text, with what its state has revealed, and masks elsewhere."""
-        found = []
-        for place, (row, state) in enumerate(self.states):
-            ids = known(row, state, self.parents[place] if self.parents else None)
-            found += [ids[: state.start + column] for column in state.free]
-        return found
+            ids = row.text_at(state, self.parents[place] if self.parents else None)
+            yield from ((ids, state.start + column) for column in state.free)
 
 
-@dataclass(frozen=True)
-class Picks:
-    """Picks at n positions.
+class Picks(NamedTuple):
+    """Picks at n positions, and what drafts choose among; ids are exact as numbers. None is what the picker does not give.
 
     Attributes:
         token: [n] long.
         odds: [n] float, the log-odds of its probability after temperature and processors, before truncation; NaN where no
             token had a finite score.
-        entropy: [n] float, in nats; None where the picker computes none.
-        likeliest: Ids and log-odds [n, m] of the likeliest tokens that may be sampled, -inf for those that truncation leaves
-            out; None where the picker gives none.
-        shortlist: [n, 2 m + 1] in at least float32: the ids of the m likeliest tokens that may be picked (exact as numbers),
-            their scores, -inf for those that truncation leaves out, and the log-sum-exp of all other scores; None where the
-            picker gives none.
+        entropy: [n] float, in nats.
+        likeliest: [n, 2 m] in at least float32, ids and log-odds of the m likeliest tokens that may be sampled, -inf for those
+            that truncation leaves out.
+        shortlist: [n, 2 m + 1] in at least float32: the ids of the m likeliest tokens that may be picked, their scores, -inf
+            for those that truncation leaves out, and the log-sum-exp of all other scores.
     """
 
     token: Tensor
     odds: Tensor
     entropy: Tensor | None = None
-    likeliest: tuple[Tensor, Tensor] | None = None
+    likeliest: Tensor | None = None
     shortlist: Tensor | None = None
 
 
@@ -166,7 +146,7 @@ class Picker:
         for at in self.unembedding.chunks(len(hidden)):
             logits = shape(self.unembedding.logits(hidden[at]), at)
             parts.append(self._pick(logits, None if keys is None else keys[at]))
-        return _joined(parts)
+        return _join(parts)
 
     def among(self, hidden: Tensor, shortlist: Tensor, spots: Spots) -> Picks:
         """Pick greedily at n spots among a few tokens of each; all others keep the scores that they had.
@@ -183,14 +163,15 @@ class Picker:
         ids, before, rest = shortlist[:, :count].long(), shortlist[:, count : 2 * count], shortlist[:, 2 * count :]
         no_eos = spots.no_eos()
         for at in unembedding.chunks(len(hidden), count * hidden.shape[1]):
-            own = unembedding.tempered(some_logits(self.lm_head_weight, hidden[at], ids[at], self.dispatch))
+            own = unembedding.tempered(token_logits(self.lm_head_weight, hidden[at], ids[at]))
             own = own.masked_fill(before[at] == -torch.inf, -torch.inf)
             own = unembedding.barred(own, None if no_eos is None else no_eos[at], ids[at])
             place, scores = own.argmax(-1), torch.cat([own, rest[at].to(own.dtype)], 1)
             token, odds = ids[at].gather(1, place[:, None])[:, 0], log_odds(scores, place)
             every = torch.arange(count, device=ids.device).expand_as(ids[at])
-            parts.append(Picks(token, odds, likeliest=(ids[at], odds_of(scores, every)) if self.likeliest else None))
-        return _joined(parts)
+            likeliest = torch.cat([ids[at].to(scores.dtype), odds_of(scores, every)], 1) if self.likeliest else None
+            parts.append(Picks(token, odds, likeliest=likeliest))
+        return _join(parts)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
         """Compute [n] log-odds of given tokens [n] under the same softmax: what `odds` is for a picked token."""
@@ -204,7 +185,7 @@ class Picker:
         """Compute raw logits [n, vocab] at n spots, and what tokens are drawn from: processed, tempered and truncated."""
         shape, raw, drawn = self._shaper(spots), [], []
         for at in self.unembedding.chunks(len(hidden)):
-            raw.append(widened(self.unembedding.logits(hidden[at])))
+            raw.append(upcast(self.unembedding.logits(hidden[at])))
             logits = shape(raw[-1].clone(), at)
             shown, least = self._shown(logits)
             scores = self.unembedding.tempered(shown)
@@ -213,16 +194,19 @@ class Picker:
 
     def _shaper(self, spots: Spots | None) -> Callable[[Tensor, slice], Tensor]:
         """Make what changes logits [m, vocab] of a slice of the spots: processors, bans, no eos before the minimum length."""
-        if spots is None:
+        no_eos = None if spots is None else spots.no_eos()
+        if spots is None or (no_eos is self.processors is self.bans is None):
             return lambda logits, at: logits
-        no_eos, contexts = spots.no_eos(), spots.contexts() if self.processors else None
-        if no_eos is contexts is self.bans is None:
-            return lambda logits, at: logits
-        places, tokens = torch.tensor(spots.barred(self.bans) if self.bans else ((), ()), dtype=torch.long)
+        contexts: list[list[int]] = []
+        barred: list[tuple[int, int]] = []
+        for place, (ids, at) in enumerate(spots.texts() if self.processors or self.bans else ()):
+            contexts += [ids[:at]] if self.processors else []
+            barred += [(place, token) for token in (self.bans.barred(ids, at, self.mask_token_id) if self.bans else ())]
+        places, tokens = torch.tensor(barred, dtype=torch.long).view(-1, 2).unbind(1)
 
         def shape(logits: Tensor, at: slice) -> Tensor:
-            if contexts is not None:
-                logits = self._processed(widened(logits), contexts[at])
+            if self.processors:
+                logits = self._process(upcast(logits), contexts[at])
             if len(places):
                 here = (places >= at.start) & (places < at.stop)
                 logits[(places[here] - at.start).to(logits.device), tokens[here].to(logits.device)] = -torch.inf
@@ -230,49 +214,48 @@ class Picker:
 
         return shape
 
-    def _processed(self, logits: Tensor, contexts: list[list[int]]) -> Tensor:
+    def _process(self, logits: Tensor, contexts: list[list[int]]) -> Tensor:
         """Apply processors to logits [n, vocab], those with contexts of one length together."""
-        assert self.processors is not None
         lengths: dict[int, list[int]] = {}
         for at, context in enumerate(contexts):
             lengths.setdefault(len(context), []).append(at)
         for places in lengths.values():
             index = torch.tensor(places, device=logits.device)
-            known = torch.tensor([contexts[at] for at in places], dtype=torch.long, device=logits.device)
+            ids = torch.tensor([contexts[at] for at in places], dtype=torch.long, device=logits.device)
             processed = logits[index]
-            for processor in self.processors:
-                processed = _answer(processor, processor(known, processed), processed)
+            for processor in self.processors or ():
+                processed = _answer(processor, processor(ids, processed), processed)
             logits[index] = processed.masked_fill(processed.isnan(), -torch.inf)
         logits[:, self.mask_token_id] = -torch.inf
         return logits
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
         """Pick from logits [n, vocab], with noise of keys [n] or without."""
-        unembedding, (shown, least) = self.unembedding, self._shown(logits)
-        token, odds = pick_rows(unembedding, logits, shown, least, keys, self.dispatch)
-        entropy = None
+        shown, least = self._shown(logits)
+        if shown is logits:
+            token, odds = self.dispatch.run(PICK, self.unembedding, logits, least, keys)
+        else:
+            token, odds = pick_rows_ref(self.unembedding, logits, least, keys, shown)
+        entropy = likeliest = shortlist = None
+        scores = self.unembedding.tempered(logits) if self.entropy or self.likeliest or self.shortlist else logits
         if self.entropy:
-            logp = unembedding.tempered(logits).log_softmax(-1)
+            logp = scores.log_softmax(-1)
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
-        return self._listed(Picks(token, odds, entropy), logits, shown, least)
-
-    def _listed(self, picks: Picks, logits: Tensor, shown: Tensor, least: Tensor | None) -> Picks:
-        """Add what drafts choose among, if it is wanted, to picks from logits [n, vocab]."""
-        if not (self.likeliest or self.shortlist):
-            return picks
-        scores = self.unembedding.tempered(logits)
-        most = max(LIKELIEST if self.likeliest else 0, self.shortlist)
-        top = scores.topk(min(most, logits.shape[1]))
-        out = shown.gather(1, top.indices) == -torch.inf
-        if least is not None:
-            out |= logits.gather(1, top.indices) < least[:, None]
-        likeliest = (top.indices, odds_of(scores, top.indices).masked_fill(out, -torch.inf)) if self.likeliest else None
-        if not self.shortlist:
-            return replace(picks, likeliest=likeliest)
-        ids, own, out = (one[:, : self.shortlist] for one in (top.indices, top.values, out))
-        rest = scores.scatter(1, ids, own.masked_fill(~out, -torch.inf)).logsumexp(-1, keepdim=True)
-        kept = own.masked_fill(out, -torch.inf)
-        return replace(picks, likeliest=likeliest, shortlist=torch.cat([ids.to(kept.dtype), kept, rest], 1))
+        if self.likeliest or self.shortlist:
+            most = max(LIKELIEST if self.likeliest else 0, self.shortlist)
+            own, ids = likeliest_tokens(scores, most)
+            out = shown.gather(1, ids) == -torch.inf
+            if least is not None:
+                out |= logits.gather(1, ids) < least[:, None]
+            own = own.masked_fill(out, -torch.inf)
+            if self.likeliest:
+                likeliest = torch.cat([ids.to(own.dtype), odds_of(scores, ids).masked_fill(out, -torch.inf)], 1)
+            if self.shortlist:
+                ids, own = ids[:, : self.shortlist], own[:, : self.shortlist]
+                left = own > -torch.inf  # all others keep their share of the sum
+                rest = scores.scatter(1, ids, scores.gather(1, ids).masked_fill(left, -torch.inf)).logsumexp(-1, keepdim=True)
+                shortlist = torch.cat([ids.to(own.dtype), own, rest], 1)
+        return Picks(token, odds, entropy, likeliest, shortlist)
 
     def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Truncate logits [n, vocab]; behind a top-k they stay whole, and what counts are those of [n] or more."""
@@ -281,7 +264,7 @@ class Picker:
             return logits, None
         if top_k is None:
             return logits.masked_fill(self._truncated(tempered(logits).clone()) == -torch.inf, -torch.inf), None
-        top = logits.topk(min(top_k, logits.shape[1])).values  # what is kept is not under a logit that is found among k
+        top, _ = likeliest_tokens(logits, top_k)  # what is kept is not under a logit that is found among k
         return logits, top.masked_fill(self._truncated(tempered(top)) == -torch.inf, torch.inf).amin(-1)
 
     def _top_k(self) -> int | None:
@@ -298,6 +281,11 @@ class Picker:
         return self.truncation(torch.zeros_like(scores[:, :1], dtype=torch.long), scores)
 
 
+def token_logits(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
+    """Compute the logits [n, m] of some tokens [n, m] long under hidden states [n, hidden_size], in at least float32."""
+    return (upcast(weight[ids]) @ upcast(hidden)[:, :, None])[:, :, 0]
+
+
 def odds_of(scores: Tensor, places: Tensor) -> Tensor:
     """Compute the log-odds [n, m] of tokens at some places [n, m] long of scores [n, vocab]; -inf for what is no number."""
     some = scores.gather(1, places)
@@ -308,16 +296,10 @@ def odds_of(scores: Tensor, places: Tensor) -> Tensor:
     return odds.masked_fill(odds.isnan(), -torch.inf)
 
 
-def _joined(parts: Sequence[Picks]) -> Picks:
+def _join(parts: Sequence[Picks]) -> Picks:
     """Join picks of consecutive positions."""
-
-    def joined(given: list[Any] | tuple[Any, ...]) -> Any:
-        if given[0] is None:
-            return None
-        return tuple(map(joined, zip(*given, strict=True))) if isinstance(given[0], tuple) else torch.cat(given)
-
-    names = [one.name for one in fields(Picks)]
-    return parts[0] if len(parts) == 1 else Picks(*(joined([getattr(part, name) for part in parts]) for name in names))
+    given = zip(*parts, strict=True)
+    return parts[0] if len(parts) == 1 else Picks._make(None if one[0] is None else torch.cat(one) for one in given)
 
 
 def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:

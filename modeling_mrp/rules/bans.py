@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .state import Row, Scores, State
-
 
 @dataclass(frozen=True)
 class Bans:
@@ -57,23 +55,22 @@ class Bans:
                 found.add(token)
         return found - {mask_id}
 
-    def allowed(self, row: Row, state: State, scores: Scores, where: tuple[int, ...]) -> tuple[int, ...]:
-        """Select the columns of a reveal that do not complete a banned sequence together, the surest first."""
-        if len(where) < 2:
-            return where
-        ids = known(row, state)
-        kept: list[int] = []
-        for column in sorted(where, key=lambda column: -scores.odds[column]):
-            at = state.start + column
-            if not kept or scores.token[column] not in self.barred(ids, at, row.mask_id):
-                ids[at] = scores.token[column]
+    def allowed(
+        self, ids: list[int], start: int, where: tuple[int, ...], token: Sequence[int], odds: Sequence[float], mask_id: int
+    ) -> tuple[int, ...]:
+        """Select the columns of a reveal that do not complete a banned sequence together, the surest first.
+
+        Args:
+            ids: The text before the reveal.
+            start: Where the block starts in it.
+            where: Columns that are revealed.
+            token, odds: By column, what it would get, and its log-odds.
+            mask_id: The mask's id.
+        """
+        ids, kept = list(ids), list[int]()
+        for column in sorted(where, key=lambda column: -odds[column]):
+            at = start + column
+            if not kept or token[column] not in self.barred(ids, at, mask_id):
+                ids[at] = token[column]
                 kept.append(column)
         return tuple(sorted(kept))
-
-
-def known(row: Row, state: State, parent: State | None = None) -> list[int]:
-    """The row's text at a state, up to the last token that is given; `parent` is a clean state that is not text yet."""
-    ids = row.text[: state.start]
-    if parent is not None:
-        ids[parent.start :] = parent.ids
-    return [*ids, *state.ids, *row.text[state.start + row.block_size : row.given_end]]

@@ -1,14 +1,14 @@
-"""Reveal rules from papers. Numbers are the papers' defaults; docs/rules.md has the table.
+"""Reveal rules from papers, with their numbers; docs/rules.md has the table, and says where a rule differs from its paper.
 
 Many papers decode a whole text at once. Here a block is the unit, and what they say of the length of the text is said of the
 block. Each rule reveals the surest column where it would reveal none. The last five remember a block's earlier steps: their
-memo is a tuple that begins with `State.start`, and holds numbers of the picked tokens alone. Where a paper keeps whole
-distributions, the rule says what is cut.
+memo is a tuple that begins with `State.start`, and holds numbers of the picked tokens alone. Thresholds are log-odds.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 from .reveal import (
@@ -37,39 +37,34 @@ def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Colum
     return tuple([column for column in columns if odds[column] >= threshold or column == best])
 
 
-def factor_thresholds(block_size: int, factor: float) -> tuple[float, ...]:
-    """The log-odds of 1 - factor / (i + 1), for i from 1 to the size of the block."""
-    return tuple([logit(1 - factor / (i + 1)) for i in range(1, block_size + 1)])
-
-
 @dataclass(frozen=True)
 class FastDLLM(RevealRule):
     """Reveal the most confident columns, as many as each still have c_i >= 1 - f / (i + 1), i from 1; at least one.
 
     The factor rule of Fast-dLLM (arXiv 2505.22618): (n + 1)(1 - c_n) is at most f; for f = 1 the n tokens that are picked apart
-    are then the likeliest ones together. Its code also reveals the last column where that alone fails; this does not.
+    are then the likeliest ones together.
 
     Attributes:
-        thresholds: By i - 1, in log-odds (`factor_thresholds`).
+        factor: f.
     """
 
-    thresholds: tuple[float, ...]
+    factor: float
 
-    def _leading(self, ordered: Sequence[int], odds: Sequence[float]) -> int:
+    def leading(self, ordered: Sequence[int], odds: Sequence[float]) -> int:
         """Count the columns, the surest first, that are confident enough together."""
-        passed = 1
-        while passed < len(ordered) and odds[ordered[passed]] >= self.thresholds[passed]:
-            passed += 1
-        return passed
+        count = 1
+        while count < len(ordered) and odds[ordered[count]] >= logit(1 - self.factor / (count + 2)):
+            count += 1
+        return count
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
         ordered = by_odds(state.free, scores.odds)
-        return tuple(sorted(ordered[: self._leading(ordered, scores.odds)])), memo
+        return tuple(sorted(ordered[: self.leading(ordered, scores.odds)])), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: about as many as estimates say."""
-        return likely_first(state.free, odds, self._leading, count)
+        return likely_first(state.free, odds, self.leading, count)
 
 
 @dataclass(frozen=True)
@@ -78,28 +73,11 @@ class EBSampler(EntropyBound):
 
     The EB-sampler as published (arXiv 2505.24857): what n tokens that are picked apart can miss of their joint distribution is
     bounded by that difference. `EntropyBound` is the running sum, the largest entropy included.
-
-    Attributes:
-        bound: In nats.
     """
 
     def leading(self, entropies: Sequence[float]) -> int:
         """See `EntropyBound`: the largest of each set is its last."""
-        total = 0.0
-        for place, before in enumerate(entropies[:-1], 1):
-            total += before
-            if not total <= self.bound:
-                return place
-        return len(entropies)
-
-
-def runs(columns: Columns) -> Iterator[Columns]:
-    """Iterate over the longest runs of neighbouring columns."""
-    begin = 0
-    for place in range(1, len(columns) + 1):
-        if place == len(columns) or columns[place] > columns[place - 1] + 1:
-            yield columns[begin:place]
-            begin = place
+        return 1 + sum([total <= self.bound for total in accumulate(entropies[:-1])])
 
 
 @dataclass(frozen=True)
@@ -110,14 +88,15 @@ class Hierarchy(Dynamic):
     revealed together are rarely neighbours.
 
     Attributes:
-        threshold, low: In log-odds.
+        low: The lower threshold.
     """
 
     low: float
 
     def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
         """The columns for which the low threshold is enough: the best of each run."""
-        return {surest(run, odds) for run in runs(free)}
+        runs = groupby(enumerate(free), lambda pair: pair[1] - pair[0])  # of neighbours, which are as far from their places
+        return {surest([column for _, column in run], odds) for _, run in runs}
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -130,7 +109,7 @@ class Hierarchy(Dynamic):
         by = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
         eased = self.eased(state.free, odds)
         odds = [one + by if column in eased else one for column, one in enumerate(odds)]
-        return likely_over(state.free, odds, self.threshold, count)
+        return super().likely(state, odds, count)
 
 
 @dataclass(frozen=True)
@@ -140,7 +119,6 @@ class LocalLeap(Hierarchy):
     LocalLeap (arXiv 2510.07081), with 0.9, 0.75 and 4: near a token that is sure the others are likelier to be right.
 
     Attributes:
-        threshold, low: In log-odds.
         radius: In columns.
     """
 
@@ -162,11 +140,10 @@ class LocalLeap(Hierarchy):
 class ConfidenceAdaptive(Dynamic):
     """Reveal, of the few most confident columns, those of at least the threshold; no eos in the first half.
 
-    CAD of CD4LM (arXiv 2601.02236), with 4 columns and 0.8. The published half is that of the text's length; here it is the
-    block's: until half of a block is revealed, an eos is revealed only where nothing else is left to reveal.
+    CAD of CD4LM (arXiv 2601.02236), with 4 columns and 0.8. Until half of a block is revealed, an eos is revealed only where
+    nothing else is left to reveal.
 
     Attributes:
-        threshold: In log-odds.
         eos: Ids that end the text.
         most: Columns of a step, at most.
     """
@@ -195,13 +172,12 @@ def ascending(block_size: int) -> Columns:
 
 @dataclass(frozen=True)
 class EosRejection(Static):
-    """Reveal the most confident columns, twice as many each step, where the confidence of an eos counts little at first.
+    """Reveal the most confident columns, twice as many each step (`ascending`), where an eos counts little at first.
 
-    EOS early rejection with ascending step sizes (arXiv 2509.23924), the steps of a block in place of the text's. An eos counts
-    with gamma times its confidence, which rises in line with the share of the block that the step completes.
+    EOS early rejection with ascending step sizes (arXiv 2509.23924): an eos counts with gamma times its confidence, which rises
+    in line with the share of the block that the step completes.
 
     Attributes:
-        schedule: Columns by step (`ascending`).
         eos: Ids that end the text.
         gamma: The factor at first, of the paper's code.
     """
@@ -223,31 +199,25 @@ class EosRejection(Static):
 
 @dataclass(frozen=True)
 class Prophet(Static):
-    """Reveal the n most confident columns, and all that are left once the mean gap of their tokens is wide enough.
+    """Reveal the n most confident columns, and all that are left once the mean of their log-odds is high enough.
 
-    The early commit of Prophet (arXiv 2508.19982), within a block. The published gap is that of the logits of the two likeliest
-    tokens, over the answer's positions; here it is the log-odds of the token, its gap to all others together, which is never
-    more, over the block's. The gap has to be 7.5 in the first third of the block's steps, 5 in the second, and 2.5 then.
-
-    Attributes:
-        schedule: n, by denoising step of the block.
+    The early commit of Prophet (arXiv 2508.19982), within a block: the mean has to be 7.5 in the first third of the block's
+    steps, 5 in the second, and 2.5 then.
     """
 
-    def _margin(self, state: State, odds: Sequence[float]) -> float:
-        """By how much the mean gap exceeds what is asked for at the state's step."""
-        done, gaps = state.step / len(self.schedule), [odds[column] for column in state.free]
-        return sum(gaps) / len(gaps) - (7.5 if done < 0.33 else 5.0 if done < 0.67 else 2.5)
+    def margin(self, state: State, odds: Sequence[float]) -> float:
+        """By how much the mean exceeds what is asked for at the state's step."""
+        done, free = state.step / len(self.schedule), [odds[column] for column in state.free]
+        return sum(free) / len(free) - (7.5 if done < 0.33 else 5.0 if done < 0.67 else 2.5)
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        if self._margin(state, scores.odds) >= 0:
-            return state.free, memo
-        return self.first(state, scores.odds), memo
+        return state.free if self.margin(state, scores.odds) >= 0 else self.first(state, scores.odds), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: all of it as likely as estimates say so, else as `Static`."""
         odds = [bounded(one, MOST_ODDS) for one in odds]
-        chance = sigmoid(2 * self._margin(state, odds))
+        chance = sigmoid(2 * self.margin(state, odds))
         guesses = super().likely(state, odds, count)
         if guesses[0][0] == state.free:
             return guesses
@@ -262,29 +232,23 @@ def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ..
 
 
 @dataclass(frozen=True)
-class BoundedAdaptive(RevealRule):
-    """Reveal what is as confident as the mean of the block's reveals so far, within bounds.
+class BoundedAdaptive(Dynamic):
+    """Reveal what is as confident as the mean of the block's reveals so far, between two thresholds; drafted with the higher.
 
-    BACD of TDAR (arXiv 2602.09555): the threshold is that mean, clamped to 0.6 to 0.9; at first it is the clamped confidence of
-    the surest column. Nothing is cut.
+    BACD of TDAR (arXiv 2602.09555), with 0.9 and 0.6; a block's first mean is the confidence of the surest column.
 
     Attributes:
-        upper, lower: Probabilities.
+        low: The lower threshold.
     """
 
-    upper: float
-    lower: float
+    low: float
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo has how many columns were revealed, and the sum of their confidences."""
         count, total = recalled(memo, state, (0, 0.0))
-        mean = total / count if count else sigmoid(scores.odds[surest(state.free, scores.odds)])
-        where = at_least(state.free, scores.odds, logit(min(max(mean, self.lower), self.upper)))
+        mean = logit(total / count) if count else scores.odds[surest(state.free, scores.odds)]
+        where = at_least(state.free, scores.odds, min(max(mean, self.low), self.threshold))
         return where, (state.start, count + len(where), total + sum([sigmoid(scores.odds[column]) for column in where]))
-
-    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic` with the upper bound."""
-        return likely_over(state.free, odds, logit(self.upper), count)
 
 
 @dataclass(frozen=True)
@@ -294,11 +258,10 @@ class SlowFast(Dynamic):
     SlowFast sampling (arXiv 2506.10848). While exploring, each step estimates where a span ends, at the last column of at least
     `low` (0.3); two estimates in a row that differ by less than two, or six steps, settle it, at the last estimate or the mean
     of the last two. Steps reveal what is of at least `threshold` (0.9), one at least: of all from the span's begin while
-    exploring, then of the span alone until it is clean. The reading is the paper's; its code explores for all six steps. Cut:
-    logits behind the span, which the paper keeps from the first fast step, are computed anew.
+    exploring, then of the span alone until it is clean.
 
     Attributes:
-        threshold, low: In log-odds.
+        low: The lower threshold.
         explores: Steps of exploration, at most.
     """
 
@@ -328,8 +291,7 @@ class Coherent(RevealRule):
     """Reveal, of the few most confident columns, those that already were so a step before, with the same token.
 
     CCD with adaptive budgets (arXiv 2512.02044), by its code: a buffer holds the `few` (4) most confident columns behind those
-    that a step reveals; where none of them stays, the surest goes. Cut: confidences are those of this step, not those of
-    distributions averaged over steps, and of the picked token, not entropies; and the buffer does not grow in the first steps.
+    that a step reveals; where none of them stays, the surest goes.
 
     Attributes:
         few: Columns of the buffer.
@@ -358,11 +320,7 @@ class Credit(Dynamic):
 
     CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code: each step the credit of the likeliest token decays by
     beta and grows by its confidence to the power gamma, and alpha log(1 + credit) is added to its logit, which adds as much to
-    its log-odds. Cut: a column keeps the credit of the token picked last; one that another token replaces loses it, while the
-    paper goes on fusing both. The text's log-probabilities are without credit.
-
-    Attributes:
-        threshold: In log-odds.
+    its log-odds. The text's log-probabilities are without credit.
     """
 
     alpha: float = 0.7
@@ -372,13 +330,13 @@ class Credit(Dynamic):
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`: the memo has columns, tokens and credits."""
         (earned,) = recalled(memo, state, ((),))
-        before, now, fused = {(column, token): credit for column, token, credit in earned}, [], list(scores.odds)
+        before, now, odds = {(column, token): credit for column, token, credit in earned}, [], list(scores.odds)
         for column in state.free:
             token = scores.token[column]
-            credit = self.beta * before.get((column, token), 0.0) + sigmoid(fused[column]) ** self.gamma
-            fused[column] += self.alpha * math.log1p(credit)
+            credit = self.beta * before.get((column, token), 0.0) + sigmoid(odds[column]) ** self.gamma
+            odds[column] += self.alpha * math.log1p(credit)
             now.append((column, token, credit))
-        return at_least(state.free, fused, self.threshold), (state.start, tuple(now))
+        return at_least(state.free, odds, self.threshold), (state.start, tuple(now))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: as `Dynamic`, with the credit of a sure token that never changed."""
@@ -390,12 +348,9 @@ class Credit(Dynamic):
 class Klass(Dynamic):
     """Reveal what is confident and stable: its distribution hardly changed in the last steps; else the surest.
 
-    KLASS (arXiv 2511.05664), with a divergence below 0.01 in each of the last two steps and a confidence above 0.9. Cut: the
-    divergence of a step from the one before is that of the two events *this token* and *another one*, of which the whole one
-    is never less; a token that was not picked before counts as unstable.
+    KLASS (arXiv 2511.05664), with a divergence below 0.01 in each of the last two steps and a confidence above 0.9.
 
     Attributes:
-        threshold: In log-odds.
         divergence: In nats.
         steps: Steps in which it has to be less.
     """
@@ -425,6 +380,4 @@ class Klass(Dynamic):
 def divergence(odds: float, before: float) -> float:
     """The divergence in nats of an event of these log-odds from what it was before; 0 of one that stays certain."""
     odds, before = bounded(odds, MOST_ODDS), bounded(before, MOST_ODDS)
-    return sigmoid(odds) * (log_sigmoid(odds) - log_sigmoid(before)) + sigmoid(-odds) * (
-        log_sigmoid(-odds) - log_sigmoid(-before)
-    )
+    return sum([sigmoid(one) * (log_sigmoid(one) - log_sigmoid(was)) for one, was in ((odds, before), (-odds, -before))])

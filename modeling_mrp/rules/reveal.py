@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from .state import Scores, State
@@ -171,11 +172,6 @@ def schedule_of(block_size: int, denoising_steps: int | None) -> Columns:
     return tuple([block_size // steps + (step < block_size % steps) for step in range(steps)])
 
 
-def quota_at(schedule: Columns, state: State) -> int:
-    """How many columns the step at a state reveals."""
-    return schedule[min(state.step, len(schedule) - 1)]
-
-
 @dataclass(frozen=True)
 class Static(RevealRule):
     """Reveal the n most confident columns.
@@ -186,9 +182,13 @@ class Static(RevealRule):
 
     schedule: Columns
 
+    def quota(self, state: State) -> int:
+        """How many columns the step at a state reveals."""
+        return self.schedule[min(state.step, len(self.schedule) - 1)]
+
     def first(self, state: State, odds: Sequence[float]) -> Columns:
         """The n surest columns, or all that are left."""
-        quota = quota_at(self.schedule, state)
+        quota = self.quota(state)
         return (surest(state.free, odds),) if quota == 1 else tuple(sorted(by_odds(state.free, odds)[:quota]))
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
@@ -197,7 +197,7 @@ class Static(RevealRule):
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: all but the last are the surest, and the last one is uncertain."""
-        quota = quota_at(self.schedule, state)
+        quota = self.quota(state)
         if count == 1 or len(state.free) < quota:
             return [(self.first(state, odds), 1.0)]
         ordered = by_odds(state.free, odds)
@@ -207,27 +207,21 @@ class Static(RevealRule):
 
 
 @dataclass(frozen=True)
-class Sequential(RevealRule):
-    """Reveal the n leftmost masked columns.
-
-    Attributes:
-        schedule: As of `Static`.
-    """
-
-    schedule: Columns
+class Sequential(Static):
+    """Reveal the n leftmost masked columns."""
 
     @property
     def left_to_right(self) -> bool:
         """See `RevealRule`."""
         return max(self.schedule) == 1
 
-    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`."""
-        return state.free[: quota_at(self.schedule, state)], memo
+    def first(self, state: State, odds: Sequence[float]) -> Columns:
+        """The n leftmost columns, or all that are left."""
+        return state.free[: self.quota(state)]
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: there is one such set."""
-        return [(state.free[: quota_at(self.schedule, state)], 1.0)]
+        return [(self.first(state, odds), 1.0)]
 
 
 @dataclass(frozen=True)
@@ -264,12 +258,7 @@ class EntropyBound(RevealRule):
 
     def leading(self, entropies: Sequence[float]) -> int:
         """Count the columns that go, of entropies in rising order; 0 stands for one."""
-        total = 0.0
-        for place, entropy in enumerate(entropies):
-            total += entropy
-            if not total < self.bound:
-                return place
-        return len(entropies)
+        return sum([total < self.bound for total in accumulate(entropies)])
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
+
+from .bans import Bans
 
 # A state's name: where its block starts, and its ids. What a network says of a state depends on nothing else of it.
 Key = tuple[int, tuple[int, ...]]
@@ -80,7 +82,7 @@ class Frontier:
         scores: What the backbone said there.
         where: Columns that are revealed.
         memo: The rule's memo behind that.
-        made: The state that the reveal makes.
+        successor: The state that the reveal makes.
         drawn: By column that was drawn elsewhere (by the head) the state and the hidden states there, as in `Scores`; or None.
         remasked: Columns that the step revealed and the head put back to masks.
     """
@@ -89,32 +91,13 @@ class Frontier:
     scores: Scores
     where: tuple[int, ...]
     memo: Any
-    made: State
+    successor: State
     drawn: dict[int, tuple[State, Any]] | None = None
     remasked: tuple[int, ...] = ()
 
 
-class Constraint(Protocol):
-    """What a text must keep to (`Bans`)."""
-
-    def allowed(self, row: "Row", state: State, scores: Scores, where: tuple[int, ...]) -> tuple[int, ...]:
-        """Select the columns of a reveal that keep to it together."""
-        ...
-
-
 class Counts:
     """What the drafts of a row came to (`MRPGenerateStats` says what each number is)."""
-
-    __slots__ = (
-        "accepted",
-        "accepted_at_depth",
-        "drafted",
-        "forwards",
-        "head_forwards",
-        "lengths",
-        "offered_at_depth",
-        "revoked",
-    )
 
     def __init__(self, width: int, drafts: bool) -> None:
         depths = 2 * width - 1 if drafts else 0  # a path goes on through what the round before scored
@@ -166,7 +149,7 @@ class Row:
     open_end: int
     no_eos_before: int
     seed: int
-    bans: Constraint | None = None
+    bans: Bans | None = None
     state: State = field(init=False)
     source: Scores | None = field(init=False, default=None)
     memo: Any = field(init=False, default=None)
@@ -186,11 +169,18 @@ class Row:
         self.logprob, self.step = [0.0] * (len(self.text) - self.prompt), [-1] * (len(self.text) - self.prompt)
         self.counts = Counts(1, False)
 
-    def before(self, start: int) -> "Row":
+    def rewound(self, start: int) -> "Row":
         """The row as it was when the block at `start` was opened: nothing from there on was revealed."""
         steps = [-1] * self.prompt + self.step
         text = [self.mask_id if at >= start and step >= 0 else self.text[at] for at, step in enumerate(steps)]
         return replace(self, text=text)
+
+    def text_at(self, state: State, parent: State | None = None) -> list[int]:
+        """The text at a state, up to the last token that is given; `parent` is a clean state that is not text yet."""
+        ids = self.text[: state.start]
+        if parent is not None:
+            ids[parent.start :] = parent.ids
+        return [*ids, *state.ids, *self.text[state.start + self.block_size : self.given_end]]
 
     def opened(self, start: int) -> State:
         """The first state of a block: its masks, and given tokens, none of which ends the text."""

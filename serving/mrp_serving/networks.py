@@ -16,17 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modeling_mrp.networks.networks import Hidden, Networks
-from modeling_mrp.networks.picker import Picker, Picks, Spots
-from modeling_mrp.rules.draft import Node
+from modeling_mrp.networks.networks import Hidden, Networks, Packed
+from modeling_mrp.networks.picker import Picker
 from modeling_mrp.rules.state import Row, Scores, State
 
 from .picker import Pickers, Sampling
 from .scratch import Borrowed
 from .transfer import Part, sent
-
-# States of a row, each with the place of the clean one that it looks at, or -1.
-Packed = Sequence[Sequence[tuple[State, int]]]
 
 
 @dataclass(frozen=True)
@@ -216,7 +212,7 @@ class EngineNetworks(Networks):
         self._scored: Tensor | None = None
         self._firsts: list[int] = []  # by row, where its states begin in what was scored
         self._kept: list[tuple[int, int, int]] = []  # of borrowed blocks that rows keep now: as `Cells.written`
-        self._last: tuple[Tensor, list[State], Tensor] | None = None  # of the last forward: made, states, free columns
+        self._last: tuple[Tensor, np.ndarray, Tensor] | None = None  # of the last forward: made; free columns, here and there
 
     def _forward(self, packed: Packed, held: Sequence[int], hidden: Sequence[Hidden] = (), residual: bool = False) -> Tensor:
         """Run the backbone, or from `hidden` the head, over states, row by row.
@@ -228,9 +224,7 @@ class EngineNetworks(Networks):
         cells = place_states(self.room, packed, held, block, parents=not hidden)
         written, self._kept = [*self._kept, *cells.written], []
         parts = self._parts(cells) | self._to_write(written, cells.home)
-        sources = {id(tensor): tensor for tensor, _ in hidden}
-        begins = begins_of(sources)
-        parts["sources"] = Part([begins[id(tensor)] + place for tensor, place in hidden])
+        parts["sources"] = Part(places_of(hidden))
         if self._shares:
             parts["from"] = Part([row for row, *more in self.room.rows for _ in more])
             parts["to"] = Part([row for _, *more in self.room.rows for row in more])
@@ -251,9 +245,9 @@ class EngineNetworks(Networks):
             made = output.logits_output.hidden_states
             made = made.clone() if self.graph_ran else made  # the next replay writes there
         else:
-            made = self._read(batch, joined(sources).index_select(0, there["sources"]).flatten(0, 1), residual)
+            made = self._read(batch, join_blocks(hidden).index_select(0, there["sources"]).flatten(0, 1), residual)
         made = made.unflatten(0, (-1, block))
-        self._last = made, cells.states, there["free"]
+        self._last = made, np.asarray(parts["free"].numbers), there["free"]
         return made
 
     def _to_write(self, written: Sequence[tuple[int, int, int]], homes: Sequence[int] = ()) -> dict[str, Part]:
@@ -291,18 +285,10 @@ class EngineNetworks(Networks):
         made: Tensor = self.engine.model.run_head(self.engine, batch, given)
         return made if residual else given + made
 
-    def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
-        """See `Networks.score`."""
-        for row, nodes in zip(rows, drafts, strict=True):
-            row.counts.forwards += bool(nodes)
-        packed = [[(node.state, node.parent) for node in nodes] for nodes in drafts]
-        hidden = self._forward(packed, [row.held for row in rows])
-        self.forwards["denoise"] += 1
-        self._scored, self._firsts = hidden, np.cumsum([0, *map(len, drafts)]).tolist()
-        states = [(row, node.state) for row, nodes in zip(rows, drafts, strict=True) for node in nodes]
-        parents = [nodes[node.parent].state if node.parent >= 0 else None for nodes in drafts for node in nodes]
-        found = iter(self.picked(self.picker, states, [(hidden, at) for at in range(len(states))], parents))
-        return [[next(found) for _ in nodes] for nodes in drafts]
+    def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+        """See `Networks`."""
+        self._firsts = np.cumsum([0, *map(len, packed)])[:-1].tolist()
+        return self._forward(packed, held), self._firsts
 
     def head(
         self, rows: Sequence[Row], asked: Sequence[Sequence[tuple[State, Hidden]]], residual: bool = False
@@ -337,7 +323,7 @@ class EngineNetworks(Networks):
         for row, slots in zip(rows, clean, strict=True):
             row.held += self.block * bool(slots)
 
-    def picked(
+    def pick(
         self,
         picker: Any,
         states: Sequence[tuple[Any, State]],
@@ -345,102 +331,37 @@ class EngineNetworks(Networks):
         parents: Sequence[State | None] = (),
         shortlists: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
-        """See `Networks.picked`; rows with the same `Sampling` are picked for together, in one read."""
+        """See `Networks.pick`; rows with the same `Sampling` are picked for together, in one read."""
         groups: dict[Sampling, list[int]] = {}
         for at, (row, _) in enumerate(states):
             groups.setdefault(row.sampling, []).append(at)
         if len(groups) == 1:
-            return self._picked(self.pickers.of(next(iter(groups))), states, hidden, parents, shortlists)
+            return super().pick(self.pickers.of(next(iter(groups))), states, hidden, parents, shortlists)
         found: dict[int, Scores] = {}
         for sampling, places in groups.items():
             part: list[Any] = [[of[at] for at in places] if of else of for of in (states, hidden, parents, shortlists)]
-            found |= zip(places, self._picked(self.pickers.of(sampling), *part), strict=True)
+            found |= zip(places, super().pick(self.pickers.of(sampling), *part), strict=True)
         return [found[at] for at in range(len(states))]
 
-    def _picked(
-        self,
-        picker: Picker,
-        states: Sequence[tuple[Row, State]],
-        hidden: Sequence[Hidden],
-        parents: Sequence[State | None],
-        shortlists: Sequence[Hidden | None],
-    ) -> list[Scores]:
-        """See `Networks.picked`; one read, and no copy to the device behind a forward over those states."""
-        block, spots = self.block, Spots(states, self.device, parents)
-        columns = np.array([at * block + column for at, (_, state) in enumerate(states) for column in state.free], np.int64)
-        if not len(columns):
-            return [Scores([0] * block, [-torch.inf] * block, hidden=one) for one in hidden]
-        whole, places, there = self._at(states, hidden, columns)
-        blocks = whole.index_select(0, places)
-        known: list[Hidden] = [one for one in shortlists if one is not None]
-        if len(known) == len(states):
-            all_listed, places, _ = self._places_of(known, columns)
-            picks = picker.among(blocks, all_listed.index_select(0, places), spots)
-        else:
-            picks = picker(blocks, spots)
-        few: Sequence[Hidden | None] = shortlists or [None] * len(states)
-        if picks.shortlist is not None:
-            listed = picks.shortlist.new_zeros(len(states) * block, picks.shortlist.shape[1])
-            listed.index_copy_(0, there, picks.shortlist)
-            few = [(listed.unflatten(0, (-1, block)), place) for place in range(len(states))]
-        found = zip(on_host(picks, columns, len(states), block), hidden, few, strict=True)
-        return [Scores(*said, one, short) for said, one, short in found]
-
-    def _at(
-        self, states: Sequence[tuple[Row, State]], hidden: Sequence[Hidden], columns: np.ndarray
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `_places_of`, of the hidden states of states; those of the last forward are there already."""
+    def _at_columns(self, blocks: Sequence[Hidden], columns: np.ndarray) -> tuple[Tensor, Tensor]:
+        """See `Networks`; no copy to the device for what the last forward made, whose columns are there already."""
         if self._last is not None:
-            made, scored, free = self._last
-            same = len(states) == len(scored) and all(one is other for (_, one), other in zip(states, scored, strict=True))
-            if same and all(tensor is made and place == at for at, (tensor, place) in enumerate(hidden)):
-                return made.flatten(0, 1), free, free
-        return self._places_of(hidden, columns)
-
-    def _places_of(self, blocks: Sequence[Hidden], columns: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Find columns of blocks that lie in a few tensors.
-
-        Returns:
-            All of these, [tokens, size], the places of the columns there, [n] long, and the columns.
-        """
-        tensors = {id(tensor): tensor for tensor, _ in blocks}
-        begins = begins_of(tensors)
-        firsts = np.array([begins[id(tensor)] + place for tensor, place in blocks], np.int64) * self.block
-        places = firsts[columns // self.block] + columns % self.block
-        there, _ = sent({"places": Part(places), "columns": Part(columns)}, self.device)
-        return joined(tensors).flatten(0, 1), there["places"], there["columns"]
+            made, free, there = self._last
+            if np.array_equal(columns, free) and all(one is made and place == at for at, (one, place) in enumerate(blocks)):
+                return made.flatten(0, 1).index_select(0, there), there
+        places = np.array(places_of(blocks), np.int64)[columns // self.block] * self.block + columns % self.block
+        numbers, _ = sent({"places": Part(places), "columns": Part(columns)}, self.device)
+        return join_blocks(blocks).flatten(0, 1).index_select(0, numbers["places"]), numbers["columns"]
 
 
-def begins_of(tensors: dict[int, Tensor]) -> dict[int, int]:
-    """Find where each of some tensors, by id, begins when they are joined."""
-    return dict(zip(tensors, np.cumsum([0, *map(len, tensors.values())]).tolist(), strict=False))
-
-
-def joined(tensors: dict[int, Tensor]) -> Tensor:
-    """Join tensors, by id, along their first dimension."""
-    first, *others = tensors.values()
+def join_blocks(blocks: Sequence[Hidden]) -> Tensor:
+    """Join the few tensors that blocks lie in, along their first dimension."""
+    first, *others = {id(tensor): tensor for tensor, _ in blocks}.values()
     return torch.cat([first, *others]) if others else first
 
 
-def on_host(picks: Picks, columns: np.ndarray, states: int, block: int) -> list[tuple[list[int], list[float], Any, Any]]:
-    """Read picks at some columns of states, all numbers in one transfer, as float64, in which ids are exact.
-
-    Returns:
-        Of each state the tokens, odds, entropies and likeliest tokens of `Scores`.
-    """
-    numbers = [picks.token[:, None], picks.odds[:, None]]
-    numbers += [] if picks.entropy is None else [picks.entropy[:, None]]
-    numbers += [] if picks.likeliest is None else list(picks.likeliest)
-    read = torch.cat([one.double() for one in numbers], 1).detach().cpu().numpy()
-    spread = np.full((states * block, read.shape[1]), -np.inf)
-    spread[:, 0] = 0
-    spread[columns] = read
-    token = spread[:, 0].astype(np.int64).reshape(states, block).tolist()
-    odds = spread[:, 1].reshape(states, block).tolist()
-    entropy = [None] * states if picks.entropy is None else spread[:, 2].reshape(states, block).tolist()
-    likeliest: list[Any] = [None] * states
-    if picks.likeliest is not None:
-        each = picks.likeliest[0].shape[1]
-        ids, of_ids = (part.reshape(states, block, each) for part in np.split(spread[:, -2 * each :], 2, 1))
-        likeliest = list(zip(np.where(of_ids == -np.inf, 0, ids).astype(np.int64), of_ids, strict=True))
-    return list(zip(token, odds, entropy, likeliest, strict=True))
+def places_of(blocks: Sequence[Hidden]) -> list[int]:
+    """Find where blocks lie in what `join_blocks` gives."""
+    sizes = {id(tensor): len(tensor) for tensor, _ in blocks}
+    begins = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
+    return [begins[id(tensor)] + place for tensor, place in blocks]

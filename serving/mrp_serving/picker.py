@@ -17,7 +17,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from modeling_mrp.kernels.pick import Unembedding, widened
+from modeling_mrp.kernels.pick import Unembedding, likeliest_token, likeliest_tokens, upcast
 from modeling_mrp.networks.picker import Picker, Picks, Spots
 from modeling_mrp.rules.state import State
 
@@ -137,7 +137,7 @@ class EngineUnembedding(Unembedding):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Unembedding.logits`."""
-        logits = widened(self.unembed(hidden))
+        logits = upcast(self.unembed(hidden))
         if not self.with_mask:
             logits[:, self.mask_token_id] = -torch.inf
         return logits
@@ -177,7 +177,7 @@ class StockPicker(EnginePicker):
         """Pick from logits [n, vocab], in few passes over them: a vocabulary has more numbers than a layer."""
         own = logits[:, self.mask_token_id].clone()
         logits[:, self.mask_token_id] = -torch.inf
-        token = logits.argmax(-1, keepdim=True)
+        token = likeliest_token(logits)[:, None]
         logits[:, self.mask_token_id] = own
         probability = logits.softmax(-1)
         odds = probability.gather(1, token)[:, 0].double().logit()
@@ -186,13 +186,13 @@ class StockPicker(EnginePicker):
 
     def _shortlist(self, logits: Tensor, probability: Tensor) -> Tensor:
         """List the likeliest tokens of logits [n, vocab]: `Picks.shortlist`; their probabilities [n, vocab] are overwritten."""
-        top = logits.topk(min(self.shortlist, logits.shape[1]))
-        total = top.values[:, :1] - probability.gather(1, top.indices[:, :1]).log()
+        best, ids = likeliest_tokens(logits, self.shortlist)
+        total = best[:, :1] - probability.gather(1, ids[:, :1]).log()
         of_mask = probability[:, self.mask_token_id].clone()
-        others = probability.scatter_(1, top.indices, 0.0)
+        others = probability.scatter_(1, ids, 0.0)
         others[:, self.mask_token_id] = of_mask  # never picked, it counts among the others
-        kept = top.values.masked_fill(top.indices == self.mask_token_id, -torch.inf)
-        return torch.cat([top.indices.to(kept.dtype), kept, others.sum(-1, keepdim=True).log() + total], 1)
+        kept = best.masked_fill(ids == self.mask_token_id, -torch.inf)
+        return torch.cat([ids.to(kept.dtype), kept, others.sum(-1, keepdim=True).log() + total], 1)
 
 
 class Pickers:

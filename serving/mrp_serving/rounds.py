@@ -11,8 +11,7 @@ import torch
 from modeling_mrp.generate.budget import Amount, Budget
 from modeling_mrp.generate.loop import Decoder
 from modeling_mrp.generate.refine import Refinement, refined
-from modeling_mrp.rules.accept import UnscoredError
-from modeling_mrp.rules.draft import Node
+from modeling_mrp.rules.draft import Node, UnscoredError
 from modeling_mrp.rules.reveal import RevealRule
 from modeling_mrp.rules.state import Counts, Frontier, Key, Scores
 

@@ -40,7 +40,7 @@ def kept(refine: Refinement, odds: Sequence[float], where: tuple[int, ...], *sai
     scores = says(odds, hidden=("hidden", 0))
     (left,) = refined(refine, head, [of], [Frontier(at, scores, where, None, of.after(at, where, scores.token))])
     assert left is not None
-    assert left.made.key == of.after(at, left.where, scores.token).key
+    assert left.successor.key == of.after(at, left.where, scores.token).key
     assert tuple(sorted(left.where + left.remasked)) == where
     assert (of.counts.revoked, head.said) == (len(left.remasked), [])
     return left, head.given

@@ -16,7 +16,6 @@ pytestmark = [
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12], [0, 0, 13, 14, 15, 16]], device=DEVICE)
-FORCED = Dispatch(True)
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 5},
@@ -39,8 +38,17 @@ def model() -> MRPForCausalLM:
 @pytest.mark.parametrize(
     ("case", "sampling"), [(case, ("sampled", "greedy")[place % 3 == 0]) for place, case in enumerate(CASES)], ids=str
 )
-def test_texts_end_as_without_kernels(case: dict[str, Any], sampling: str, model: MRPForCausalLM) -> None:
-    """Of a model in float32 whose weights are far from ties; seeds are fixed."""
+def test_texts_end_as_without_kernels(
+    case: dict[str, Any], sampling: str, model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model in float32 whose weights are far from ties; seeds are fixed. Every kernel is asked for, by force."""
+    asked, run = set[tuple[str, bool | None]](), Dispatch.run
+
+    def noted(dispatch: Dispatch, kernel: Kernel, *given: Any) -> Any:
+        asked.add((kernel.name, dispatch.forced))
+        return run(dispatch, kernel, *given)
+
+    monkeypatch.setattr(Dispatch, "run", noted)
     options = {**case, **SAMPLINGS[sampling], "confidence_threshold": 0.05, "entropy_threshold": 5.0, "eos_token_id": [2]}
     options |= {"num_draft_states": 3, "max_new_tokens": 4, "min_new_tokens": 3, "return_dict_in_generate": True}
     inputs = {"input_ids": PROMPTS, "attention_mask": (PROMPTS > 0).long()}
@@ -48,19 +56,5 @@ def test_texts_end_as_without_kernels(case: dict[str, Any], sampling: str, model
     assert torch.equal(on.sequences, off.sequences)
     assert torch.equal(on.stats.row_forwards, off.stats.row_forwards)
     torch.testing.assert_close(on.token_logprobs, off.token_logprobs, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("mode", ["mrp_spec", "mrp_direct"])
-def test_forced_kernels_run(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 16-bit weights: every kernel is asked for, by force."""
-    half = make_model(3, vocab_size=99, num_hidden_layers=1, num_nextn_predict_layers=1).bfloat16().to(DEVICE)
-    names, run = set[str](), Dispatch.run
-
-    def noted(dispatch: Dispatch, kernel: Kernel, *given: Any) -> Any:
-        names.add(kernel.name)
-        assert dispatch == FORCED
-        return run(dispatch, kernel, *given)
-
-    monkeypatch.setattr(Dispatch, "run", noted)
-    half.generate(PROMPTS[:1], kernels=True, eos_token_id=None, decoding=mode, max_new_tokens=4, confidence_threshold=0.9)
-    assert names == {"pick", "sum_and_norm", "rotated", "round_attention"}
+    names = ("pick", "sum_and_norm", "rotated", "round_attention")
+    assert asked == {(name, forced) for name in names for forced in (True, False)}

@@ -19,7 +19,7 @@ class Paths(Kernel):
     """A kernel and its twin that note their calls; the kernel fails if it is given an error."""
 
     def __init__(self, error: Exception | None = None, name: str = "k") -> None:
-        super().__init__(name, self.noted("kernel", error), self.noted("twin"), lambda *_: [])
+        super().__init__(name, self.noted("kernel", error), self.noted("twin"))
         self.calls: list[str] = []
 
     def noted(self, path: str, error: Exception | None = None) -> Any:
@@ -126,10 +126,24 @@ def test_the_oldest_gpu(capability: tuple[int, int], recent: bool, monkeypatch: 
         assert kernels_usable(torch.device("cuda", 0), torch.float32) is recent
 
 
-def test_what_both_write_to_one_place_is_compared() -> None:
-    target = torch.zeros(1)
-    wrong = Kernel("k", lambda into: into.fill_(1), lambda into: into.fill_(2), lambda *_: [(target,)])
-    assert [[one.item() for one in pair] for pair in wrong.compared()] == [[1, 2]]
+@pytest.mark.usefixtures("usable")
+def test_what_both_write_to_one_place_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each kind of arguments; not where the twin has no room."""
+    monkeypatch.setattr(dispatch, "_checked", set())
+    monkeypatch.setattr(dispatch, "CHECKED_ON", {"cpu"})
+    seen = []
+
+    def full(*_: Any) -> None:
+        seen.append(len(seen))
+        raise torch.OutOfMemoryError("full")
+
+    wrong = Kernel("k", lambda into, _: into.fill_(1), lambda into, _: into.fill_(2))
+    with pytest.raises(RuntimeError, match=r"its results differ from PyTorch's by 0\.5 of their size"):
+        Dispatch(True).run(wrong, torch.zeros(1), None)
+    roomy = Kernel("other", lambda into, _: into, full)
+    for second in (None, None, 2, torch.ones(1), 3):
+        Dispatch(True).run(roomy, torch.zeros(1), second)
+    assert len(seen) == 3
 
 
 WITHOUT_TRITON = """
@@ -143,7 +157,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 import torch
 from modeling_mrp.kernels.dispatch import Dispatch, kernels_usable
-from modeling_mrp.kernels.fused_layers import SUM_AND_NORM
+from modeling_mrp.kernels.round_layers import SUM_AND_NORM
 
 assert "triton" not in sys.modules
 assert not kernels_usable(torch.device("cuda", 0), torch.bfloat16)

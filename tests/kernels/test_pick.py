@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from modeling_mrp.kernels import pick
-from modeling_mrp.kernels.dispatch import Dispatch, tl, triton
-from modeling_mrp.kernels.noise import gumbel_noise, noise_bits, noise_keys
-from modeling_mrp.kernels.pick import PICK, SOME_LOGITS, Unembedding, pick_rows, some_logits
+from modeling_mrp.kernels.dispatch import tl, triton
+from modeling_mrp.kernels.pick import PICK, Unembedding, gumbel_noise, noise_bits
+from modeling_mrp.rules.draft import noise_key
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of infinities, where a kernel is interpreted
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FORCED = Dispatch(True)
 INF, NAN = float("inf"), float("nan")
 
 
@@ -38,7 +37,7 @@ def logits_of(rows: int, vocab: int, seed: int = 0, dtype: torch.dtype = torch.f
 
 def keys_of(count: int) -> Tensor:
     n = torch.arange(count, device=DEVICE)
-    return noise_keys(n * 7_000_000_007, n, 1 + n % 4)
+    return noise_key(n * 7_000_000_007, n, 1 + n % 4)
 
 
 def vocabulary(size: int, temperature: float = 1.0) -> Unembedding:
@@ -61,7 +60,7 @@ def same(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], atol: float 
 # ------------------------------------------------------------------------------------------------ noise
 
 if triton is not None:
-    from modeling_mrp.kernels.noise import gumbel_of_bits, token_noise_bits
+    from modeling_mrp.kernels.pick import gumbel_of_bits, token_noise_bits
 
     @triton.jit
     def write_noise(keys, tokens, bits_out, noise_out, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -112,7 +111,7 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_kernel_equals_its_twin(rows: int, vocab: int, dtype: torch.dtype, sampled: bool) -> None:
-    """Of all tokens; of those of 9 or more logits alone, or without these."""
+    """Of all tokens; of those of 9 or more logits alone."""
     logits, keys = logits_of(rows, vocab, vocab, dtype), keys_of(rows) if sampled else None
     logits[:, 0] = -INF  # the mask id
     least = logits.topk(9).values[:, -1].contiguous()
@@ -120,9 +119,6 @@ def test_kernel_equals_its_twin(rows: int, vocab: int, dtype: torch.dtype, sampl
     got, wanted = picked(vocabulary(vocab, 3.0), logits, least, keys)
     same(got, wanted)
     assert (logits.gather(1, got[0][:, None])[:, 0] >= least).all()
-    others = logits.masked_fill(logits >= least[:, None], -INF)
-    token, _ = pick_rows(vocabulary(vocab), logits, others, None, keys, FORCED)
-    assert (logits.gather(1, token[:, None])[:, 0] < least).all()
 
 
 def test_of_equals_the_first_is_picked(small_gpu: None) -> None:
@@ -155,16 +151,14 @@ def test_nothing_to_pick_from() -> None:
     assert (token.shape, odds.shape) == ((0,), (0,))
 
 
-@pytest.mark.parametrize("size", [9, 512, 700])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_of_a_few_tokens(size: int, dtype: torch.dtype) -> None:
-    """Of rows that lie apart in memory; tokens may come twice."""
-    numbers = torch.Generator().manual_seed(size)
-    weight = torch.randn(40, size + 3, generator=numbers).to(DEVICE, dtype)[:, :size]
-    hidden = torch.randn(6, 2 * size, generator=numbers).to(DEVICE, dtype)[:, ::2]
-    ids = torch.randint(40, (6, 5), generator=numbers).to(DEVICE)
-    wanted = torch.gather(hidden.double() @ weight.double().T, 1, ids)
-    for made in (some_logits(weight, hidden, ids, FORCED), SOME_LOGITS.twin(weight, hidden, ids)):
-        assert made.dtype == torch.float32
-        torch.testing.assert_close(made.double(), wanted, rtol=2e-5, atol=2e-5 * size**0.5)
-    assert some_logits(weight, hidden[:0], ids[:0], FORCED).shape == (0, 5)
+@pytest.mark.parametrize("vocab", [65 * 64, 4096, 5000, 640])
+def test_blocks_of_the_vocabulary_hold_its_largest(vocab: int) -> None:
+    scores = logits_of(40, vocab, dtype=torch.bfloat16).float().cpu()  # with ties
+    scores[0], scores[1, 700 % vocab], scores[2, [5, vocab - 1]], scores[3, 64:] = -INF, NAN, INF, -INF
+    assert pick.likeliest_token(scores).tolist() == scores.argmax(-1).tolist()
+    for count in (1, 16, 64):
+        values, ids = pick.likeliest_tokens(scores[2:], count)
+        assert values.tolist() == scores[2:].topk(count).values.tolist() == scores[2:].gather(1, ids).tolist()
+        assert all(len(set(row)) == count for row in ids.tolist())
+    assert pick.likeliest_tokens(scores, vocab + 1)[0].shape == (40, vocab)
+    assert (pick.in_blocks(scores) is None) == (vocab in (5000, 640))

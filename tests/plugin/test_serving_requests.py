@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
-from fake_engine import FakeEngine, FakeRequest, FakeScheduler, abort
-from mrp_serving.options import settings_of
+from fake_engine import FakeEngine, FakeRequest, FakeScheduler, rounds_of, serve
 from mrp_serving.picker import CountPenalties
-from mrp_serving.rounds import Rounds
 from mrp_serving.usage import shown_of
 from mrp_trainer.data.tasks import make_problem
 from transformers import PreTrainedTokenizerFast
@@ -33,15 +31,8 @@ def prompt() -> list[int]:
     return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
-def served(model: Any, requests: Sequence[FakeRequest], pages: int = 128, rows: int = 64, **server: Any) -> FakeEngine:
-    """Serve requests side by side."""
-    engine = FakeEngine(model, rows, pages)
-    rounds = Rounds(settings_of({**SERVER, **server}, {}, 16, True), 16, model.config.mask_token_id, abort)
-    scheduler = FakeScheduler(engine, rounds)
-    scheduler.add(*requests)
-    scheduler.run()
-    assert len(engine.token_to_kv_pool_allocator.free_pages) == pages
-    return engine
+def served(model: Any, requests: Sequence[FakeRequest]) -> FakeEngine:
+    return serve(model, requests, SERVER)
 
 
 def generated(model: Any, prompt: list[int], **options: Any) -> Any:
@@ -135,7 +126,7 @@ def test_a_request_that_loses_its_rows_goes_on_with_its_noise(model: Any, prompt
     whole, other, broken = request("one"), request("other"), request("one")
     served(model, [whole, other])
     engine = FakeEngine(model, 64, 128)
-    scheduler = FakeScheduler(engine, Rounds(settings_of(SERVER, {}, 16, True), 16, model.config.mask_token_id, abort))
+    scheduler = FakeScheduler(engine, rounds_of(model, SERVER))
     scheduler.add(broken)
     lost: set[int] = set()
 

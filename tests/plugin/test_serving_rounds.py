@@ -9,9 +9,7 @@ import pytest
 import torch
 from conftest import TINY
 from engine_reference import Rules, low_confidence
-from fake_engine import FakeEngine, FakeRequest, FakeScheduler, abort
-from mrp_serving.options import settings_of
-from mrp_serving.rounds import Rounds
+from fake_engine import FakeEngine, FakeRequest, FakeScheduler, rounds_of, serve
 from mrp_serving.usage import shown_of
 from mrp_trainer.data.tasks import make_problem
 from transformers import PreTrainedTokenizerFast
@@ -48,26 +46,10 @@ def stock(model: Any, prompts: list[list[int]]) -> Callable[[float], list[list[i
     return cache(lambda threshold: [low_confidence(model, prompt, threshold, 40, EOS, EXACT).tokens for prompt in prompts])
 
 
-def served(
-    model: Any,
-    prompts: list[list[int]],
-    options: dict[str, Any],
-    rows: int = 64,
-    pages: int = 128,
-    **kwargs: Any,
-) -> Any:
-    """Serve prompts side by side; returns the requests and the engine, in which everything is free again."""
-    engine = FakeEngine(model, rows, pages)
-    rounds = Rounds(
-        settings_of(options, {}, model.config.block_size, True), model.config.block_size, model.config.mask_token_id, abort
-    )
-    scheduler = FakeScheduler(engine, rounds, **kwargs)
+def served(model: Any, prompts: list[list[int]], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Serve prompts side by side; returns the requests and the engine."""
     requests = [FakeRequest(prompt, stop=EOS, rid=str(number)) for number, prompt in enumerate(prompts)]
-    scheduler.add(*requests)
-    scheduler.run()
-    assert sorted(engine.req_to_token_pool.free_slots) == list(range(1, rows + 1))
-    assert sorted(engine.token_to_kv_pool_allocator.free_pages) == list(range(1, pages + 1))
-    return requests, engine
+    return requests, serve(model, requests, options, *args, **kwargs)
 
 
 def forwards(requests: list[FakeRequest]) -> int:
@@ -112,7 +94,7 @@ def test_what_room_there_is_does_not_change_the_text(
 def test_what_drafts_start_from_outlives_the_graph_that_made_it(model: Any, prompts: list[list[int]], stock: Any) -> None:
     engine = FakeEngine(model, 64, 128, graphs=True)
     options = {"target": "dynamic", "confidence_threshold": 0.9, "num_draft_states": 4}
-    rounds = Rounds(settings_of(options, {}, 16, True), 16, 3, abort)
+    rounds = rounds_of(model, options)
     scheduler, requests = FakeScheduler(engine, rounds), [FakeRequest(prompt, stop=EOS) for prompt in prompts]
     replayed, places = engine.replayed.untyped_storage().data_ptr(), set[int]()  # type: ignore[union-attr]
 
@@ -162,7 +144,7 @@ def test_requests_come_and_go(model: Any, prompts: list[list[int]], stock: Any) 
     draw = random.Random(3)
     engine = FakeEngine(model, 24, 64)
     options = {"target": "dynamic", "confidence_threshold": 0.9, "num_draft_states": 4}
-    rounds = Rounds(settings_of(options, {}, 16, True), 16, model.config.mask_token_id, abort)
+    rounds = rounds_of(model, options)
     scheduler = FakeScheduler(engine, rounds)
     wanted = {tuple(prompt): text for prompt, text in zip(prompts, stock(0.9), strict=True)}
     requests = [FakeRequest(draw.choice(prompts), stop=EOS) for _ in range(12)]
@@ -200,9 +182,7 @@ def test_requests_are_told_what_they_cost_and_metrics_count_all(model: Any, prom
 
     counters: dict[str, Counter] = {}
     engine = FakeEngine(model, 64, 128)
-    rounds = Rounds(
-        settings_of({"target": "dynamic", "num_draft_states": 4}, {}, 16, True), 16, model.config.mask_token_id, abort
-    )
+    rounds = rounds_of(model, {"target": "dynamic", "num_draft_states": 4})
     rounds.report.count_in(Counter)
     scheduler = FakeScheduler(engine, rounds)
     asked = [FakeRequest(prompt, stop=EOS, rid=str(number)) for number, prompt in enumerate(prompts[:2])]
@@ -222,21 +202,12 @@ def test_requests_are_told_what_they_cost_and_metrics_count_all(model: Any, prom
     assert 0 < counters["sglang:mrp_accepted"].total <= counters["sglang:mrp_drafted"].total
 
 
-# Picks as the engine's own algorithms make them need none of the kernels.
-KERNEL_CASES: list[tuple[dict[str, Any], str]] = [
-    ({"decoding": "mrp_spec", "target": "dynamic", "num_draft_states": 4, "draft_shortlist": 8}, "shortlist"),
-    ({"decoding": "mrp_remask", "remask_rule": "threshold"}, "pick"),
-]
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities, where a kernel is interpreted
 @pytest.mark.skipif(triton is None or torch.cuda.is_available(), reason="needs triton's interpreter")
-@pytest.mark.parametrize(("options", "kernel"), KERNEL_CASES, ids=[kernel for _, kernel in KERNEL_CASES])
 @torch.inference_mode()
-def test_requests_end_with_kernels_as_without(
-    options: dict[str, Any], kernel: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float32, interpreted: the same texts at the same cost, and the kernel took part in every pick that has one."""
+def test_requests_end_with_kernels_as_without(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, interpreted: the same texts at the same cost, and the kernel took part in every pick; those that are made as
+    the engine's own algorithms make them need none."""
     model, names, run = MRPForCausalLM.from_pretrained(TINY, dtype=torch.float32), [], Dispatch.run
 
     def noted(dispatch: Dispatch, kernel: Kernel, *given: Any) -> Any:
@@ -244,12 +215,12 @@ def test_requests_end_with_kernels_as_without(
         return run(dispatch, kernel, *given)
 
     monkeypatch.setattr(Dispatch, "run", noted)
-    asked = {**options, "confidence_threshold": 0.7}
+    asked = {"decoding": "mrp_remask", "remask_rule": "threshold", "confidence_threshold": 0.7}
     off, _ = served(model, prompts[:1], {**asked, "kernels": False})
     picks = len(names)
     on, _ = served(model, prompts[:1], {**asked, "kernels": True})
     assert [req.text() for req in on] == [req.text() for req in off]
     assert all(req.ended and len(req.text()) > 1 for req in on)
     assert forwards(on) == forwards(off)
-    assert names == [(kernel, False)] * picks + [(kernel, True)] * picks
+    assert names == [("pick", False)] * picks + [("pick", True)] * picks
     assert picks

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from handmade import EOS, A, B, C, D, M, row, says, state
 
-from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
-from modeling_mrp.rules.draft import Node, build_draft, growth, undrafted
-from modeling_mrp.rules.noise import gumbel, noise_key
+from modeling_mrp.kernels.pick import gumbel_noise
+from modeling_mrp.rules.draft import Node, build_draft, draft_sizes, noise_key, target_nodes
 from modeling_mrp.rules.reveal import ORDER_SHARPNESS, Sequential, Static
 from modeling_mrp.rules.state import Row
 
@@ -34,9 +33,9 @@ def drafting_row(odds: Sequence[float], token: Sequence[int] = (A, B, C, D), at:
     return of
 
 
-def test_growth() -> None:
-    assert [growth(4, passes) for passes in (1, 2, 3, 9)] == [[3], [2, 3], [1, 2, 3], [1, 2, 3]]
-    assert [growth(8, 2), growth(8, 3), growth(2, 1)] == [[4, 7], [3, 5, 7], [1]]
+def test_draft_sizes() -> None:
+    assert [draft_sizes(4, passes) for passes in (1, 2, 3, 9)] == [[3], [2, 3], [1, 2, 3], [1, 2, 3]]
+    assert [draft_sizes(8, 2), draft_sizes(8, 3), draft_sizes(2, 1)] == [[4, 7], [3, 5, 7], [1]]
 
 
 def test_a_chain() -> None:
@@ -96,13 +95,13 @@ def test_a_clean_states_successor() -> None:
     """One block at a time: a given one has to wait. What is given in it is there."""
     of = drafting_row([0] * 4, at=[A, B, C, D], given=[M, M, M, M, M, 5])
     assert ids_of(build_draft(of, ONE, 4, 3, {})) == [[A, B, C, D], [M, 5, M, M]]
-    assert ids_of(undrafted(of, False)) == [[A, B, C, D], [M, 5, M, M]]
-    assert ids_of(undrafted(of, True)) == [[A, B, C, D]]
+    assert ids_of(target_nodes(of, False)) == [[A, B, C, D], [M, 5, M, M]]
+    assert ids_of(target_nodes(of, True)) == [[A, B, C, D]]
     given = drafting_row([0] * 4, at=[A, B, C, D], new=12, given=[M, M, M, M, 5, 6, 7, 8, M])
-    for nodes in (build_draft(given, ONE, 4, 3, {}), undrafted(given, False)):
+    for nodes in (build_draft(given, ONE, 4, 3, {}), target_nodes(given, False)):
         assert ids_of(nodes) == [[A, B, C, D]]
     masked = drafting_row([0] * 4, at=[A, M, C, D])
-    assert ids_of(undrafted(masked, False)) == [[A, M, C, D]]
+    assert ids_of(target_nodes(masked, False)) == [[A, M, C, D]]
 
 
 def test_sampled_drafts_choose_with_the_states_own_noise() -> None:
@@ -116,21 +115,10 @@ def test_sampled_drafts_choose_with_the_states_own_noise() -> None:
         ids = np.array([[20 + 5 * column + place for place in range(5)] for column in range(4)])
         of.source = says([0] * 4, likeliest=(ids, odds))
         (_, node) = build_draft(of, Sequential((1,)), 2, 1, {})
-        noise = gumbel_noise(noise_keys(*torch.tensor([[seed], [4], [4]])), torch.tensor(ids[0]), torch.float64)[0]
+        noise = gumbel_noise(noise_key(*torch.tensor([[seed], [4], [4]])), torch.tensor(ids[0]), torch.float64)[0]
         p = torch.tensor(odds[0]).sigmoid()
         best = int((p.log() + noise).argmax())
         assert node.state.ids == (20 + best, M, M, M)
         assert best != 4
         picked.add(best)
     assert len(picked) == 4
-
-
-def test_noise_is_that_of_the_device_to_the_bit() -> None:
-    rng = random.Random(0)
-    cases = [(rng.randrange(1 << 62), rng.randrange(1 << 20), rng.randrange(33)) for _ in range(50)] + [(0, 0, 0)]
-    keys = [noise_key(*case) for case in cases]
-    theirs = noise_keys(*torch.tensor(cases).unbind(1))
-    assert keys == theirs.tolist()
-    tokens = np.array([[rng.randrange(200_000) for _ in range(9)] for _ in cases])
-    expected = gumbel_noise(theirs, torch.tensor(tokens), torch.float64).numpy()
-    np.testing.assert_allclose(gumbel(keys, tokens), expected, rtol=1e-14)

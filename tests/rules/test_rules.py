@@ -16,8 +16,7 @@ from reference_rules import Step, chosen_by
 
 from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
-from modeling_mrp.rules.accept import accept, first_frontier, write
-from modeling_mrp.rules.draft import Node, build_draft, undrafted
+from modeling_mrp.rules.draft import Node, accept, build_draft, first_frontier, target_nodes, write
 from modeling_mrp.rules.published import (
     BoundedAdaptive,
     Coherent,
@@ -31,7 +30,6 @@ from modeling_mrp.rules.published import (
     LocalLeap,
     Prophet,
     SlowFast,
-    factor_thresholds,
 )
 from modeling_mrp.rules.reveal import (
     ORDER_SHARPNESS,
@@ -262,7 +260,7 @@ def decoded(rule: RevealRule, of: Row, width: int, branches: int, alike: float, 
         of.settle()
         if of.stop is not None:
             return rounds
-        nodes = build_draft(of, rule, width, branches, {}) if width > 1 else undrafted(of, False)
+        nodes = build_draft(of, rule, width, branches, {}) if width > 1 else target_nodes(of, False)
         frontier, _ = accept(of, rule, nodes, [network(node.state, alike, seed) for node in nodes], width > 1)
         rounds += 1
         assert rounds < 200
@@ -270,9 +268,15 @@ def decoded(rule: RevealRule, of: Row, width: int, branches: int, alike: float, 
 
 RULES = [
     *(AboveTheMean(), Static((1, 1, 1, 1)), Static((2, 1, 1)), Sequential((1,)), Dynamic(0.5), EntropyBound(0.6)),
-    *(FastDLLM(factor_thresholds(4, 2.0)), EBSampler(0.6), Hierarchy(1.5, 0.0), LocalLeap(2.0, 0.5, radius=1)),
+    *(FastDLLM(2.0), EBSampler(0.6), Hierarchy(1.5, 0.0), LocalLeap(2.0, 0.5, radius=1)),
     *(ConfidenceAdaptive(0.5, frozenset([EOS]), most=2), EosRejection((1, 3), frozenset([EOS])), Prophet((1, 1, 1, 1))),
-    *(BoundedAdaptive(0.9, 0.6), SlowFast(1.5, -0.5), Coherent(2), Credit(1.0), Klass(0.0, divergence=0.5, steps=1)),
+    *(
+        BoundedAdaptive(logit(0.9), logit(0.6)),
+        SlowFast(1.5, -0.5),
+        Coherent(2),
+        Credit(1.0),
+        Klass(0.0, divergence=0.5, steps=1),
+    ),
 ]
 
 
@@ -315,7 +319,7 @@ import sys, types
 for name in ("modeling_mrp",):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [sys.argv[1]]
-import modeling_mrp.rules.accept, modeling_mrp.rules.draft, modeling_mrp.rules.reveal, modeling_mrp.rules.noise
+import modeling_mrp.rules.draft, modeling_mrp.rules.published
 assert "torch" not in sys.modules
 """
     import modeling_mrp

@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp import __version__
 from modeling_mrp.kernels.dispatch import KERNEL_DTYPES, check_close, kernels_usable, relative_error, triton
-from modeling_mrp.kernels.fused_layers import ROTATED, SUM_AND_NORM
-from modeling_mrp.kernels.pick import PICK, SOME_LOGITS
-from modeling_mrp.kernels.round_attention import ROUND_ATTENTION
+from modeling_mrp.kernels.pick import PICK
+from modeling_mrp.kernels.round_layers import ROTATED, ROUND_ATTENTION, SUM_AND_NORM
 from modeling_mrp.modeling import MRPForCausalLM
 
 from ..loading import load_model, load_tokenizer
 from ..publish.card import markdown_table
+from .kernels import compared, samples_of
 from .options import DoctorOptions
 from .report import Check
 from .rounds import Timed, proposed, time_rounds
@@ -28,7 +28,7 @@ from .texts import check_drafts, check_ways, inputs_of, published_config, random
 
 # Rows of the texts that are compared, and the states of their rounds; parameters up to which a CPU compares in float64.
 ROWS, STATES, WIDENED = 3, 8, 500_000_000
-KERNELS = (PICK, SOME_LOGITS, ROUND_ATTENTION, SUM_AND_NORM, ROTATED)
+KERNELS = (PICK, ROUND_ATTENTION, SUM_AND_NORM, ROTATED)
 
 
 @dataclass
@@ -105,27 +105,16 @@ def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
 
 
 def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
-    """Compare each kernel with its PyTorch twin on the samples of its first use, which are as wide as the model."""
+    """Compare each kernel with its PyTorch twin on samples as wide as the model."""
     weight, config = model.lm_head.weight.detach(), model.config
     like = weight if weight.dtype in KERNEL_DTYPES else weight.float()
     if not (kernels_usable(like.device, like.dtype) or (triton is not None and triton.knobs.runtime.interpret)):
         why = "an NVIDIA GPU, triton and 16 or 32 bits are needed, or on a CPU TRITON_INTERPRET=1"
         yield from (Check(f"kernel {kernel.name}", None, None, why) for kernel in KERNELS)
         return
-    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    query, key = (like.new_empty(1, each, 1, dim) for each in (heads, kv_heads))
-    hidden = like.new_empty(1, config.hidden_size)
-    norm, cos = hidden[0, :dim], key[:, 0]
-    given = (
-        (like.new_empty(1, config.vocab_size, dtype=torch.float32),),
-        (like, hidden),
-        (query, key),
-        (hidden,),
-        (like.new_empty(1, 1, (heads + 2 * kv_heads) * dim), norm, norm, cos, cos, key, key),
-    )
-    for kernel, tensors in zip(KERNELS, given, strict=True):
+    for kernel, samples in samples_of(config, like).items():
         try:
-            pairs = list(kernel.compared(*tensors))
+            pairs = [pair for given in samples for pair in compared(kernel, given)]
             for pair in pairs:
                 check_close("its results differ from PyTorch's", *pair)
             yield Check(f"kernel {kernel.name}", True, max(relative_error(*pair) for pair in pairs))

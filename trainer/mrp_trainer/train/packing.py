@@ -6,8 +6,7 @@ from torch import Tensor, cat
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.cache_utils import Cache
 
-from modeling_mrp.kernels.noise import noise_keys
-from modeling_mrp.rules.noise import mix_bits
+from modeling_mrp.rules.draft import mix_bits, noise_key
 
 from .packed import CLEAN_VIEW, PackedBatch, PackedRule
 
@@ -47,7 +46,7 @@ def uniform(batch: PackedBatch, purpose: int, of: Tensor) -> Tensor:
     """
     if batch.noise_key is None:
         raise ValueError("this batch has no noise_key to draw from: DiffusionCollator gives one")
-    return (noise_keys(batch.noise_key, of, mix_bits(batch.view + 1) ^ purpose).double() + 0.5) * 2.0**-32
+    return (noise_key(batch.noise_key, of, mix_bits(batch.view + 1) ^ purpose).double() + 0.5) * 2.0**-32
 
 
 class CleanCache(Cache):

@@ -1,26 +1,105 @@
-"""Attention of a decoding round: a Triton kernel and its PyTorch twin.
+"""The layers of a round: Triton kernels, each beside its PyTorch twin, for all that lies between the matrix products.
+
+A layer called module by module launches about seventy operations, nearly all of them on a few thousand numbers: on a GPU each
+takes longer to start than to run, also inside a CUDA graph. Here are four of the few that are left (`networks/layers.py`): a
+sum and its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache; attention. Casts
+are those of transformers' modules: what these round to the model's dtype is rounded here.
 
 In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
 state and, where its state has a parent, those of the parent. Keys and values are read where `BlockCache` holds them: the
 committed slots first, then those of all states.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from .dispatch import AUTOMATIC, LAUNCH, Dispatch, Kernel, processors, tl, triton
-from .noise import scattered
 
-_PROGRAMS = 2  # wanted on a multiprocessor
+_HEADS = 8  # heads, of one token or more, that a program of `_rotate` takes
+_PROGRAMS = 2  # of attention, wanted on a multiprocessor
 _TILE_KEYS = 32
 _KEYS_PER_PROGRAM = 128  # at least: fewer cost more in merging than they win
 _MOST_SHARES = 16  # one program merges them, one after the other
 _LOG2_E = 1.4426950408889634
+
+
+def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """`hidden + added`, and that under a `Qwen3RMSNorm`, in one launch.
+
+    Args:
+        hidden: [..., hidden_size].
+        added: The same shape; None: nothing is added.
+        norm: The norm.
+
+    Returns:
+        Both, each [..., hidden_size].
+    """
+    hidden, size = hidden.contiguous(), hidden.shape[-1]
+    normed = torch.empty_like(hidden)
+    total = hidden if added is None else torch.empty_like(hidden)
+    if rows := hidden.numel() // size:
+        _sum_and_norm[(rows,)](
+            *(hidden, None if added is None else added.contiguous(), norm.weight, total, normed, size, norm.variance_epsilon),
+            TILE=triton.next_power_of_2(size),
+            **LAUNCH | {"num_warps": 4 if size <= 2048 else 8},
+        )
+    return total, normed
+
+
+def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """`sum_and_norm` in PyTorch."""
+    total = hidden if added is None else hidden + added
+    return total, norm(total)
+
+
+def rotated(
+    projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """Put queries and keys under their norms, rotate them, and write keys and values to the cache, in one launch.
+
+    Args:
+        projected: [rows, tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys and values of each token; or these three.
+        norms: `Qwen3RMSNorm`s of queries and keys, of one epsilon.
+        rotary: cos and sin, [rows, tokens, head_dim] each.
+        target: Where keys and values go, [rows, kv_heads, tokens, head_dim] each.
+
+    Returns:
+        The queries, [rows, heads, tokens, head_dim], and the target.
+    """
+    projected = projected.contiguous() if isinstance(projected, Tensor) else torch.cat(projected, -1)
+    (cos, sin), (keys, values) = (each.contiguous() for each in rotary), target
+    (rows, tokens, size), (kv_heads, head_dim) = projected.shape, keys.shape[1::2]
+    heads = size // head_dim - 2 * kv_heads
+    queries = projected.new_empty(rows, tokens, heads, head_dim)
+    _rotate[(triton.cdiv(rows * tokens * size // head_dim, _HEADS),)](
+        *(projected, norms[0].weight, norms[1].weight, cos, sin, queries, keys, values),
+        *(*keys.stride()[:3], rows, tokens, heads, kv_heads, norms[0].variance_epsilon),
+        HEAD_DIM=head_dim,
+        PADDED=triton.next_power_of_2(head_dim),
+        HEADS=_HEADS,
+        **LAUNCH,
+    )
+    return queries.transpose(1, 2), keys, values
+
+
+def rotated_ref(
+    projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """`rotated` in PyTorch."""
+    keys, values = target
+    size, head_dim = keys.shape[1] * keys.shape[3], keys.shape[3]
+    if isinstance(projected, Tensor):
+        projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
+    query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in projected)
+    query, key = apply_rotary_pos_emb(norms[0](query).transpose(1, 2), norms[1](key).transpose(1, 2), *rotary)
+    keys.copy_(key)
+    values.copy_(value.transpose(1, 2))
+    return query, keys, values
 
 
 @dataclass(frozen=True)
@@ -34,7 +113,7 @@ class RoundMask:
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
         sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
-        plans: How layers run under masks of the same decode (`fused`).
+        plans: How the layers run (`plan_layers`).
     """
 
     committed: Tensor
@@ -43,12 +122,8 @@ class RoundMask:
     block_size: int
     dispatch: Dispatch = AUTOMATIC
     sees_all: bool = False
-    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    plans: Any = field(default=None, repr=False, compare=False)
     _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
-
-    def to(self, *args: Any, **kwargs: Any) -> "RoundMask":
-        """Return a copy with its tensors on another device; accelerate moves what a layer is given to where the layer is."""
-        return replace(self, committed=self.committed.to(*args, **kwargs), parent=self.parent.to(*args, **kwargs))
 
     def dense(self, used: int) -> Tensor:
         """[rows, 1, width * block_size, used + width * block_size] bool over the first `used` slots and what is scored."""
@@ -64,7 +139,7 @@ class RoundMask:
         """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all are visible."""
         if self.sees_all:
             return None
-        name = used, dtype, self.committed.device
+        name = used, dtype
         if name not in self._kept:
             hidden = self.dense(used).logical_not_()
             self._kept[name] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
@@ -72,22 +147,15 @@ class RoundMask:
 
     def arrived(self, count: int) -> Tensor:
         """Zeros [count] int32 for the kernel, which leaves them so behind each layer."""
-        name = count, self.committed.device
-        if name not in self._kept:
-            self._kept[name] = torch.zeros(count, dtype=torch.int32, device=self.committed.device)
-        return self._kept[name]
+        if count not in self._kept:
+            self._kept[count] = torch.zeros(count, dtype=torch.int32, device=self.committed.device)
+        return self._kept[count]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
-    """`round_attention` or its twin, as the mask's dispatch decides."""
-    out: Tensor = mask.dispatch.run(ROUND_ATTENTION, query, key, value, mask, scale)
-    return out
-
-
-def round_attention_twin(
+def round_attention_ref(
     query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float, splits: int | None = None
 ) -> Tensor:
-    """Compute `round_attention` of the same arguments through SDPA; in one share."""
+    """`round_attention` in PyTorch, by SDPA; in one share."""
     bias, grouped = mask.bias(key.shape[2] - query.shape[2], query.dtype), query.device.type == "cpu"
     if not grouped:  # with a mask, SDPA's fast kernels of a GPU take no groups
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
@@ -144,21 +212,84 @@ def round_attention(
     return out
 
 
-def _samples(query: Tensor, key: Tensor, *others: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Three rows of two states, a child and one alone, behind prefixes of 5, 152 and 299 slots, in shares that are merged;
-    twice, as in two layers."""
-    heads, kv_heads, dim, block, used = query.shape[1], key.shape[1], query.shape[3], 4, 512
-    parent = torch.arange(-1, 1, device=query.device).repeat(3, 1)
-    mask = RoundMask(torch.arange(5, 300, 147, device=query.device), parent, 2, block)
-    queries = 4 * scattered(3, 2 * block, heads, dim, like=query).transpose(1, 2)
-    keys, values = scattered(3, used + 2 * block, 2, kv_heads, dim, like=key, seed=1).permute(2, 0, 3, 1, 4)
-    yield from [(queries, keys, values, mask, dim**-0.5, 3)] * 2
-
-
-ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_twin, _samples)
+SUM_AND_NORM = Kernel("sum_and_norm", sum_and_norm, sum_and_norm_ref)
+ROTATED = Kernel("rotated", rotated, rotated_ref)
+ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_ref)
 
 
 if triton is not None:
+
+    @triton.jit
+    def _sum_and_norm(hidden, added, scale, total, normed, size, epsilon, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        column = tl.arange(0, TILE)
+        inside = column < size
+        place = tl.program_id(0).to(tl.int64) * size + column
+        kind = normed.dtype.element_ty
+        x = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
+        if added is not None:
+            x = (x + tl.load(added + place, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+            tl.store(total + place, x.to(kind), mask=inside)
+        unit = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
+        weight = tl.load(scale + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(normed + place, (weight * unit.to(kind).to(tl.float32)).to(kind), mask=inside)
+
+    @triton.jit
+    def _normed(x, size, is_query, query_scale, key_scale, dim, there, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+        """x * size under the scale of the queries or of the keys, at places `dim` of a head."""
+        of_queries = tl.load(query_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
+        of_keys = tl.load(key_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
+        return (tl.where(is_query, of_queries, of_keys) * (x * size).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+
+    @triton.jit(do_not_specialize=["rows", "tokens"])
+    def _rotate(  # type: ignore[no-untyped-def]
+        projected,
+        query_scale,
+        key_scale,
+        cos,
+        sin,
+        queries,
+        keys,
+        values,
+        cache_row,
+        cache_head,
+        cache_token,
+        rows,
+        tokens,
+        heads,
+        kv_heads,
+        epsilon,
+        HEAD_DIM: tl.constexpr,
+        PADDED: tl.constexpr,
+        HEADS: tl.constexpr,
+    ):
+        """Program (tile of the heads of all tokens: each token's queries, then its keys, then its values)."""
+        every = heads + 2 * kv_heads
+        at = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+        token, head = at // every, at % every
+        dim = tl.arange(0, PADDED)
+        first, there = dim < HEAD_DIM // 2, dim < HEAD_DIM
+        partner = tl.where(first, dim + HEAD_DIM // 2, dim - HEAD_DIM // 2)
+        inside = (token < rows * tokens)[:, None] & there[None, :]
+        is_query, is_value = (head < heads)[:, None], (head >= heads + kv_heads)[:, None]
+        kind: tl.constexpr = queries.dtype.element_ty
+        source = projected + at.to(tl.int64)[:, None] * HEAD_DIM
+        value = tl.load(source + dim[None, :], mask=inside, other=0.0)
+        own = value.to(tl.float32)
+        other = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+        size = tl.rsqrt(tl.sum(own * own, 1) / HEAD_DIM + epsilon)[:, None]
+        own = _normed(own, size, is_query, query_scale, key_scale, dim, there, kind)
+        other = _normed(other, size, is_query, query_scale, key_scale, partner, there, kind)
+        other = tl.where(first[None, :], -other, other)
+        angle = token[:, None] * HEAD_DIM + dim[None, :]
+        along = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+        across = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+        turned = ((own * along).to(kind).to(tl.float32) + (other * across).to(kind).to(tl.float32)).to(kind)
+        tl.store(queries + ((token * heads + head) * HEAD_DIM)[:, None] + dim[None, :], turned, mask=inside & is_query)
+        row = (token // tokens).to(tl.int64)  # offsets into the cache may not fit 32 bits
+        slot = row * cache_row + (token % tokens).to(tl.int64) * cache_token + (head - heads) % kv_heads * cache_head
+        slot = slot[:, None] + dim[None, :]
+        tl.store(keys + slot, turned, mask=inside & ~is_query & ~is_value)
+        tl.store(values + slot, value, mask=inside & is_value)
 
     @triton.jit(do_not_specialize=["tokens", "used"])
     def _attend(  # type: ignore[no-untyped-def]

@@ -1,0 +1,84 @@
+"""Arguments on which kernels are compared with their PyTorch twins: small ones, as wide as a model."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from modeling_mrp.kernels.dispatch import Kernel
+from modeling_mrp.kernels.pick import PICK, Unembedding
+from modeling_mrp.kernels.round_layers import ROTATED, ROUND_ATTENTION, SUM_AND_NORM, RoundMask
+from modeling_mrp.rules.draft import mix_bits, noise_key
+
+
+def scattered(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
+    """Make numbers of a shape, of mean 0 and variance 1, with the device and dtype of a tensor, by a hash."""
+    numbers = mix_bits(torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=like.device))
+    return ((numbers.float() * 2.0**-31 - 1) * 3**0.5).view(shape).to(like.dtype)
+
+
+def _norm(width: int, like: Tensor, seed: int = 0) -> Qwen3RMSNorm:
+    norm = Qwen3RMSNorm(width).to(like.device, like.dtype)
+    norm.weight.copy_(1 + scattered(width, like=like, seed=seed) / 4)
+    return norm
+
+
+def _tokens(width: int, like: Tensor, seed: int = 0) -> Tensor:
+    """Two rows of three tokens: a large one, one of usual size, and one that is not large beside a norm's epsilon."""
+    return scattered(2, 3, width, like=like, seed=seed) * torch.tensor([9.0, 1.0, 1e-3], device=like.device)[:, None].to(like)
+
+
+def _of_pick(vocab: int, like: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Rows of a whole vocabulary, a few tokens of each far likelier than the others, in one row equally so: greedy, with a
+    bound that only the likeliest reach, and sampled."""
+    rows, like = 12, like.float()
+    logits, places = scattered(rows, vocab, like=like), torch.arange(6, device=like.device) * vocab // 6
+    logits[:, places] += 9 + 3 * scattered(rows, 6, like=like, seed=1)
+    logits[0, places], logits[1, places[2]] = 10.0, -torch.inf
+    keys = noise_key(*torch.arange(3 * rows, device=like.device).view(3, rows))
+    likeliest = logits.amax(1)
+    for temperature, least, noise in ((1.0, None, None), (1.0, likeliest, None), (0.7, likeliest - 3, keys)):
+        yield Unembedding(logits, 0, temperature), logits, least, noise
+
+
+def _of_attention(heads: int, kv_heads: int, dim: int, like: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Three rows of two states, a child and one alone, behind prefixes of 5, 152 and 299 slots, in shares that are merged;
+    twice, as in two layers."""
+    block, used = 4, 512
+    parent = torch.arange(-1, 1, device=like.device).repeat(3, 1)
+    mask = RoundMask(torch.arange(5, 300, 147, device=like.device), parent, 2, block)
+    queries = 4 * scattered(3, 2 * block, heads, dim, like=like).transpose(1, 2)
+    keys, values = scattered(3, used + 2 * block, 2, kv_heads, dim, like=like, seed=1).permute(2, 0, 3, 1, 4)
+    yield from [(queries, keys, values, mask, dim**-0.5, 3)] * 2
+
+
+def _of_rotation(heads: int, kv_heads: int, dim: int, like: Tensor) -> tuple[Any, ...]:
+    """Tokens with all heads, and a target where nothing is written yet."""
+    angles = 3 * scattered(2, 3, dim // 2, like=like).repeat(1, 1, 2)
+    target = like.new_full((2, 2, kv_heads, 3, dim), torch.nan)
+    norms = _norm(dim, like), _norm(dim, like, 1)
+    return _tokens((heads + 2 * kv_heads) * dim, like, 1), norms, (angles.cos(), angles.sin()), target.unbind(0)
+
+
+@torch.no_grad()
+def samples_of(config: Any, like: Tensor) -> dict[Kernel, list[tuple[Any, ...]]]:
+    """Make the samples of every kernel for models of a config, with the device and dtype of a tensor."""
+    heads, kv_heads, dim, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size
+    return {
+        PICK: list(_of_pick(config.vocab_size, like)),
+        ROUND_ATTENTION: list(_of_attention(heads, kv_heads, dim, like)),
+        SUM_AND_NORM: [(_tokens(width, like), _tokens(width, like, 1), _norm(width, like))],
+        ROTATED: [_of_rotation(heads, kv_heads, dim, like)],
+    }
+
+
+@torch.no_grad()
+def compared(kernel: Kernel, given: tuple[Any, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Iterate over the results of a kernel and of its twin, pair by pair."""
+    made = kernel.launch(*given)
+    ours = [one.clone() for one in (made if isinstance(made, tuple) else (made,))]  # both may write to the same places
+    right = kernel.twin(*given)
+    yield from zip(ours, right if isinstance(right, tuple) else (right,), strict=True)
