@@ -56,7 +56,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             drafts and tokens per forward, and beside it those with the backbone's stale drafts; 0 for none.
         eval_new_tokens: How many tokens each of them may get.
         block_sizes: Block sizes to train for, divisors of the model's; each sample draws one at each visit. What is trained so
-            decodes with any of them: `from_pretrained(..., block_size=8)`. None: the model's alone.
+            decodes with any of them: set `model.config.block_size`. None: the model's alone.
         rows_per_step: Rows of a step over all processes and passes: sets `gradient_accumulation_steps` to as many passes of
             `per_device_train_batch_size` rows on each process as make them, so that a recipe's step is the same on any number
             of devices.
