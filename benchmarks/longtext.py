@@ -6,7 +6,6 @@
     mrp train head --config packages-head
     python -m benchmarks.longtext measure    # lines to benchmarks/results/long.jsonl, gone on with where they end
     python -m benchmarks.longtext tables
-    python -m benchmarks.longtext figure     # benchmarks/results/long.svg
 
 `make long` is the five, each of which goes on where it was interrupted. `measure` decodes the beginnings of texts of held-out
 packages greedily and at temperature 1, by every target alone and drafted, with each block size, in float64. What is counted
@@ -15,10 +14,9 @@ along a text is by windows of `WINDOW` tokens; head passes are charged evenly al
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -47,10 +45,11 @@ from modeling_mrp.modeling import MRPForCausalLM
 from .common import RESULTS, header, load, parser_of, read_lines
 from .frontier import Setting, setting_name
 from .measure import Measured
+from .tables import interval
 from .targets import TARGETS, alone, drafted
 
 VOCABULARY, PROMPT, LONGEST, WINDOW = 4096, 64, 1024, 64
-BLOCKS, STATES = (8, 16, 32), (8,)
+BLOCKS, STATES = (8, 16, 32), 8
 WATCHED = 64  # pieces that the loss is watched on
 Line = dict[str, Any]
 
@@ -111,58 +110,30 @@ def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerFast, count: int) -> 
     return [name for name, _ in turns[:count]], torch.tensor([ids for _, ids in turns[:count]])
 
 
-def settings(blocks: Sequence[int] = BLOCKS, numbers: Sequence[int] = STATES) -> Iterator[Setting]:
-    """List what is measured, with so many states a round."""
-    for block_size, sampled, target in product(blocks, (False, True), TARGETS):
-        ways = [alone(target)]
-        ways += [drafted(mode, target, states) for states, mode in product(numbers, ("self_spec", "mrp_spec"))]
-        yield from ({"block_size": block_size, "do_sample": sampled, **way} for way in ways)
-
-
-class Clock:
-    """Notes when a row's tokens are final."""
-
-    def __init__(self) -> None:
-        self.tokens, self.seconds = [-PROMPT], [perf_counter()]
-
-    def put(self, ids: Tensor) -> None:
-        """Take finished tokens, the prompt first."""
-        self.tokens.append(self.tokens[-1] + ids.numel())
-        self.seconds.append(perf_counter())
-
-    def end(self) -> None:
-        """Take the end."""
-
-    def at(self, tokens: np.ndarray) -> np.ndarray:
-        """Give the seconds at which so many tokens were final."""
-        return np.asarray(self.seconds)[np.searchsorted(self.tokens, tokens)]
+def settings() -> Iterator[Setting]:
+    """List what is measured."""
+    for block_size, sampled, target in product(BLOCKS, (False, True), TARGETS):
+        for way in (alone(target), *(drafted(mode, target, STATES) for mode in ("self_spec", "mrp_spec"))):
+            yield {"block_size": block_size, "do_sample": sampled, **way}
 
 
 def decode(model: MRPForCausalLM, prompts: Tensor, new: int, batch_size: int, **options: Any) -> tuple[Measured, Line]:
     """Decode prompts [rows, prompt]: texts and counts, and what is counted in each window, all rows together."""
-    rows, edges = [], np.arange(0, new + 1, WINDOW)
-    along = {name: np.zeros(len(edges) - 1) for name in ("row_forwards", "drafted", "accepted", "seconds")}
-    for begin in range(0, len(prompts), batch_size):
-        given, clocks = prompts[begin : begin + batch_size], [Clock() for _ in prompts[begin : begin + batch_size]]
+    made, edges = Measured([], [], []), torch.arange(0, new + 1, WINDOW)[:, None, None]
+    along = {name: torch.zeros(len(edges) - 1, dtype=torch.long) for name in ("row_forwards", "drafted", "accepted")}
+    for given in prompts.split(batch_size):
         fixed: Line = {"max_new_tokens": new, "eos_token_id": None, "suppress_tokens": [0, 1], "return_dict_in_generate": True}
-        sampled: Line = {"temperature": 1.0, "top_k": 0, "seed": begin} if options["do_sample"] else {}
-        out: Any = model.generate(given, attention_mask=torch.ones_like(given), streamer=clocks, **fixed, **sampled, **options)
-        reached = out.stats.rounds["column"] >= torch.from_numpy(edges)[:, None, None]  # [edges, rounds, rows]
+        sampled: Line = {"temperature": 1.0, "top_k": 0, "seed": len(made.ids)} if options["do_sample"] else {}
+        out: Any = model.generate(given, attention_mask=torch.ones_like(given), **fixed, **sampled, **options)
+        reached = out.stats.rounds["column"] >= edges  # [edges, rounds, rows]
         # A round that comes to a block scores its first state, too: what was before is the block's beginning.
         before = torch.where(reached.any(1), reached.int().argmax(1), reached.shape[1])
-        for name in ("row_forwards", "drafted", "accepted"):
-            along[name] += pad(out.stats.rounds[name], (0, 0, 1, 0)).gather(0, before).diff(dim=0).sum(1).numpy()
-        along["seconds"] += sum(np.diff(clock.at(edges)) for clock in clocks) / len(clocks)
-        counts = [getattr(out.stats, name).tolist() for name in ("row_forwards", "row_head_forwards", "drafted", "accepted")]
-        rows += list(zip(out.sequences[:, PROMPT:].tolist(), *counts, strict=True))
-        memory = out.past_key_values.nbytes // len(given)
-    ids, forwards, head_forwards, submitted, accepted = zip(*rows, strict=True)
-    line = {"along": {name: np.round(value, 2).tolist() for name, value in along.items()}, "cache_bytes": memory}
-    return Measured(list(ids), list(forwards), list(head_forwards)), {
-        **line,
-        "drafted": sum(submitted),
-        "accepted": sum(accepted),
-    }
+        for name, counts in along.items():
+            counts += pad(out.stats.rounds[name], (0, 0, 1, 0)).gather(0, before).diff(dim=0).sum(1)
+        made.ids.extend(out.sequences[:, PROMPT:].tolist())
+        made.forwards.extend(out.stats.row_forwards.tolist())
+        made.head_forwards.extend(out.stats.row_head_forwards.tolist())
+    return made, {"along": {name: counts.tolist() for name, counts in along.items()}}
 
 
 @torch.inference_mode()
@@ -173,26 +144,25 @@ def judged(judge: Qwen3ForCausalLM, texts: Tensor) -> Line:
     grams = texts[:, PROMPT:].unfold(1, 4, 1)
     again = [1 - len(one.unique(dim=0)) / len(one) for one in grams]
     windows = nats.unflatten(1, (-1, WINDOW)).mean((0, 2)).tolist()
-    interval = ratio_of_sums(nats.sum(1).tolist(), [nats.shape[1]] * len(nats))
-    assert interval is not None
-    of = {"nats": round(interval.value, 3), "nats_95": interval.rounded(), "nats_along": [round(one, 3) for one in windows]}
+    mean = ratio_of_sums(nats.sum(1).tolist(), [nats.shape[1]] * len(nats))
+    assert mean is not None
+    of = {"nats": round(mean.value, 3), "nats_95": mean.rounded(), "nats_along": [round(one, 3) for one in windows]}
     return {**of, "repeated": round(sum(again) / len(again), 3)}
 
 
 def measure(options: Namespace) -> None:
     """Decode with each setting that has no line yet."""
-    model, _ = load(options.folder / "head")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.folder)
+    model, tokenizer = load(options.folder / "head")
     judge = Qwen3ForCausalLM.from_pretrained(options.folder / "causal").eval()
     packages, texts = prompts_of(options.folder, tokenizer, options.count)
     texts = texts[:, : PROMPT + options.tokens]
     results, identity = ResultsFile(options.output, "asked"), {"prompts": options.count, "tokens": options.tokens}
     results.begin(header("longtext", options, model))
-    model = model.to(getattr(torch, options.dtype))
+    model = model.double()
     if results.find(text="real", asked=identity) is None:
         results.add({"text": "real", "asked": identity, "packages": packages, **judged(judge, texts)})
     targets: dict[str, Measured] = {}
-    for setting in settings(options.blocks, options.states):
+    for setting in settings():
         model.config.block_size = setting["block_size"]
         place = {name: setting[name] for name in ("block_size", "do_sample")}
         target = str({**place, "target": setting.get("target", setting["decoding"])})
@@ -210,14 +180,6 @@ def measure(options: Namespace) -> None:
         print(f"{place} {setting_name(line)}: {line['tokens_per_forward']} a forward", flush=True)
 
 
-def along(line: Line, name: str = "tokens") -> np.ndarray:
-    """Tokens per unit in each window, or the share of drafts that were accepted."""
-    counts = {name: np.asarray(value) for name, value in line["along"].items()}
-    if name == "accepted":
-        return 100 * counts["accepted"] / counts["drafted"]
-    return line["tokens_per_unit"] / line["tokens_per_forward"] * line["asked"]["prompts"] * WINDOW / counts["row_forwards"]
-
-
 def ends(values: Any, digits: int) -> str:
     """Show the means of the first and the last quarter."""
     quarter = max(1, len(values) // 4)
@@ -226,59 +188,30 @@ def ends(values: Any, digits: int) -> str:
 
 def tables(options: Namespace) -> None:
     """Print what was measured as Markdown: cost and acceptance, and what another model says of the texts."""
-    lines = [charged(line) if "decoding" in line else line for line in read_lines(options.output, embedded=False)]
     costs, said = [], []
-    for line in lines:
-        place = [
-            str(line.get("block_size", "")),
-            str(int(line.get("do_sample", 0))),
-            line.get("target", line.get("decoding", "real")),
-        ]
+    for line in read_lines(options.output, embedded=False):
+        whose = line.get("target", line.get("decoding", "real"))
+        place = [str(line.get("block_size", "")), f"{line.get('do_sample', 0):d}", whose]
         if "nats" in line:
-            nats = "{:.2f} ({:.2f}-{:.2f})".format(line["nats"], *line["nats_95"])
-            said.append([*place, nats, ends(line["nats_along"], 2), f"{100 * line['repeated']:.0f}"])
+            said.append([*place, interval(line, "nats", 2), ends(line["nats_along"], 2), f"{100 * line['repeated']:.0f}"])
         if "decoding" in line:
-            units = "{:.2f} ({:.2f}-{:.2f})".format(line["tokens_per_unit"], *line["tokens_per_unit_95"])
-            way = f"{line['decoding']} K={line['num_draft_states']}" if "target" in line else "alone"
-            drafts = (
-                [f"{100 * line['accepted'] / line['drafted']:.0f}", ends(along(line, "accepted"), 0)]
-                if "target" in line
-                else ["", ""]
-            )
-            milliseconds = (
-                1000 * np.asarray(line["along"]["seconds"]) * line["asked"]["prompts"] / line["along"]["row_forwards"]
-            )
-            differ = str(line.get("texts_that_differ", ""))
-            costs.append([*place, way, units, ends(along(line), 2), *drafts, ends(milliseconds, 1), differ])
+            line, counts = charged(line), {name: np.asarray(value) for name, value in line["along"].items()}
+            tokens = line["tokens_per_unit"] / line["tokens_per_forward"] * line["asked"]["prompts"] * WINDOW
+            way, drafts = "alone", ["", "", ""]
+            if "target" in line:
+                way, share = line["decoding"], 100 * counts["accepted"] / counts["drafted"]
+                whole = 100 * counts["accepted"].sum() / counts["drafted"].sum()
+                drafts = [f"{whole:.0f}", ends(share, 0), str(line.get("texts_that_differ", ""))]
+            costs.append([*place, way, interval(line, "tokens_per_unit", 2), ends(tokens / counts["row_forwards"], 2), *drafts])
     quarters = "first -> last quarter"
-    head = ["tokens / unit", quarters, "accepted %", quarters, f"ms / forward, {quarters}", "texts that differ"]
+    head = ["tokens / unit", quarters, "accepted %", quarters, "texts that differ"]
     print(markdown_table(["block", "T", "target", "way", *head], costs), end="\n\n")
     print(markdown_table(["block", "T", "text of", "nats / token", quarters, "4-grams twice, %"], said))
 
 
-def figure(options: Namespace) -> None:
-    """Draw tokens per unit along the text, a panel for each temperature, in the colours of the frontier."""
-    from .plots import CURVES, DETERMINISTIC, Figure, matplotlib
-
-    lines = [charged(line) for line in read_lines(options.output, embedded=False) if line.get("block_size") == options.block]
-    drawn, path = Figure(figsize=(11, 4), layout="constrained"), options.output.with_suffix(".svg")
-    with matplotlib.rc_context(DETERMINISTIC):
-        for place, sampled in enumerate((False, True)):
-            axes = drawn.add_subplot(1, 2, place + 1)
-            axes.set(title=f"T = {int(sampled)}", xlabel="tokens of the text", ylabel="tokens per unit")
-            for line in (line for line in lines if line["do_sample"] == sampled and line.get("num_draft_states", 8) == 8):
-                name, color = setting_name(line), CURVES[line["decoding"]][0]
-                marker = CURVES[line.get("target", line["decoding"])][1]
-                values = along(line)
-                axes.plot(WINDOW * (np.arange(len(values)) + 0.5), values, color=color, marker=marker, ms=4, label=name)
-        drawn.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside right upper")
-        drawn.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
-    print(path)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Command line: one stage."""
-    stages = {stage.__name__: stage for stage in (prepare, causal, measure, tables, figure)}
+    stages = {stage.__name__: stage for stage in (prepare, causal, measure, tables)}
     parser = parser_of("longtext", __doc__ or "")
     parser.add_argument("stage", choices=list(stages))
     parser.add_argument("--folder", type=Path, default=Path("runs/long"), help="of all that is made")
@@ -287,10 +220,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "long.jsonl", help="lines of measure")
     parser.add_argument("--count", type=int, default=8, help="texts that are decoded")
     parser.add_argument("--tokens", type=int, default=LONGEST, help="of each")
-    parser.add_argument("--blocks", type=int, nargs="+", default=list(BLOCKS), help="block sizes that are measured")
-    parser.add_argument("--states", type=int, nargs="+", default=list(STATES), help="of a round of drafts")
-    parser.add_argument("--block", type=int, default=16, help="the one that is drawn")
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float64")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     stages[options.stage](options)
