@@ -102,9 +102,7 @@ def our_fields(fields: dict[str, Any], known: Collection[str], source: str = "")
     """
     for name, ours in (("head_predicts", "residual"), ("num_mrp_heads", 1)):
         if (value := fields.get(name, ours)) != ours:
-            raise ValueError(
-                f"{name} is {value!r}: a head here is one, of residuals ({name}={ours!r})"
-            )
+            raise ValueError(f"{name} is {value!r}: a head here is one, of residuals ({name}={ours!r})")
     kind = fields.get("model_type", "sdar_mrp")
     if kind == "sdar_mrp":
         return fields

@@ -37,15 +37,12 @@ def charge(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
 def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
     """Add `tokens_per_unit` to a measurement, a unit being a backbone forward with its head passes charged.
 
-    It is None where the line does not say how often the head ran. The interval of the tokens a forward is divided by the same
-    units: the head's passes a forward hardly vary.
+    The interval of the tokens a forward is divided by the same units: the head's passes a forward hardly vary.
     """
-    passes, speed, interval = line.get("head_per_token"), line["tokens_per_forward"], line.get("tokens_per_forward_95")
-    if passes is None:
-        return {**line, "tokens_per_unit": None}
-    units = 1 + HEAD_SHARES[shape] * passes * speed
-    added: dict[str, Any] = {"tokens_per_unit": speed / units}
-    if interval is not None:
+    units = charge(line, shape)
+    speed, interval = line["tokens_per_forward"], line.get("tokens_per_forward_95")
+    added: dict[str, Any] = {"tokens_per_unit": None if units is None else speed / units}
+    if units is not None and interval is not None:
         added["tokens_per_unit_95"] = [end / units for end in interval]
     return {**line, **added}
 
