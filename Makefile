@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CHECKED := rules draft bans cache fuzz losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: picture check mutants test test-extras peers test-serving lint walkthrough docs clean
+.PHONY: picture check mutants test test-extras peers test-serving long lint walkthrough docs clean
 
 # The picture of the README and of the embedded checkpoint's card; in float64, so that it is the same everywhere.
 picture: $(VENV)/.demo
@@ -73,6 +73,17 @@ walkthrough: $(VENV)/bin/python
 	$(WALK)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		"$$(echo $(WALK)/*.whl)[train,serve]" openai
 	cd $(WALK)/empty && env -u PYTHONPATH ../venv/bin/python ../../../tests/walkthrough.py
+
+# A small model of long texts, its head, and what it makes of texts of packages that it has never seen: five hours on two cores.
+# Each step goes on where it was interrupted.
+TWO = OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m
+
+long: $(VENV)/.extras
+	test -e runs/long/train.npy || $(BIN)/python -m benchmarks.longtext prepare
+	test -e runs/long/causal/model.safetensors || $(TWO) benchmarks.longtext causal --batch-size 2
+	test -e runs/long/backbone/model.safetensors || $(TWO) mrp_trainer.cli train backbone --config packages
+	test -e runs/long/head/model.safetensors || $(TWO) mrp_trainer.cli train head --config packages-head
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.longtext measure --batch-size 8
 
 # The pages of docs/ as a site, in build/site; a broken link is an error.
 docs: $(VENV)/.docs

@@ -229,8 +229,8 @@ def test_a_loss_of_fast_dllm_is_that_of_the_shifted_logits(tmp_path: Path) -> No
     # A sample of 6 tokens in blocks of 4, a noisy copy of it before the clean one, and padding.
     position = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 0]])
     view, zeros = torch.tensor([[1] * 6 + [0] * 6 + [-1]]), torch.zeros_like(position)
-    batch = PackedBatch(zeros, zeros, position, view, zeros, zeros.float(), torch.tensor(6), zeros)
-    assert batch.before(4).tolist() == [[-1, 0, 1, 2, 9, 4, -1, 6, 7, 8, 9, 10, -1]]
+    batch = PackedBatch(zeros, zeros, position, position // 4, view, zeros, zeros.float(), torch.tensor(6), zeros)
+    assert batch.before().tolist() == [[-1, 0, 1, 2, 9, 4, -1, 6, 7, 8, 9, 10, -1]]
 
 
 def test_rounds_of_unequal_width_of_fast_dllm(monkeypatch: pytest.MonkeyPatch) -> None:

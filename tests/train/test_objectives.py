@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -21,21 +22,23 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks.picker import Picker
 
 
-def blocks_of(batch: PackedBatch, samples: list[Sample]) -> Iterable[tuple[int, list[int], list[int], int]]:
+def blocks_of(
+    batch: PackedBatch, samples: list[Sample], sizes: Iterable[int] = repeat(BLOCK)
+) -> Iterable[tuple[int, list[int], list[int], int]]:
     """(row, columns of a noisy block, clean tokens before it, where it starts) for every noisy block of a batch."""
-    for row, item in enumerate(samples):
+    for row, (item, size) in enumerate(zip(samples, sizes, strict=False)):
         for copy in range(1, int(batch.view.max()) + 1):
             columns = (batch.view[row] == copy).nonzero()[:, 0]
-            for begin in range(0, len(columns), BLOCK):
-                at = columns[begin : begin + BLOCK].tolist()
+            for begin in range(0, len(columns), size):
+                at = columns[begin : begin + size].tolist()
                 start = int(batch.position_ids[row, at[0]])
                 yield row, at, item.ids[:start].tolist(), start
 
 
-def run_alone(model: MRPForCausalLM, ids: list[int], hidden: Tensor | None = None) -> Tensor:
+def run_alone(model: MRPForCausalLM, ids: list[int], hidden: Tensor | None = None, size: int = BLOCK) -> Tensor:
     """[length, hidden] of one unpacked sequence: the backbone, or the head on given hidden states."""
     position = torch.arange(len(ids))[None]
-    mask = (position[:, None] // BLOCK <= position[:, :, None] // BLOCK)[:, None]
+    mask = (position[:, None] // size <= position[:, :, None] // size)[:, None]
     tensor = torch.tensor([ids])
     return (model.backbone(tensor, position, mask) if hidden is None else model.residual(tensor, hidden[None], position, mask))[
         0
@@ -63,6 +66,31 @@ def test_block_diffusion_loss_equals_the_loop_over_blocks(inverse_level: bool) -
                 total += batch.weight[row, column].item() * F.cross_entropy(logits[i], wanted).item()
     assert int(batch.supervised.sum()) == 14
     assert loss.item() == pytest.approx(total, rel=1e-6)  # the weights are float32
+
+
+@pytest.mark.usefixtures("exact_norms")
+def test_each_sample_draws_a_block_size() -> None:
+    """Its tokens see and are seen by blocks of that size alone, with other sizes beside it; each size is drawn."""
+    model, samples = make_model(), [sample(index, 12, 4) for index in range(8)]
+    batch, drawn = collate(samples, block_sizes=(2, BLOCK)), []
+    for block, position, view in zip(batch.block, batch.position_ids, batch.view, strict=True):
+        drawn += [size for size in (2, BLOCK) if bool((position // size == block)[view >= 0].all())]
+    assert len(drawn) == 8 and {*drawn} == {2, BLOCK}  # noqa: PT018
+    begins = batch.position_ids % torch.tensor(drawn)[:, None] == 0
+    assert torch.equal(batch.begins[batch.view >= 0], begins[batch.view >= 0])
+    beside = collate([[sample(0, BLOCK, 0), sample(1, BLOCK, 0)]], copies=1)  # type: ignore[list-item]
+    assert beside.begins.nonzero()[:, 1].tolist() == [0, BLOCK, 2 * BLOCK, 3 * BLOCK]
+    total = 0.0
+    for row, at, clean, start in blocks_of(batch, samples, drawn):
+        log_probs = model.lm_head(run_alone(model, clean + batch.input_ids[row, at].tolist(), size=drawn[row])).log_softmax(-1)
+        total -= sum(
+            log_probs[start + i, batch.target_ids[row, column]].item()
+            for i, column in enumerate(at)
+            if batch.weight[row, column]
+        )
+    assert block_diffusion(model, batch)[0].item() == pytest.approx(total, rel=1e-6)
+    with pytest.raises(ValueError, match="block_sizes holds 3"):
+        collate(samples, block_sizes=(BLOCK, 3))
 
 
 def confident_model(scale: float, **options: Any) -> MRPForCausalLM:
@@ -130,7 +158,7 @@ def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float) -> None:
     model = confident_model(6)
     samples = [*SAMPLES, sample(7, 24, 4), sample(8, 32, 0)]
     batch = collate(samples, inverse_level=True)
-    reveals = Recorded("on_policy", SHARE, BLOCK)
+    reveals = Recorded("on_policy", SHARE)
     objective = HeadObjective(reveals, unroll=2, order_weight=order_weight, reread_weight=0.6)
     whole, _ = objective(model, batch)  # with a vocabulary matrix that trains
     model.requires_grad_(False)
@@ -210,7 +238,7 @@ def test_random_reveals() -> None:
     batch = collate(samples, copies=1)
     batch.input_ids[batch.view == 1] = MASK  # all four of every block are hidden
     batch.weight[batch.view == 1] = 1
-    reveals, unused = Reveals("random", 0.5, BLOCK), torch.zeros(*batch.input_ids.shape, 1)
+    reveals, unused = Reveals("random", 0.5), torch.zeros(*batch.input_ids.shape, 1)
     sampler = Picker(torch.zeros(64, 1), MASK)
     own = uniform(batch, 1, batch.position_ids)
     assert own[batch.view == 1].unique().numel() == 120 * 44
@@ -236,7 +264,7 @@ def test_packing_is_invisible(objective: str) -> None:
     for number, rows in enumerate(packings):
         model = confident_model(6)
         torch.manual_seed(number)
-        head = HeadObjective(Reveals("on_policy", 0.5, BLOCK), unroll=2, order_weight=0.5)
+        head = HeadObjective(Reveals("on_policy", 0.5), unroll=2, order_weight=0.5)
         if objective == "mrp":
             model.requires_grad_(False)
             model.mrp_head.requires_grad_(True)

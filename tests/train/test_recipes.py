@@ -32,7 +32,7 @@ def test_published_recipes(size: str) -> None:
     assert f"\nweights: {(2 * frozen + 6 * head) / 2**30:.4g} GiB\n" in said
     assert f"\nin all: {(2 * frozen + 18 * head) / 2**30:.4g} GiB\n" in said
     arguments = settings.arguments(bf16=False, use_cpu=True)
-    objective = arguments.head_objective(16)
+    objective = arguments.head_objective()
     assert (objective.reveals.rule, objective.unroll) == ("random", 1)
     assert (objective.order_weight, objective.reread_weight) == (0, 0)
     assert (arguments.noisy_copies, arguments.inverse_level, arguments.noise_per) == (1, True, "sample")
@@ -45,10 +45,10 @@ def test_published_recipes(size: str) -> None:
 
 
 def test_our_recipe() -> None:
-    assert recipe_names() == ["sdar-1.7b-mrp", "sdar-4b-mrp", "sdar-4b-mrp-ours", "sdar-8b-mrp"]
+    assert recipe_names() == ["packages", "packages-head", "sdar-1.7b-mrp", "sdar-4b-mrp", "sdar-4b-mrp-ours", "sdar-8b-mrp"]
     flags = {"model": str(ROOT / "hub_configs" / "sdar-4b-mrp"), "output_dir": "unused"}
     for recipe in ("sdar-4b-mrp-ours", "sdar-4b-mrp"):
         assert meta_model(read_settings("mrp", recipe, flags)).num_parameters(only_trainable=True) == 315_907_328
-    objective = read_settings("mrp", "sdar-4b-mrp-ours", flags).arguments(bf16=False, use_cpu=True).head_objective(16)
+    objective = read_settings("mrp", "sdar-4b-mrp-ours", flags).arguments(bf16=False, use_cpu=True).head_objective()
     assert (objective.reveals.rule, objective.reveals.eager_share) == ("on_policy", 0.5)
     assert (objective.unroll, objective.order_weight, objective.reread_weight) == (2, 0.5, 1.0)

@@ -95,7 +95,7 @@ def test_bad_settings(text: str, assignments: list[str], message: str, tmp_path:
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_settings("mrp", str(tmp_path / "bad.yaml"), {"output_dir": "out"}, assignments)
-    with pytest.raises(ValueError, match=r"nowhere\.yaml is neither a file nor one of the recipes sdar-1\.7b-mrp, "):
+    with pytest.raises(ValueError, match=r"nowhere\.yaml is neither a file nor one of the recipes packages, packages-head, "):
         read_settings("mrp", "nowhere.yaml")
 
 

@@ -140,7 +140,7 @@ def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizer
     """What `mrp_spec` does with the prompts of the first samples, with the attention of decoding; and training goes on."""
     model, held_out = word_model(word_tokenizer), math_problems(word_tokenizer, 6, "tune")
     given = {"objective": "mrp", "eval_dataset": held_out, "processing_class": word_tokenizer, "max_steps": 2}
-    watched = {"eval_strategy": "steps", "eval_steps": 1, "eval_prompts": 3, "eval_new_tokens": 12, "packed_attention": "eager"}
+    watched = {"eval_strategy": "steps", "eval_steps": 1, "eval_prompts": 3, "eval_new_tokens": 12, "packed_attention": "tiles"}
     trainer = new_trainer(model, tmp_path, math_problems(word_tokenizer, 16), **given, **watched)
     seen = set()
     model.get_submodule("mrp_head").register_forward_pre_hook(
@@ -152,7 +152,7 @@ def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizer
     prompts = [held_out[i][0].ids[: int(held_out[i][0].response.argmax())].tolist() for i in range(3)]
     expected = measure_acceptance(model, word_tokenizer, prompts, 12)
     assert {name: lines[-1][f"eval_{name}"] for name in expected} == pytest.approx(expected)
-    assert {attention for training, attention in seen if training} == {"eager"}
+    assert {attention for training, attention in seen if training} == {"tiles"}
     assert model.config._attn_implementation == "sdpa"
     assert lines[-1]["eval_stale_tokens_per_forward"] > 0
 
@@ -210,14 +210,14 @@ def test_processes_and_devices(word_tokenizer: PreTrainedTokenizerFast, tmp_path
 def test_the_options_reach_the_collator_and_the_objective(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     options: dict[str, Any] = {"noisy_copies": 1, "inverse_level": True, "noise_per": "sample", "seed": 5}
     options |= {"unroll": 3, "order_weight": 0.1, "reread_weight": 0.2}
-    options |= {"reveal_rule": "random", "eager_share": 0.3}
+    options |= {"reveal_rule": "random", "eager_share": 0.3, "block_sizes": [2, 8]}
     trainer = new_trainer(word_model(word_tokenizer), tmp_path, objective="mrp", **options)
     collator, objective = trainer.data_collator, trainer._head_objective
     assert (collator.copies, collator.inverse_level, collator.noise_per, collator.seed) == (1, True, "sample", 5)
-    assert (collator.block_size, collator.mask_token_id) == (8, word_tokenizer.mask_token_id)
+    assert (collator.block_size, collator.block_sizes, collator.mask_token_id) == (8, [2, 8], word_tokenizer.mask_token_id)
     assert objective.unroll == 3
     assert (objective.order_weight, objective.reread_weight) == (0.1, 0.2)
-    assert (objective.reveals.rule, objective.reveals.eager_share, objective.reveals.block_size) == ("random", 0.3, 8)
+    assert (objective.reveals.rule, objective.reveals.eager_share) == ("random", 0.3)
 
 
 def test_the_optimizer_is_the_one_asked_for(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

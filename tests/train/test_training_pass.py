@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from conftest import make_model
 from helpers import BLOCK, MASK, chi_square_p, close, collate, random_ids, sample
+from mrp_trainer.train import attention
 from mrp_trainer.train.collator import DiffusionCollator
-from mrp_trainer.train.objectives import HeadObjective
+from mrp_trainer.train.objectives import HeadObjective, block_diffusion
 from mrp_trainer.train.packed import PackedBatch
 from mrp_trainer.train.packing import sparse_mask
 from mrp_trainer.train.reveals import Reveals
@@ -158,14 +159,34 @@ def flex_twin(model: MRPForCausalLM) -> MRPForCausalLM:
 def test_flex_attention_sees_what_the_dense_mask_shows() -> None:
     """For all columns as queries and for the noisy ones alone: the mask itself, and attention of 4 heads under it."""
     batch = PackedBatch(**DiffusionCollator(BLOCK, MASK, 0)([[sample(0, 8, 0), sample(1, 12, 5)]]))
-    rule, length = batch.rule(BLOCK), batch.input_ids.shape[1]
+    rule, length = batch.rule(), batch.input_ids.shape[1]
     random = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(1, 4, length, 16, generator=random) for _ in range(3))
     for queries in (length, 8):
-        dense = batch.rule(BLOCK).dense()[:, :, :queries]
+        dense = batch.rule().dense()[:, :, :queries]
         assert torch.equal(create_mask(rule, 1, 1, queries, length, device="cpu"), dense)
         expected = F.scaled_dot_product_attention(query[:, :, :queries], key, value, attn_mask=dense)
         close(flex_attention(query[:, :, :queries], key, value, block_mask=sparse_mask(rule, queries)), expected, 1e-6)
+
+
+@pytest.mark.usefixtures("exact_norms")
+@pytest.mark.parametrize("objective", [block_diffusion, HeadObjective(Reveals("on_policy", 0.5), unroll=2, order_weight=0.5)])
+def test_tiles_give_the_same_gradients(objective: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every parameter that trains, in tiles of eight queries, of rows of several samples with padding between."""
+    monkeypatch.setattr(attention, "_QUERIES", 8)
+    batch = PackedBatch(**DiffusionCollator(BLOCK, MASK, 0)([[sample(0, 16, 2), sample(1, 12, 5)], [sample(2, 24, 9)]]))
+    results = []
+    for chosen in ("sdpa", attention.TILES):
+        model = make_model()
+        with attention.attending(model, chosen):
+            loss, _ = objective(model, batch)
+        loss.backward()
+        results.append((loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    (loss, gradients), (tiled, of_tiles) = results
+    assert tiled == pytest.approx(loss, rel=1e-10)
+    assert gradients.keys() == of_tiles.keys()
+    for name, gradient in gradients.items():
+        close(of_tiles[name], gradient)
 
 
 @pytest.mark.gpu
@@ -176,7 +197,7 @@ def test_flex_attention_gives_the_same_gradients() -> None:
     plain = make_model().float().cuda()
     results = []
     for model in (plain, flex_twin(plain)):
-        loss, _ = HeadObjective(Reveals("random", 0.0, BLOCK), unroll=2)(model, batch)
+        loss, _ = HeadObjective(Reveals("random", 0.0), unroll=2)(model, batch)
         loss.backward()
         results.append((loss.item(), [p.grad for p in model.get_submodule("mrp_head").parameters()]))
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-4)

@@ -277,7 +277,7 @@ def source_modules(split: Split) -> tuple[str, ...]:
     return tuple(
         path.read_text(encoding="utf-8")
         for path in sorted(folder.glob("*.py"))
-        if path.stat().st_size > 4000 and _belongs(path.name, split)
+        if path.stat().st_size > 4000 and belongs(path.name, split)
     )
 
 
@@ -290,7 +290,8 @@ def _source(rng: random.Random, split: Split) -> Problem:
     return Problem("source", text[start:middle], text[middle : middle + _SOURCE_ANSWER_CHARS])
 
 
-def _belongs(text: str, split: Split) -> bool:
+def belongs(text: str, split: Split) -> bool:
+    """Whether a text or a name is of a split, by its hash."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 100 in _SPLIT_RANGES[split]
 
 
@@ -302,7 +303,7 @@ def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Pro
             problem = (_code_number if rng.random() < 0.5 else _code_list)(rng)
         else:
             problem = _math(rng) if family == "math" else _source(rng, split)
-        if _belongs(problem.prompt, split):
+        if belongs(problem.prompt, split):
             return problem
 
 

@@ -10,7 +10,7 @@ from .options import KEPT_CHECKPOINTS, LEARNING_RATES, MIN_RATE, SCHEDULER, Trai
 from .reveals import Reveals
 
 OBJECTIVES = ("block_diffusion", "mrp")
-ATTENTIONS = ("auto", "flex_attention", "sdpa", "eager")
+ATTENTIONS = ("auto", "flex_attention", "sdpa", "tiles")
 # Options of `TrainingArguments` that would do nothing, and why.
 _COMPILED = "the objectives run in place of the forward that it compiles"
 _LEFT_OUT = {
@@ -40,14 +40,16 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         eager_share: The share of blocks in which `on_policy` reveals all that is above a random threshold, as `dynamic` does.
         order_weight: Weight of the divergence of which position comes next.
         reread_weight: Weight of the leave-one-out loss.
-        packed_attention: How the packed pass attends while training: `flex_attention`, `sdpa` or `eager`; `auto` is flex
-            attention on CUDA, which never holds a mask of [length, length], and what the model has elsewhere. Decoding is not
-            touched.
+        packed_attention: How the packed pass attends while training: `flex_attention`, `sdpa` or `tiles`, matrix products of
+            what the mask leaves; `auto` is flex attention on CUDA, which never holds a mask of [length, length], and what the
+            model has elsewhere. Decoding is not touched.
         muon_learning_rate: Trains layer matrices with Muon at this rate, and all else with AdamW at `learning_rate`; None
             leaves everything to `optim`.
         eval_prompts: How many prompts of the evaluation dataset every evaluation decodes with `mrp_spec`, to report accepted
             drafts and tokens per forward, and beside it those with the backbone's stale drafts; 0 for none.
         eval_new_tokens: How many tokens each of them may get.
+        block_sizes: Block sizes to train for, divisors of the model's; each sample draws one at each visit. What is trained so
+            decodes with any of them: set `model.config.block_size`. None: the model's alone.
         rows_per_step: Rows of a step over all processes and passes: sets `gradient_accumulation_steps` to as many passes of
             `per_device_train_batch_size` rows on each process as make them, so that a recipe's step is the same on any number
             of devices.
@@ -68,6 +70,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
     reread_weight: float = field(default=1.0, metadata={"min": 0})
     packed_attention: str = field(default="auto", metadata={"one_of": ATTENTIONS})
     eval_new_tokens: int = field(default=64, metadata={"min": 1})
+    block_sizes: list[int] | None = None
     rows_per_step: int | None = None
     hub_strategy: str = "end"
     hub_private_repo: bool | None = True
@@ -106,10 +109,10 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         if self.deepspeed_plugin is not None:
             raise ValueError("deepspeed was never run with this trainer: use FSDP2, which shards the frozen backbone, too")
 
-    def head_objective(self, block_size: int) -> HeadObjective:
+    def head_objective(self) -> HeadObjective:
         """The head's loss that these options describe."""
         return HeadObjective(
-            Reveals(self.reveal_rule, self.eager_share, block_size),  # type: ignore[arg-type]  # checked above
+            Reveals(self.reveal_rule, self.eager_share),  # type: ignore[arg-type]  # checked above
             self.unroll,
             self.order_weight,
             self.reread_weight,

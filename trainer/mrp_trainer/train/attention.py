@@ -1,17 +1,20 @@
 """How models attend in training passes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv
 
 from modeling_mrp.modeling import MRPForCausalLM
 
-TRAINING_FLEX = "flex_attention_of_one_type"
+TRAINING_FLEX, TILES = "flex_attention_of_one_type", "tiles"
+_QUERIES = 128  # of a tile
 
 
 def flex_attention_of_one_type(
@@ -25,10 +28,45 @@ def flex_attention_of_one_type(
     return flex_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, **kwargs)
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """A mask for some queries at a time.
+
+    Attributes:
+        parts: Which queries; the columns [n] that one of them sees in some row; those of them that each query does not see,
+            [rows, 1, queries, n] bool.
+    """
+
+    parts: Sequence[tuple[slice, Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, mask: Tensor) -> "Tiles":
+        """Take a dense mask [rows, 1, queries, columns] bool apart."""
+        parts = []
+        for begin in range(0, mask.shape[2], _QUERIES):
+            seen = mask[:, :, begin : begin + _QUERIES]
+            columns = seen.any(2).any(1).any(0).nonzero()[:, 0]
+            parts.append((slice(begin, begin + _QUERIES), columns, ~seen[..., columns]))
+        return cls(parts)
+
+
+def tiled_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tiles, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend by matrix products of what a mask leaves, on a CPU, whose fused attention computes what it hides, too."""
+    found, heads = [], query.shape[1] // key.shape[1]
+    for queries, columns, hidden in attention_mask.parts:
+        keys, values = (repeat_kv(states.index_select(2, columns), heads) for states in (key, value))
+        scores = (query[:, :, queries] * scaling) @ keys.transpose(2, 3)
+        found.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values)
+    return torch.cat(found, 2).transpose(1, 2).contiguous(), None
+
+
 @contextmanager
 def attending(model: MRPForCausalLM, implementation: str | None) -> Iterator[str]:
     """Runs a model with another implementation of attention, if one is given; yields the one it had."""
     AttentionInterface.register(TRAINING_FLEX, flex_attention_of_one_type)
+    AttentionInterface.register(TILES, tiled_attention)
     before = model.config._attn_implementation
     if implementation is not None and implementation != before:
         model.set_attn_implementation(implementation)

@@ -34,9 +34,11 @@ class DiffusionCollator:
         inverse_level: Weight each masked token 1 / t as published (halved with two copies), instead of 1.
         noise_per: Whether a `block` or a `sample` draws its level.
         seed: With a sample's index, decides its noise.
+        block_sizes: Each sample draws one of these, all of which divide `block_size`; none: that is everyone's.
 
     Raises:
-        ValueError: on samples with `reveal_step` where `inverse_level` is set.
+        ValueError: if one of `block_sizes` does not divide `block_size`; on samples with `reveal_step` where `inverse_level` is
+            set.
 
     A batch is the fields of a `PackedBatch`, all columns in whole blocks.
     """
@@ -48,6 +50,11 @@ class DiffusionCollator:
     inverse_level: bool = False
     noise_per: Literal["block", "sample"] = "block"
     seed: int = 0
+    block_sizes: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if wrong := [size for size in self.block_sizes if size < 1 or self.block_size % size]:
+            raise ValueError(f"block_sizes holds {wrong[0]}, which does not divide the model's block_size, {self.block_size}")
 
     def __call__(self, rows: Sequence[Sample | Sequence[Sample]]) -> dict[str, Any]:  # noqa: D102 - the class says it
         packed = [[self._noisy_and_clean(sample) for sample in samples_of(row)] for row in rows]
@@ -57,7 +64,7 @@ class DiffusionCollator:
         width = max(self.block_size, *(sum(len(part["input_ids"]) for part in row) for row in noisy))
         length = width + max(sum(len(part["input_ids"]) for part in row) for row in clean)
         shape = (len(rows), length)
-        columns = {name: np.zeros(shape, np.int64) for name in ("position_ids", "sample", "noise_key")}
+        columns = {name: np.zeros(shape, np.int64) for name in ("position_ids", "block", "sample", "noise_key")}
         columns |= {name: np.full(shape, self.pad_token_id) for name in ("input_ids", "target_ids")}
         columns |= {"view": np.full(shape, NO_VIEW), "weight": np.zeros(shape, np.float32)}
         for index in range(len(rows)):
@@ -75,14 +82,15 @@ class DiffusionCollator:
 
     def _noisy_and_clean(self, sample: Sample) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The columns of the noisy copies, and those of the clean text."""
-        blocks = sample.response_blocks(self.block_size)
-        where = (blocks[:, None] * self.block_size + np.arange(self.block_size)).ravel()
-        learned = sample.response[where].reshape(-1, self.block_size)
+        random = np.random.Generator(np.random.Philox(key=[self.seed + (1 << 32), sample.index]))
+        size = int(random.choice(self.block_sizes)) if self.block_sizes else self.block_size
+        blocks = sample.response_blocks(size)
+        where = (blocks[:, None] * size + np.arange(size)).ravel()
+        learned = sample.response[where].reshape(-1, size)
         answered = (~learned & np.logical_or.accumulate(learned, 1)).ravel()
         behind = (where >= (len(sample.ids) if sample.length is None else sample.length)) | answered
-        random = np.random.Generator(np.random.Philox(key=[self.seed + (1 << 32), sample.index]))
         level = 1 - random.random(len(blocks) if self.noise_per == "block" else 1)
-        level = np.broadcast_to(level[:, None], (len(blocks), self.block_size)).ravel()
+        level = np.broadcast_to(level[:, None], (len(blocks), size)).ravel()
         hidden = random.random(len(where)) < level
         key = int(random.integers(1 << 32))
         copies = []
@@ -91,29 +99,30 @@ class DiffusionCollator:
             if sample.reveal_step is not None:
                 if self.inverse_level:
                     raise ValueError("inverse_level weighs random masks: samples with reveal_step have none, leave it off")
-                chosen = self._left_by_decoding(sample, where, (level + copy / self.copies) % 1) | (chosen & behind)
+                chosen = self._left_by_decoding(sample, where, size, (level + copy / self.copies) % 1) | (chosen & behind)
             share = level if copy == 0 else 1 - level
             copies.append(
                 {
                     "input_ids": np.where(chosen | behind, self.mask_token_id, sample.ids[where]),
                     "target_ids": np.where(behind, BLANK, sample.ids[where]),
                     "position_ids": where,
+                    "block": where // size,
                     "view": copy + 1,
                     "weight": np.where(chosen, 1 / (self.copies * share) if self.inverse_level else 1.0, 0.0),
                     "noise_key": key,
                 }
             )
         positions = np.arange(len(sample.ids))
-        clean = {"input_ids": sample.ids, "target_ids": sample.ids, "position_ids": positions, "view": CLEAN_VIEW}
-        return copies, {**clean, "noise_key": key}
+        clean = {"input_ids": sample.ids, "target_ids": sample.ids, "position_ids": positions, "block": positions // size}
+        return copies, {**clean, "view": CLEAN_VIEW, "noise_key": key}
 
-    def _left_by_decoding(self, sample: Sample, where: np.ndarray, share: np.ndarray) -> np.ndarray:
+    def _left_by_decoding(self, sample: Sample, where: np.ndarray, size: int, share: np.ndarray) -> np.ndarray:
         """[tokens] bool: tokens still masked before the step that reveals more than a `share` of each block's response."""
         assert sample.reveal_step is not None
         masked = np.zeros(len(where), dtype=bool)
         end = len(sample.ids) if sample.length is None else sample.length
-        for begin in range(0, len(where), self.block_size):
-            at = np.arange(begin, begin + self.block_size)
+        for begin in range(0, len(where), size):
+            at = np.arange(begin, begin + size)
             at = at[sample.response[where[at]] & (where[at] < end)]
             steps = sample.reveal_step[where[at]]
             if len(at):

@@ -10,7 +10,7 @@ from modeling_mrp.model.diffusion import taken_from
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.picker import Picker
 
-from .attention import TRAINING_FLEX
+from .attention import TILES, TRAINING_FLEX, Tiles
 from .losses import BLANK, favourite_odds, forward_kl, order_kl, over_vocabulary, project, weighted_cross_entropy
 from .packed import PackedBatch
 from .packing import CleanCache, noisy_copies, noisy_length, sparse_mask
@@ -21,19 +21,20 @@ Measured = dict[str, tuple[Tensor, Tensor]]
 
 
 def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
-    """Masks for all columns, and for the noisy ones as queries over all: `BlockMask`s if the model runs flex attention."""
-    rule = batch.rule(model.config.block_size)
+    """Masks for all columns, and for the noisy ones as queries over all, in the form that the model's attention takes."""
+    rule = batch.rule()
     if model.config._attn_implementation in ("flex_attention", TRAINING_FLEX):
         return sparse_mask(rule, batch.input_ids.shape[1]), sparse_mask(rule, noisy_length(batch))
     whole = rule.dense()
-    return whole, whole[:, :, : noisy_length(batch)]
+    noisy = whole[:, :, : noisy_length(batch)]
+    return (Tiles.of(whole), Tiles.of(noisy)) if model.config._attn_implementation == TILES else (whole, noisy)
 
 
 def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
     """The backbone's loss, summed over the masked positions (SDAR, equation 3)."""
     hidden = model.backbone(batch.input_ids, batch.position_ids, packed_masks(model, batch)[0])
     if model.model.shifted:
-        hidden = taken_from(hidden, batch.before(model.config.block_size))
+        hidden = taken_from(hidden, batch.before())
     chosen = batch.supervised
     return weighted_cross_entropy(hidden[chosen], model.lm_head.weight, batch.target_ids[chosen], batch.weight[chosen]), {}
 
@@ -115,7 +116,7 @@ class HeadObjective:
         loss, found = (values[:, 0] * batch.weight[where]).sum(), {}
         if order_weight:
             shown = batch.target_ids[where] != BLANK
-            blocks = block_numbers(batch, config.block_size)[where][shown]
+            blocks = block_numbers(batch)[where][shown]
             order = order_kl(values[shown, 1], notes[shown, 0], blocks, where.numel())
             loss = loss + order_weight * order
             # Blocks are counted on the device: each marks its own number.
@@ -143,7 +144,7 @@ class _Passes:
         with torch.no_grad():
             whole = self.model.backbone(self.batch.input_ids, self.batch.position_ids, self._mask, self._of_backbone)
         self.noisy = noisy_copies(self.batch)
-        self._before = self.batch.before(self.model.config.block_size) if self.model.model.shifted else None
+        self._before = self.batch.before() if self.model.model.shifted else None
         self._clean = whole[:, self._length :]
         if self._before is not None:
             whole = taken_from(whole, self._before)

@@ -1,11 +1,12 @@
 """Packed passes of training, which hold noisy copies of samples and their clean tokens together, and who sees whom in them.
 
-Positions are absolute and count from 0 at a sample's first token; the block of a position is ``position // block_size``.
+Positions are absolute and count from 0 at a sample's first token, and so do blocks, whose size a sample may have for itself.
 """
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 CLEAN_VIEW = 0  # views above 0 are noisy copies
@@ -55,6 +56,7 @@ class PackedBatch:
         input_ids: [batch, length] long; masked positions hold `mask_token_id`.
         target_ids: [batch, length] long; the true token; -1 behind the end of a text in noisy copies of the trainer.
         position_ids: [batch, length] long; absolute positions.
+        block: [batch, length] long; position // block size.
         view: [batch, length] long; 0 clean, 1, 2, ... noisy copies, -1 padding.
         sample: [batch, length] long; which sample of the row a token belongs to.
         weight: [batch, length] float32; the loss weight of a masked position, 0 elsewhere.
@@ -65,23 +67,30 @@ class PackedBatch:
     input_ids: Tensor
     target_ids: Tensor
     position_ids: Tensor
+    block: Tensor
     view: Tensor
     sample: Tensor
     weight: Tensor
     response_tokens: Tensor
     noise_key: Tensor
 
-    def rule(self, block_size: int) -> PackedRule:
+    def rule(self) -> PackedRule:
         """Make the rule that says which tokens of the packed rows attend to which."""
-        return PackedRule(self.view, self.position_ids // block_size, self.sample)
+        return PackedRule(self.view, self.block, self.sample)
 
-    def before(self, block_size: int) -> Tensor:
+    @property
+    def begins(self) -> Tensor:
+        """[batch, length] bool: the first column of each block."""
+        columns = torch.stack([self.view, self.sample, self.block])
+        return F.pad((columns[..., 1:] != columns[..., :-1]).any(0), (1, 0), value=True)
+
+    def before(self) -> Tensor:
         """Find the column before each one: [batch, length] long, -1 where there is none.
 
         It is in the same view or, before a block, in the clean one. A model whose hidden states are those of the next position
         predicts from there.
         """
-        view = torch.where(self.position_ids % block_size == 0, CLEAN_VIEW, self.view)
+        view = torch.where(self.begins, CLEAN_VIEW, self.view)
         size = int(self.position_ids.max()) + 2
 
         def place(view: Tensor, position: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from .packing import uniform
 _EAGER_FROM, _EAGER_TO = 0.2, 0.95
 
 
-def block_numbers(batch: PackedBatch, block_size: int) -> Tensor:
-    """[batch, length] a number below batch * length for every block of every copy: a batch's columns come in whole blocks."""
-    rows, length = batch.input_ids.shape
-    return torch.arange(rows * length, device=batch.input_ids.device).view(rows, length) // block_size
+def block_numbers(batch: PackedBatch) -> Tensor:
+    """[batch, length] a number below batch * length for every block of every copy."""
+    begins = batch.begins
+    return begins.flatten().cumsum(0).view_as(begins) - 1
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,10 @@ class Reveals:
             position with its true token (as published).
         eager_share: Under `on_policy`, the share of blocks in which everything above a threshold is revealed, as `dynamic`
             does: what drafts for it meet, and `mrp_remask` and `mrp_direct`.
-        block_size: Tokens per block.
     """
 
     rule: RevealRule
     eager_share: float
-    block_size: int
 
     @torch.no_grad()
     def __call__(
@@ -56,14 +54,13 @@ class Reveals:
             ids and masked of the state after the reveal.
         """
         open_ = (masked & (batch.target_ids != BLANK)).nonzero(as_tuple=True)
-        group = block_numbers(batch, self.block_size)[open_]
+        group = block_numbers(batch)[open_]
         groups = ids.numel()
         if self.rule == "on_policy":
             picks = sampler(hidden[open_])
             token, score = picks.token, picks.odds
-            block = batch.position_ids // self.block_size
-            lot = uniform(batch, 1, block)[open_]
-            threshold = _EAGER_FROM + (_EAGER_TO - _EAGER_FROM) * uniform(batch, 2, block)[open_]
+            lot = uniform(batch, 1, batch.block)[open_]
+            threshold = _EAGER_FROM + (_EAGER_TO - _EAGER_FROM) * uniform(batch, 2, batch.block)[open_]
             chosen = (_rank(score, group, groups) < 1) | ((lot < self.eager_share) & (score > threshold.logit()))
         else:
             token, score = batch.target_ids[open_], uniform(batch, 16 + step, batch.position_ids)[open_]
@@ -78,7 +75,7 @@ class Reveals:
         """[batch, length] bool: one of the marked positions of each block, at random."""
         marked = where.nonzero(as_tuple=True)
         lot = uniform(batch, 3, batch.position_ids)[marked]
-        first = _rank(lot, block_numbers(batch, self.block_size)[marked], where.numel()) < 1
+        first = _rank(lot, block_numbers(batch)[marked], where.numel()) < 1
         return torch.zeros_like(where).index_put_(marked, first)
 
 

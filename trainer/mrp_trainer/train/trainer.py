@@ -95,6 +95,7 @@ class MRPTrainer(Trainer):
         if data_collator is None:
             shape, pad = (bare.config.block_size, bare.config.mask_token_id), bare.config.pad_token_id or 0
             noise: Any = {name: getattr(args, name) for name in ("inverse_level", "noise_per", "seed")}
+            noise["block_sizes"] = args.block_sizes or ()
             data_collator = DiffusionCollator(*shape, pad, args.noisy_copies, **noise)
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, processing_class, **kwargs)
         if args.muon_learning_rate is not None and self.is_fsdp_enabled:
@@ -105,7 +106,7 @@ class MRPTrainer(Trainer):
             raise ValueError("gradient_checkpointing drops the keys that the head's passes share: leave it off for 'mrp'")
         self.add_callback(LogAtSaves())
         self.model_accepts_loss_kwargs = True  # the loss is divided by num_items_in_batch, not by the accumulation steps
-        self._head_objective = args.head_objective(bare.config.block_size)
+        self._head_objective = args.head_objective()
         self._trained, self._evaluated = Measures(), Measures()
         self._decoding_attention: str | None = None
         self._steps_done = 0

@@ -1,0 +1,229 @@
+"""Long, real texts: a small model of the texts of installed packages, decoded on packages that it has never seen.
+
+    python -m benchmarks.longtext prepare    # runs/long: the texts, split by package, and a tokenizer
+    python -m benchmarks.longtext causal     # an autoregressive model of them, which judges texts in the end
+    mrp train backbone --config packages     # made a block-diffusion model of three block sizes
+    mrp train head --config packages-head
+    python -m benchmarks.longtext measure    # lines to benchmarks/results/long.jsonl, gone on with where they end
+    python -m benchmarks.longtext tables
+
+`make long` is the five, each of which goes on where it was interrupted. `measure` decodes the beginnings of texts of held-out
+packages greedily and at temperature 1, by every target alone and drafted, with each block size, in float64. What is counted
+along a text is by windows of `WINDOW` tokens; head passes are charged evenly along it. No text ends before its last token.
+"""
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mrp_trainer.data.corpus import cut, installed, new_tokenizer, split_packages
+from mrp_trainer.evaluate.cost import charged
+from mrp_trainer.evaluate.intervals import ratio_of_sums
+from mrp_trainer.evaluate.results import ResultsFile
+from mrp_trainer.publish.card import markdown_table
+from mrp_trainer.train.checkpoints import last_whole_checkpoint
+from mrp_trainer.train.optimizer import MuonAdamW
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+
+from modeling_mrp.modeling import MRPForCausalLM
+
+from .common import RESULTS, header, load, parser_of, read_lines
+from .frontier import Setting, setting_name
+from .measure import Measured
+from .tables import interval
+from .targets import TARGETS, alone, drafted
+
+VOCABULARY, PROMPT, LONGEST, WINDOW = 4096, 64, 1024, 64
+BLOCKS, STATES = (8, 16, 32), 8
+WATCHED = 64  # pieces that the loss is watched on
+Line = dict[str, Any]
+
+
+def prepare(options: Namespace) -> None:
+    """Write each split's texts in pieces of a prompt and its continuation, the same as one stream of ids, and the tokenizer."""
+    split = split_packages(installed())
+    texts = [text for texts in split["train"].values() for text in texts]
+    tokenizer = new_tokenizer(iter(texts[::5]), VOCABULARY, PROMPT + LONGEST)
+    tokenizer.save_pretrained(options.folder)
+    for part, packages in split.items():
+        lines: list[Line] = []
+        stream: list[int] = []
+        for name, text in ((name, text) for name, texts in packages.items() for text in texts):
+            ids, pieces = cut(text, tokenizer, PROMPT + LONGEST)
+            stream += [*ids, tokenizer.eos_token_id]
+            lines += [{"text": piece, "package": name} for piece in pieces]
+        print(f"{part}: {len(packages)} packages, {len(stream):,} tokens, {len(lines):,} pieces: {', '.join(packages)}")
+        lines = lines[:: max(1, len(lines) // WATCHED)] if part == "tune" else lines
+        (options.folder / f"{part}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        np.save(options.folder / f"{part}.npy", np.asarray(stream, np.uint16))
+
+
+def causal(options: Namespace) -> None:
+    """Train an autoregressive model on the stream of ids."""
+    set_seed(0)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.folder)
+    shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "head_dim": 64, "initializer_range": 0.04}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = Qwen3Config(vocab_size=VOCABULARY, max_position_embeddings=2048, **shape, **heads, **ends)
+    model, folder = Qwen3ForCausalLM(config), options.folder / "causal"
+    rows = {part: np.load(options.folder / f"{part}.npy").astype(np.int64) for part in ("train", "tune")}
+    windows = {part: ids[: len(ids) // LONGEST * LONGEST].reshape(-1, LONGEST) for part, ids in rows.items()}
+    data = {part: [{"input_ids": row, "labels": row} for row in ids] for part, ids in windows.items()}
+    given = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": options.steps // 5}}
+    watched = {"logging_steps": 20, "save_steps": 50, "save_total_limit": 1, "report_to": [], "use_cpu": True}
+    size = {"per_device_train_batch_size": options.batch_size, "per_device_eval_batch_size": 4}
+    arguments = TrainingArguments(str(folder), max_steps=options.steps, warmup_steps=50, **given, **watched, **size)
+    optimizer = MuonAdamW(model, 3e-3, 1.5e-3)
+    trainer = Trainer(
+        model, arguments, default_data_collator, data["train"], data["tune"][:WATCHED], optimizers=(optimizer, None)
+    )
+    newest = last_whole_checkpoint(folder)
+    trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+    print(trainer.evaluate())
+    trainer.save_model()
+    tokenizer.save_pretrained(folder)
+
+
+def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerFast, count: int) -> tuple[list[str], Tensor]:
+    """Take pieces of held-out packages that are long enough, in turns: the packages, and [count, prompt + continuation] ids."""
+    found: dict[str, list[list[int]]] = {}
+    for line in map(json.loads, (folder / "heldout.jsonl").open()):
+        if len(ids := tokenizer.encode(line["text"])) >= PROMPT + LONGEST:
+            found.setdefault(line["package"], []).append(ids[: PROMPT + LONGEST])
+    turns = [(name, ids) for turn in range(count) for name, texts in found.items() for ids in texts[turn : turn + 1]]
+    return [name for name, _ in turns[:count]], torch.tensor([ids for _, ids in turns[:count]])
+
+
+def settings() -> Iterator[Setting]:
+    """List what is measured."""
+    for block_size, sampled, target in product(BLOCKS, (False, True), TARGETS):
+        for way in (alone(target), *(drafted(mode, target, STATES) for mode in ("self_spec", "mrp_spec"))):
+            yield {"block_size": block_size, "do_sample": sampled, **way}
+
+
+def decode(model: MRPForCausalLM, prompts: Tensor, new: int, batch_size: int, **options: Any) -> tuple[Measured, Line]:
+    """Decode prompts [rows, prompt]: texts and counts, and what is counted in each window, all rows together."""
+    made, edges = Measured([], [], []), torch.arange(0, new + 1, WINDOW)[:, None, None]
+    along = {name: torch.zeros(len(edges) - 1, dtype=torch.long) for name in ("row_forwards", "drafted", "accepted")}
+    for given in prompts.split(batch_size):
+        fixed: Line = {"max_new_tokens": new, "eos_token_id": None, "suppress_tokens": [0, 1], "return_dict_in_generate": True}
+        sampled: Line = {"temperature": 1.0, "top_k": 0, "seed": len(made.ids)} if options["do_sample"] else {}
+        out: Any = model.generate(given, attention_mask=torch.ones_like(given), **fixed, **sampled, **options)
+        reached = out.stats.rounds["column"] >= edges  # [edges, rounds, rows]
+        # A round that comes to a block scores its first state, too: what was before is the block's beginning.
+        before = torch.where(reached.any(1), reached.int().argmax(1), reached.shape[1])
+        for name, counts in along.items():
+            counts += pad(out.stats.rounds[name], (0, 0, 1, 0)).gather(0, before).diff(dim=0).sum(1)
+        made.ids.extend(out.sequences[:, PROMPT:].tolist())
+        made.forwards.extend(out.stats.row_forwards.tolist())
+        made.head_forwards.extend(out.stats.row_head_forwards.tolist())
+    return made, {"along": {name: counts.tolist() for name, counts in along.items()}}
+
+
+@torch.inference_mode()
+def judged(judge: Qwen3ForCausalLM, texts: Tensor) -> Line:
+    """Nats a token that another model takes for continuations, by window, and the share of 4-grams that a text has twice."""
+    logits = torch.cat([judge(one[None]).logits[:, PROMPT - 1 : -1] for one in texts])
+    nats = -logits.float().log_softmax(-1).gather(-1, texts[:, PROMPT:, None])[..., 0]
+    grams = texts[:, PROMPT:].unfold(1, 4, 1)
+    again = [1 - len(one.unique(dim=0)) / len(one) for one in grams]
+    windows = nats.unflatten(1, (-1, WINDOW)).mean((0, 2)).tolist()
+    mean = ratio_of_sums(nats.sum(1).tolist(), [nats.shape[1]] * len(nats))
+    assert mean is not None
+    of = {"nats": round(mean.value, 3), "nats_95": mean.rounded(), "nats_along": [round(one, 3) for one in windows]}
+    return {**of, "repeated": round(sum(again) / len(again), 3)}
+
+
+def measure(options: Namespace) -> None:
+    """Decode with each setting that has no line yet."""
+    model, tokenizer = load(options.folder / "head")
+    judge = Qwen3ForCausalLM.from_pretrained(options.folder / "causal").eval()
+    packages, texts = prompts_of(options.folder, tokenizer, options.count)
+    texts = texts[:, : PROMPT + options.tokens]
+    results, identity = ResultsFile(options.output, "asked"), {"prompts": options.count, "tokens": options.tokens}
+    results.begin(header("longtext", options, model))
+    model = model.double()
+    if results.find(text="real", asked=identity) is None:
+        results.add({"text": "real", "asked": identity, "packages": packages, **judged(judge, texts)})
+    targets: dict[str, Measured] = {}
+    for setting in settings():
+        model.config.block_size = setting["block_size"]
+        place = {name: setting[name] for name in ("block_size", "do_sample")}
+        target = str({**place, "target": setting.get("target", setting["decoding"])})
+        if results.find(**setting, asked=identity) is not None:
+            continue
+        given = {name: value for name, value in setting.items() if name != "block_size"}
+        made, line = decode(model, texts[:, :PROMPT], options.tokens, options.batch_size, **given)
+        line = {**setting, **made.line(), **line, "asked": identity}
+        if "target" not in setting:
+            targets[target] = made
+            line |= judged(judge, torch.cat([texts[:, :PROMPT], torch.tensor(made.ids)], 1))
+        elif target in targets:
+            line |= {"texts_that_differ": made.differ(targets[target]), **made.over(target=targets[target])}
+        results.add(line)
+        print(f"{place} {setting_name(line)}: {line['tokens_per_forward']} a forward", flush=True)
+
+
+def ends(values: Any, digits: int) -> str:
+    """Show the means of the first and the last quarter."""
+    quarter = max(1, len(values) // 4)
+    return " -> ".join(f"{np.mean(part):.{digits}f}" for part in (values[:quarter], values[-quarter:]))
+
+
+def tables(options: Namespace) -> None:
+    """Print what was measured as Markdown: cost and acceptance, and what another model says of the texts."""
+    costs, said = [], []
+    for line in read_lines(options.output, embedded=False):
+        whose = line.get("target", line.get("decoding", "real"))
+        place = [str(line.get("block_size", "")), f"{line.get('do_sample', 0):d}", whose]
+        if "nats" in line:
+            said.append([*place, interval(line, "nats", 2), ends(line["nats_along"], 2), f"{100 * line['repeated']:.0f}"])
+        if "decoding" in line:
+            line, counts = charged(line), {name: np.asarray(value) for name, value in line["along"].items()}
+            tokens = line["tokens_per_unit"] / line["tokens_per_forward"] * line["asked"]["prompts"] * WINDOW
+            way, drafts = "alone", ["", "", ""]
+            if "target" in line:
+                way, share = line["decoding"], 100 * counts["accepted"] / counts["drafted"]
+                whole = 100 * counts["accepted"].sum() / counts["drafted"].sum()
+                drafts = [f"{whole:.0f}", ends(share, 0), str(line.get("texts_that_differ", ""))]
+            costs.append([*place, way, interval(line, "tokens_per_unit", 2), ends(tokens / counts["row_forwards"], 2), *drafts])
+    quarters = "first -> last quarter"
+    head = ["tokens / unit", quarters, "accepted %", quarters, "texts that differ"]
+    print(markdown_table(["block", "T", "target", "way", *head], costs), end="\n\n")
+    print(markdown_table(["block", "T", "text of", "nats / token", quarters, "4-grams twice, %"], said))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: one stage."""
+    stages = {stage.__name__: stage for stage in (prepare, causal, measure, tables)}
+    parser = parser_of("longtext", __doc__ or "")
+    parser.add_argument("stage", choices=list(stages))
+    parser.add_argument("--folder", type=Path, default=Path("runs/long"), help="of all that is made")
+    parser.add_argument("--steps", type=int, default=3200, help="of causal")
+    parser.add_argument("--batch-size", type=int, default=4, help="rows at once")
+    parser.add_argument("--output", type=Path, default=RESULTS / "long.jsonl", help="lines of measure")
+    parser.add_argument("--count", type=int, default=8, help="texts that are decoded")
+    parser.add_argument("--tokens", type=int, default=LONGEST, help="of each")
+    options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    stages[options.stage](options)
+
+
+if __name__ == "__main__":
+    main()

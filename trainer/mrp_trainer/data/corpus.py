@@ -1,0 +1,125 @@
+"""Documentation and source text of the packages that are installed, split by package.
+
+The texts are their authors', under the packages' licences. They are read where they lie, to train and to measure on; no file of
+this repository holds any of them.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackagePath, distributions
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from .tasks import SPLITS, Split, belongs
+
+# Packages by name, the texts of each.
+Packages = dict[str, list[str]]
+
+ENDINGS = (".py", ".md", ".rst")
+# Characters. Larger files are tables; no package has more than its share; shorter texts say little.
+_LARGEST, _SHARE, _SHORTEST = 100_000, 3_000_000, 200
+# Copies of other packages, and files that are not about the package.
+_ASIDE = re.compile(r"(^|/)(_?vendor|_?third_?party|_?extern)|(^|/)(licen[cs]e|copying|notice|authors)", re.IGNORECASE)
+_FIRST_COMMENT, _LEGAL = re.compile(r"\A(?:[ \t]*#.*\n|\s*\n)+"), re.compile("licen[cs]e|copyright", re.IGNORECASE)
+_ODD = re.compile("<\\||\N{REPLACEMENT CHARACTER}")  # what looks like a special token, or is not UTF-8
+_OURS = "modeling-mrp"
+# Lines of so many characters tell copies; a text of which more than this share stands elsewhere is one.
+_TELLING, _COPIED = 40, 0.2
+
+PAD, END, MASK = "<|endoftext|>", "<|im_end|>", "<|MASK|>"
+# Words take their leading space or mark with them, numbers are at most two digits, punctuation stands alone.
+_PIECES = r" ?\d{1,2}|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def installed(path: Sequence[str] | None = None) -> Packages:
+    """Read the texts of installed packages.
+
+    Of each package files of `ENDINGS` and its description, in an order by hash up to a share. Left out are copies of other
+    packages, licences, the comment that opens a file where it is one, and what looks like special tokens.
+
+    Args:
+        path: Where packages lie; where Python looks by default.
+    """
+    found: Packages = {}
+    for one in distributions() if path is None else distributions(path=list(path)):
+        name = re.sub(r"[-_.]+", "-", one.name).lower()
+        if name not in {_OURS, *found} and (texts := list(_texts(one.files or ()))):
+            found[name] = texts
+    return dict(sorted(found.items()))
+
+
+def _texts(files: Sequence[PackagePath]) -> Iterator[str]:
+    room = _SHARE
+    for file in sorted(files, key=lambda file: hashlib.sha256(str(file).encode()).digest()):
+        path = Path(str(file.locate()))
+        if (file.suffix not in ENDINGS and file.name != "METADATA") or _ASIDE.search(str(file)) or not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if file.name == "METADATA":
+            text = text.partition("\n\n")[2]
+        if (comment := _FIRST_COMMENT.match(text)) and _LEGAL.search(comment[0]):
+            text = text[comment.end() :]
+        if _SHORTEST <= len(text) <= min(_LARGEST, room) and not _ODD.search(text):
+            room -= len(text)
+            yield text
+
+
+def split_packages(packages: Packages) -> dict[Split, Packages]:
+    """Split packages by the hashes of their names. What is in two splits, or mostly, is left out of training."""
+    split = {part: {name: texts for name, texts in packages.items() if belongs(name, part)} for part in SPLITS}
+    elsewhere = {
+        line
+        for part in SPLITS
+        if part != "train"
+        for texts in split[part].values()
+        for text in texts
+        for line in _telling(text)
+    }
+
+    def is_copy(text: str) -> bool:
+        lines = _telling(text)
+        return sum(line in elsewhere for line in lines) > _COPIED * len(lines)
+
+    split["train"] = {name: [text for text in texts if not is_copy(text)] for name, texts in split["train"].items()}
+    return split
+
+
+def _telling(text: str) -> list[str]:
+    return [line for line in map(str.strip, text.splitlines()) if len(line) >= _TELLING]
+
+
+def cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[list[int], list[str]]:
+    """Encode a text, and cut it into pieces of a number of tokens. All but the last have a few more, so that training cuts them
+    and takes none of their ends for the text's."""
+    made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, at = made["input_ids"], made["offset_mapping"]
+    begins = range(0, len(ids), length)
+    return ids, [text[at[begin][0] : at[min(begin + length + 8, len(ids)) - 1][1]] for begin in begins]
+
+
+def new_tokenizer(texts: Iterator[str], size: int, length: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer of `size` tokens, for texts of up to `length` tokens; the same for the same texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(_PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special, alphabet = [PAD, END, MASK], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        mask_token=MASK,
+        model_max_length=length,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+__all__ = ["ENDINGS", "Packages", "cut", "installed", "new_tokenizer", "split_packages"]
