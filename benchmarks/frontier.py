@@ -10,8 +10,8 @@ With `--rules [NAME ...]` it decodes with reveal rules instead, those from paper
 with one head pass (`--count 40` shows what differs; `python -m benchmarks.tables rules`).
 
 With `--rivals` it decodes what the head is to be held against, of every target: `self_spec`, draft graphs and PSD as they were
-tuned for it (`benchmarks.tuned`), and `mrp_spec` with a shortlist of 16 tokens and one to three passes (`python -m
-benchmarks.tables aims`, `psd`, `break_even`).
+tuned for it (`benchmarks.tuned`), and `mrp_spec` with a shortlist of 16 tokens and one to three passes. No table reads these
+lines yet.
 
 Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has one there, of the weights that it
 uses, is not measured again. `python -m benchmarks.tables frontier` (`targets`, `break_even`, `headline`, `eager`) prints

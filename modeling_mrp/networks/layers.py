@@ -181,6 +181,6 @@ def _plain(linear: Any) -> bool:
 def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor | list[Tensor]:
     """Apply linear layers to one input: a list of results, [..., out_features] each.
 
-    With their `packed_weight` weight it is one product, and the results lie side by side in one tensor.
+    With their packed weight it is one product, and the results lie side by side in one tensor.
     """
     return [linear(hidden) for linear in linears] if weight is None else F.linear(hidden, weight)
