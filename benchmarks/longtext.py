@@ -287,7 +287,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of("longtext", __doc__ or "")
     parser.add_argument("stage", choices=list(stages))
     parser.add_argument("--folder", type=Path, default=Path("runs/long"), help="of all that is made")
-    parser.add_argument("--steps", type=int, default=3200, help="of causal")
+    parser.add_argument("--steps", type=int, default=1000, help="of causal")
     parser.add_argument("--batch-size", type=int, default=4, help="rows at once")
     parser.add_argument("--output", type=Path, default=RESULTS / "long.jsonl", help="lines of measure")
     parser.add_argument("--count", type=int, default=8, help="texts that are decoded")
