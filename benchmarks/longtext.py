@@ -54,7 +54,7 @@ from .targets import TARGETS, alone, drafted
 from .turns import faster
 
 VOCABULARY, PROMPT, LONGEST, WINDOW = 4096, 64, 1024, 64
-BLOCKS, STATES = (8, 16, 32), 8
+BLOCKS, STATES = (8, 16, 32), 4
 WATCHED = 64  # pieces that the loss is watched on
 PARTS = 4  # of a text, whose times are compared
 Line = dict[str, Any]
