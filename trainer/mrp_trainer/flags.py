@@ -182,6 +182,3 @@ def parsed(text: str, where: str) -> Any:
         return yaml.load(text, _Yaml)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not YAML that is read here: {error}") from error
-
-
-__all__ = ["assigned", "flag", "for_typer", "parsed", "reported_errors", "shown_default", "takes_flags"]

@@ -84,6 +84,3 @@ def _base_and_adapter(source: str) -> tuple[str, str | None]:
             "and no path here. Download the adapter, and correct its adapter_config.json"
         )
     return named, source
-
-
-__all__ = ["load_config", "load_generation_fields", "load_model", "load_tokenizer"]

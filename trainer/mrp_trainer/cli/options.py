@@ -37,6 +37,3 @@ class CardOptions(_Rendered):
 
     name: str | None = flag("Repository that the examples load.", None, shown="the folder")
     output: str | None = flag("File to write.", None, metavar="FILE", shown="standard output")
-
-
-__all__ = ["CardOptions", "PushOptions"]

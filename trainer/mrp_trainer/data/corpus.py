@@ -120,6 +120,3 @@ def new_tokenizer(texts: Iterator[str], size: int, length: int) -> PreTrainedTok
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
-
-
-__all__ = ["ENDINGS", "Packages", "cut", "installed", "new_tokenizer", "split_packages"]

@@ -146,6 +146,3 @@ def main(options: DoctorOptions) -> bool:
     report = examine(options)
     print(report.page())
     return not report.failed
-
-
-__all__ = ["Report", "examine", "main"]

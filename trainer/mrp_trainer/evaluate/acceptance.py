@@ -86,6 +86,3 @@ def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-__all__ = ["acceptance_by_depth", "mean_accepted_length", "measure_acceptance"]

@@ -129,6 +129,3 @@ def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
 
 def _percent(interval: Interval) -> list[float]:
     return [round(100 * interval.low, 1), round(100 * interval.high, 1)]
-
-
-__all__ = ["check_setting", "evaluate", "measurements", "report"]

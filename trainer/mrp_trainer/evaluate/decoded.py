@@ -174,6 +174,3 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def _texts(out: Any, width: int) -> list[list[int]]:
     lengths = (out.reveal_step >= 0).sum(1).tolist()
     return [row[:length] for row, length in zip(out.sequences[:, width:].tolist(), lengths, strict=True)]
-
-
-__all__ = ["NEW_TOKENS", "Decoded", "Judge", "decode_problems", "decode_prompts", "pad_left", "padding_id"]

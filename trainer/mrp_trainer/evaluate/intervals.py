@@ -76,6 +76,3 @@ def ratio_of_sums(
     sums = resampled_sums(np.stack([over, under], 1), resamples, seed)
     sums = sums[sums[:, 1] != 0]
     return percentiles(sum(over) / sum(under), sums[:, 0] / sums[:, 1], level)
-
-
-__all__ = ["RESAMPLES", "Interval", "percentiles", "ratio_of_sums", "resampled_sums", "wilson"]

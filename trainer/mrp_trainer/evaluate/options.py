@@ -135,6 +135,3 @@ def check_names(setting: Mapping[str, Any]) -> None:
     for name in setting.get("set", {}):
         if name not in known:
             raise ValueError(f"--set {name}: generate has no such option{closest_name(name, known)}")
-
-
-__all__ = ["EvaluateOptions", "ModeOptions", "ModelOptions", "check_names", "generate_options"]

@@ -164,6 +164,3 @@ def _prompt_ids(where: str, asked: Chat | Text, tokenizer: PreTrainedTokenizerBa
     if not (ids := tokenizer.encode(text, add_special_tokens=False)):
         raise ValueError(f"{where}: the prompt has no token: write a longer one")
     return list(ids)
-
-
-__all__ = ["JUDGES", "ProblemSet", "family_set", "file_set", "last_number"]

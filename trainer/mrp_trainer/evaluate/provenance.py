@@ -93,6 +93,3 @@ def header(benchmark: str, options: object, model: nn.Module | None = None) -> d
         "date": datetime.now(UTC).date().isoformat(),
         "options": asked,
     }
-
-
-__all__ = ["commit", "deciding", "digests", "header"]

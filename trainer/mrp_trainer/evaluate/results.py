@@ -129,6 +129,3 @@ def _record(line: str) -> Line:
     except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
-
-
-__all__ = ["ResultsFile", "check_clean", "mode_name", "other_weights", "with_headers"]

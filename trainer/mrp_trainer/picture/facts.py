@@ -160,6 +160,3 @@ def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
 
 def _decoded(ids: list[int], tokenizer: Any) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-__all__ = ["Decode", "Forward", "Token", "read_decode", "token_texts"]

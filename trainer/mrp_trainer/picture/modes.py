@@ -38,6 +38,3 @@ def show_model(options: ShowOptions) -> Picture:
     picture = show(outputs, tokenizer, prompt=options.prompt, animated=options.animated)
     picture.save(options.output)
     return picture
-
-
-__all__ = ["show_model"]

@@ -42,6 +42,3 @@ class ShowOptions(ModeOptions):
         options = self.of_checkpoint(own, states=8)
         decoding = self.decoding or [*options.target, "mrp_spec" if has_head else "self_spec"]
         return replace(options, decoding=decoding).settings()
-
-
-__all__ = ["ShowOptions"]

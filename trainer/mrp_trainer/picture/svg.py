@@ -222,6 +222,3 @@ def _template() -> Any:
     made = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_short)
     made.filters |= {"told": _told, "colour": colour, "visible": visible, "spaced": lambda text: text.replace(" ", "\u00a0")}
     return made.from_string(Path(__file__).with_name("decode.svg.jinja").read_text(encoding="utf-8") + "\n")
-
-
-__all__ = ["Picture", "draw"]

@@ -16,6 +16,3 @@ def _shown(character: str) -> str:
     # Categories of what is unseen, unassigned, or not allowed in XML.
     unseen = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
     return f"⟨{ord(character):X}⟩" if unseen else character
-
-
-__all__ = ["visible"]

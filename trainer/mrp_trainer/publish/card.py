@@ -206,6 +206,3 @@ def renamed(text: str, name: str) -> str:
 
 def _title(name: str) -> str:
     return name.rstrip("/").split("/")[-1]
-
-
-__all__ = ["FORM", "is_users_card", "markdown_table", "read_results", "render_card", "renamed", "results_table"]

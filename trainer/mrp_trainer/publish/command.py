@@ -153,6 +153,3 @@ def card(folder: str, name: str | None, results: list[str], about: str | None) -
     """
     name = name or (f"./{folder}" if is_hub_id(folder) else folder)
     return str(render_card(folder, read_folder(folder).kind, name, read_results(results), about))
-
-
-__all__ = ["Publication", "card", "push"]

@@ -125,6 +125,3 @@ def _check_tokenizer(path: Path, kind: str) -> None:
 def json_of(path: Path) -> dict[str, Any]:
     """Read what a JSON file holds, nothing if there is none; `ValueError` if that is no object."""
     return json_object(path) if path.is_file() else {}
-
-
-__all__ = ["CONFIGS", "KINDS", "PICTURE", "Folder", "json_of", "read_folder", "tensors_in"]

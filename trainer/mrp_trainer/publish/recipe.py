@@ -52,6 +52,3 @@ def _without_folders(value: Any) -> Any:
 
 def _is_local(name: Any) -> bool:
     return not isinstance(name, str) or not is_hub_id(name) or os.path.exists(name)
-
-
-__all__ = ["model_of", "recipe_of"]

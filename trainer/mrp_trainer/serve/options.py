@@ -44,6 +44,3 @@ class ServeOptions(ModelOptions):
         """Collect the options of `generate` that were given; those of `set` are together under that name."""
         modes = {name: value for name in ("decoding", "target") if (value := getattr(self, name)) is not None}
         return {**modes, "set": self.extra()}
-
-
-__all__ = ["ServeOptions"]

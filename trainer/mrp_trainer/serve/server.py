@@ -200,6 +200,3 @@ def serve(options: ServeOptions) -> None:
     model.generate(**first, tokenizer=tokenizer, max_new_tokens=1)  # what the device lacks shows now, not in answers
     app = application(options.model, model, tokenizer, loopback=options.host in _LOOPBACK)
     uvicorn.run(app, host=options.host, port=options.port)
-
-
-__all__ = ["OneModel", "application", "serve"]
