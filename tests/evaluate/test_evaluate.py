@@ -190,7 +190,7 @@ def test_other_options_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture
         ("--decoding dynamic --tau 2", "confidence_threshold is 2.0: it must be a probability"),
         ("--decoding mrp_spec --states two", "num_draft_states is 'two': it must be 'auto' or an int from 1 to 256"),
         ("--set draft_pases=2", "--set draft_pases: generate has no such option (did you mean draft_passes?)"),
-        ("--set num_return_sequences=2", "--set num_return_sequences=2: the measurement decides on num_return_sequences"),
+        ("--set num_return_sequences=2", "--set num_return_sequences=2: this command decides on num_return_sequences"),
     ],
 )
 def test_what_the_command_refuses(

@@ -5,12 +5,12 @@ Nothing here imports torch, so that help comes at once.
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, field, fields
 from enum import StrEnum
 from functools import partial, wraps
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
@@ -149,14 +149,14 @@ def reported_errors() -> Iterator[None]:
 
 
 def assigned(
-    assignments: Sequence[str], flags: Mapping[str, str] | None = None, fixed: Mapping[str, str] | None = None
+    assignments: Sequence[str], flags: Mapping[str, str] = MappingProxyType({}), fixed: Collection[str] = ()
 ) -> dict[str, Any]:
     """Read assignments of `--set`, the values as YAML writes them.
 
     Args:
         assignments: "NAME=VALUE" each.
         flags: The flag of each option that has one.
-        fixed: Who decides on an option that cannot be given.
+        fixed: Options that the command decides on.
 
     Raises:
         ValueError: for an assignment without a name or value, a name that is given twice, or one of `flags` or `fixed`.
@@ -168,10 +168,10 @@ def assigned(
             raise ValueError(f"--set {assignment}: write it as NAME=VALUE")
         if name in found:
             raise ValueError(f"--set {assignment}: {name} is given twice, leave one out")
-        if name in (flags or {}):
-            raise ValueError(f"--set {assignment}: use --{(flags or {})[name]}")
-        if name in (fixed or {}):
-            raise ValueError(f"--set {assignment}: {(fixed or {})[name]} decides on {name}, leave it out")
+        if name in flags:
+            raise ValueError(f"--set {assignment}: use --{flags[name]}")
+        if name in fixed:
+            raise ValueError(f"--set {assignment}: this command decides on {name}, leave it out")
         found[name] = parsed(text, f"--set {assignment}")
     return found
 

@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME, find_adapter_config_file
 
@@ -48,13 +49,14 @@ def load_generation_fields(source: str) -> dict[str, Any]:
         return {}
 
 
-def load_model(source: str, dtype: str | None = None) -> MRPForCausalLM:
-    """A model in evaluation mode.
+def load_model(source: str, dtype: str | None = None, device: str | None = None) -> Any:
+    """An `MRPForCausalLM` in evaluation mode.
 
     Args:
         source: A folder or an id on the Hub, of any kind that `MRPForCausalLM.from_pretrained` takes, or with a peft adapter,
             whose base is then loaded too.
         dtype: Of the weights; that of the checkpoint if None.
+        device: Its device; the first GPU, or the CPU, if None.
 
     Raises:
         ValueError: if the checkpoint or the adapter is damaged, of another kind, or names a base that is not followed.
@@ -64,7 +66,7 @@ def load_model(source: str, dtype: str | None = None) -> MRPForCausalLM:
     model = MRPForCausalLM.from_pretrained(base, **({} if dtype is None else {"dtype": dtype}))
     if adapter is not None:
         model.load_adapter(adapter)
-    return model.eval()
+    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _base_and_adapter(source: str) -> tuple[str, str | None]:

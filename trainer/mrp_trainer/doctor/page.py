@@ -111,7 +111,7 @@ def examine(options: DoctorOptions) -> Report:
         name = f"random weights of {options.random.upper()}"
         model = random_model(published_config(options.random), getattr(torch, dtype), device)
     else:
-        name, model = options.model, load_model(options.model, options.dtype).to(device)
+        name, model = options.model, load_model(options.model, options.dtype, str(device))
         tokenizer = load_tokenizer(options.tokenizer or options.model)
     shape = model.config
     layers = f"{shape.num_hidden_layers} layers of {shape.hidden_size}, vocabulary {shape.vocab_size}"

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.generate.options import MRPGenerationConfig
+from modeling_mrp.generate.option_table import closest_name
+from modeling_mrp.generate.options import OPTION_NAMES, MRPGenerationConfig
 from modeling_mrp.model.configuration import MRPConfig
 
 from ..data.tasks import Family, Split
@@ -20,7 +20,7 @@ from .acceptance import acceptance_by_depth, mean_accepted_length
 from .cost import charged_as
 from .decoded import Decoded, decode_prompts
 from .intervals import Interval, ratio_of_sums, wilson
-from .options import EvaluateOptions, check_names, generate_options
+from .options import EvaluateOptions, generate_options
 from .problem_sets import ProblemSet, family_set, file_set
 from .provenance import header
 from .results import ResultsFile
@@ -46,8 +46,7 @@ def evaluate(options: EvaluateOptions) -> None:
     sets += [file_set(path, tokenizer, options.judge, options.chat, **of_both) for path in options.prompts]
     for asked in sets:
         asked.check_room(config.max_position_embeddings)
-    model: Any = load_model(options.model, options.dtype)
-    model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = load_model(options.model, options.dtype, options.device)
     if results is not None:
         results.begin(header("mrp evaluate", options, model))
     report(model, tokenizer, options, sets, results)
@@ -55,7 +54,9 @@ def evaluate(options: EvaluateOptions) -> None:
 
 def check_setting(setting: Mapping[str, Any], config: MRPConfig) -> None:
     """Raise `ValueError` for an option that `generate` does not know, or would refuse of a model with this config."""
-    check_names(setting)
+    for name in setting.get("set", {}):
+        if name not in OPTION_NAMES:
+            raise ValueError(f"--set {name}: generate has no such option{closest_name(name, OPTION_NAMES)}")
     MRPGenerationConfig(**generate_options(setting)).check(config.block_size, config.has_head)
 
 

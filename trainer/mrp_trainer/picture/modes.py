@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from ..data.records import check_utf8
 from ..evaluate.command import check_setting
 from ..evaluate.options import generate_options
@@ -23,8 +21,7 @@ def show_model(options: ShowOptions) -> Picture:
     check_utf8(options.prompt)
     for setting in options.drawn({}):
         check_setting(setting, load_config(options.model))
-    model: Any = load_model(options.model, options.dtype)
-    model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model: Any = load_model(options.model, options.dtype, options.device)
     tokenizer: Any = load_tokenizer(options.tokenizer or options.model)
     if options.plain or tokenizer.chat_template is None:
         inputs = tokenizer(options.prompt, return_tensors="pt")

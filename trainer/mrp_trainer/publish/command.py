@@ -142,14 +142,7 @@ def _contents(found: Folder, base: str | None, revision: str | None) -> dict[str
     return {**found.files, **code, config: json.dumps(fields, indent=2).encode()}
 
 
-def card(folder: str, name: str | None, results: list[str], about: str | None) -> str:
-    """Render the card of a checkpoint's folder, as a push would.
-
-    Args:
-        folder: The checkpoint.
-        name: What the examples load; by default the folder, written so that it is no Hub id.
-        results: Files of measurements.
-        about: A file that tells of the checkpoint.
-    """
+def card(folder: str, name: str | None = None, results: Sequence[str] = (), about: str | None = None) -> str:
+    """Render the card of a checkpoint's folder, as a push would; its examples load `name`, by default the folder."""
     name = name or (f"./{folder}" if is_hub_id(folder) else folder)
     return str(render_card(folder, read_folder(folder).kind, name, read_results(results), about))

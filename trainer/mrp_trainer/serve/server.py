@@ -193,8 +193,7 @@ def serve(options: ServeOptions) -> None:
     setting = options.setting()
     check_setting(setting, load_config(options.model))
     tokenizer = load_tokenizer(options.tokenizer or options.model)
-    model: Any = load_model(options.model, options.dtype)
-    model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model: Any = load_model(options.model, options.dtype, options.device)
     model.generation_config = MRPGenerationConfig(**{**model.generation_config.to_dict(), **generate_options(setting)})
     first = tokenizer("Hello", return_tensors="pt").to(model.device)
     model.generate(**first, tokenizer=tokenizer, max_new_tokens=1)  # what the device lacks shows now, not in answers
