@@ -20,8 +20,7 @@ from ..evaluate.options import EvaluateOptions
 from ..flags import for_typer, reported_errors, takes_flags
 from ..picture.options import ShowOptions
 from ..serve.options import ServeOptions
-from ..train.decode_options import DecodeOptions
-from ..train.options import RunOptions, TrainCommand, TrainerFlags
+from ..train.options import DecodeOptions, RunOptions, TrainCommand, TrainerFlags
 from .options import CardOptions, PushOptions
 
 app = typer.Typer(

@@ -7,20 +7,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from ..embedded import located
+from ..evaluate.options import ModelOptions
 from ..flags import flag
 
 RevealRule = Literal["on_policy", "random"]
 HeadInit = Literal["identity", "backbone", "published"]
 
-# By objective.
-LEARNING_RATES = {"mrp": 1e-3, "block_diffusion": 1e-4}
-SCHEDULER = "cosine_with_min_lr"
-# Of that schedule.
-MIN_RATE = {"min_lr_rate": 0.1}
-KEPT_CHECKPOINTS = 2
-
 _RUN, _MODEL, _DATA, _HEAD = "Run", "Model", "Data", "Head"
 _LOSS, _OPTIMIZER, _WATCH = "Objective", "Optimizer", "Watching and saving"
+_ASKED, _HOW, _OUTPUT = "What is asked", "How it is decoded", "Output"
 
 
 @dataclass
@@ -110,3 +105,16 @@ class TrainCommand:
     set: list[str] = flag("Any other field of MRPTrainingArguments.", [], panel=_RUN, metavar="NAME=VALUE")
     restart: bool = flag("Begin again, instead of going on from the last checkpoint.", False, panel=_RUN)
     dry_run: bool = flag("Only print parameters and memory; nothing is loaded.", False, panel=_RUN)
+
+
+@dataclass(kw_only=True)
+class DecodeOptions(ModelOptions):
+    """What `mrp decode` decodes, and where to; each field is a flag. Without `device` each process takes its own GPU."""
+
+    data: list[str] = flag("JSON lines or a datasets folder, with prompts.", panel=_ASKED, metavar="FILE")
+    output: str = flag("JSON lines that mrp train reads.", panel=_OUTPUT, metavar="FILE")
+    revision: str | None = flag("The model's commit, branch or tag.", None, panel=_MODEL)
+    split: str = flag("Split of a datasets folder.", "train", panel=_ASKED)
+    limit: int | None = flag("Decode only so many records.", None, panel=_ASKED, min=1)
+    max_new_tokens: int = flag("Limit of tokens per prompt.", 256, panel=_HOW, min=1)
+    batch_size: int = flag("Prompts per generate.", 32, panel=_HOW, min=1)

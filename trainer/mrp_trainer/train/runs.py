@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from modeling_mrp.model.layouts import stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.sources import open_source
+from ..embedded import located
 from ..heads import with_new_head
 from ..loading import load_tokenizer
 from .checkpoints import last_whole_checkpoint, step_of, under_own_class
-from .settings import RUN_FILE, RunOptions, Settings, read_yaml
+from .options import DecodeOptions, RunOptions
+from .settings import RUN_FILE, Settings, read_yaml
 from .trainer import MRPTrainer
 
 _RESTART = "Name another folder, or begin again with --restart"
@@ -84,8 +86,8 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     options = settings.options
     held_out = open_source(options.eval_data, options.eval_split) if options.eval_data else None
     data = open_source(options.data, options.split)
-    settings = replace(settings, data_digest=_data_digest(options.data))
     arguments, folder = settings.arguments(), Path(settings.training["output_dir"])
+    settings = settings.written_down(arguments, _data_digest(options.data))
     set_seed(arguments.seed)
     tokenizer = run_tokenizer(options)
     trainer = MRPTrainer(load_model(settings), arguments, data, held_out, processing_class=tokenizer)
@@ -142,14 +144,14 @@ def _how_to_go_on(folder: Path, settings: Settings) -> str:
     return f" To train its {what} further, give --{flag} {folder} and another --output-dir"
 
 
-def run_tokenizer(options: RunOptions) -> PreTrainedTokenizerBase:
+def run_tokenizer(options: RunOptions | DecodeOptions) -> PreTrainedTokenizerBase:
     """The tokenizer of a run.
 
     Raises:
         ValueError: if there is none, or it cannot be read.
         OSError: if there is no such model.
     """
-    stored_json(options.model, revision=options.revision)  # or a model that is nowhere would be told of as a tokenizer
+    stored_json(located(options.model), revision=options.revision)  # or a model that is nowhere would be told of as a tokenizer
     revision = None if options.tokenizer else options.revision
     return load_tokenizer(options.tokenizer or options.model, revision)
 
