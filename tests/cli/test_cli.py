@@ -64,7 +64,7 @@ def test_flags_are_settings_and_show_their_defaults(name: str) -> None:
     assert flags.keys() <= set(known_names(objective))
     shown = {n: p.show_default for n, p in flags.items() if isinstance(p.show_default, str)}
     in_words = {"tokenizer", "head", "learning_rate", "max_steps", "muon_learning_rate"}
-    in_words |= {"packed", "bf16", "block_size"}
+    in_words |= {"packed", "bf16", "block_size", "report_to"}
     for flag, text in shown.items():
         if flag not in in_words:
             assert text in (str(defaults[flag]), f"{defaults[flag]:g}" if isinstance(defaults[flag], float) else None), flag

@@ -65,14 +65,10 @@ def flag(
 def takes_flags(
     *groups: type, only: str | None = None, required: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function of keyword arguments a command of typer with the flags of dataclasses.
+    """Make a function of keyword arguments a command of typer with the flags of dataclasses: the fields that all commands have,
+    or `only` this one. Those of `required` have to be given, whatever their default.
 
     It gets an argument for each flag that was given; choices are plain texts.
-
-    Args:
-        groups: The dataclasses.
-        only: Also the fields that only this command has.
-        required: Fields that have to be given, whatever their default.
     """
     parameters = [
         _parameter(one, hints[one.name], one.name in required)
@@ -151,15 +147,11 @@ def reported_errors() -> Iterator[None]:
 def assigned(
     assignments: Sequence[str], flags: Mapping[str, str] = MappingProxyType({}), fixed: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Read assignments of `--set`, the values as YAML writes them.
-
-    Args:
-        assignments: "NAME=VALUE" each.
-        flags: The flag of each option that has one.
-        fixed: Options that the command decides on.
+    """Read assignments NAME=VALUE of `--set`, the values as YAML writes them.
 
     Raises:
-        ValueError: for an assignment without a name or value, a name that is given twice, or one of `flags` or `fixed`.
+        ValueError: for an assignment without a name or value, a name that is given twice, one that has a flag (`flags`), or one
+            that the command decides on (`fixed`).
     """
     found: dict[str, Any] = {}
     for assignment in assignments:

@@ -32,8 +32,7 @@ def new_head(model: Any, layers: int = 3, how: str = "identity") -> MRPHead:
             trained.
 
     Raises:
-        ValueError: if `layers` is not a positive int; `how` is none of these, or `backbone` and the head is deeper than the
-            backbone, or the layers to copy are offloaded, quantized, or of another kind than a head's.
+        ValueError: for another value, and if the backbone's layers cannot be copied.
     """
     if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
         raise ValueError(f"head_layers is {layers!r}: a head has 1 layer or more (3 are published)")

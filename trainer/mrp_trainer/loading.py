@@ -17,11 +17,7 @@ from .embedded import located
 
 
 def load_tokenizer(source: str, revision: str | None = None, local_files_only: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, or of an id on the Hub and its revision.
-
-    Raises:
-        ValueError: if there is none, or it cannot be read.
-    """
+    """The tokenizer in a folder, or of an id on the Hub and its revision; `ValueError` if it cannot be loaded."""
     source = located(source)
     config = MRPConfig()  # only so that none is read, which may be of a kind that transformers does not know
     where: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
@@ -42,11 +38,9 @@ def load_config(source: str) -> MRPConfig:
 
 def load_generation_fields(source: str) -> dict[str, Any]:
     """The fields of the generation config of what `load_model` loads; none where there is none."""
-    base, _ = _base_and_adapter(source)
-    try:
-        return stored_json(base, GENERATION_CONFIG_NAME)[1]
-    except OSError:
-        return {}
+    with suppress(OSError):
+        return stored_json(_base_and_adapter(source)[0], GENERATION_CONFIG_NAME)[1]
+    return {}
 
 
 def load_model(source: str, dtype: str | None = None, device: str | None = None) -> Any:

@@ -64,10 +64,8 @@ class RecordEncoder:
         return self.max_length // self.block_size * self.block_size
 
     def prompt(self, row: Any) -> list[int]:
-        """The ids that a decoder is given: of a chat before a last turn of the assistant, or of a `prompt`.
-
-        Raises:
-            FieldError: The record is malformed, asks nothing or holds the mask token; or the chat template refuses it.
+        """The ids that a decoder is given: of a chat before a last turn of the assistant, or of a `prompt`. A `FieldError` says
+        what is wrong with a record.
         """
         record = parse_prompt(row)
         if isinstance(record, Chat):
@@ -81,11 +79,7 @@ class RecordEncoder:
     def sample(self, row: Any) -> Sample | None:
         """The sample of a record, of visit 0; None if nothing that is learned lies within `max_length`.
 
-        A text that was cut has no end, and its sample no `length`.
-
-        Raises:
-            FieldError: It is malformed, holds the mask token, or the chat template cannot render it so that its turns are
-                found.
+        A text that was cut has no end, and its sample no `length`. A `FieldError` says what is wrong with a record.
         """
         record = parse(row)
         if isinstance(record, Trajectory):
