@@ -110,7 +110,7 @@ def test_a_picture_is_whole_in_itself(animated: bool) -> None:
 
 
 def test_every_forward_has_its_moment_and_colour() -> None:
-    svg = draw(drawn(), animated=True).svg
+    svg = draw([drawn()], animated=True).svg
     root = ElementTree.fromstring(svg)
     assert sorted(set(re.findall(rf"@keyframes {root.attrib['id']}-(\w+)", svg))) == ["f1", "f2", "f3"]
     painted = {one.attrib["class"]: one.attrib["style"] for one in root.iterfind(f".//{SVG}g[@class]")}
@@ -124,7 +124,7 @@ def test_every_forward_has_its_moment_and_colour() -> None:
 
 def test_bars_by_hand() -> None:
     """Five pixels for each token or draft: what a forward revealed above the line, accepted drafts on top, refused below."""
-    groups = ElementTree.fromstring(draw(drawn()).svg).iterfind(f".//{SVG}g[@class]")
+    groups = ElementTree.fromstring(draw([drawn()]).svg).iterfind(f".//{SVG}g[@class]")
     bars = [one.findall(f"{SVG}rect") for one in groups if one.attrib["class"].startswith("bar")]
     assert [[(one.attrib["class"], one.attrib["y"], one.attrib["height"]) for one in bar] for bar in bars] == [
         [("own", "-5", "5")],
@@ -150,14 +150,14 @@ def test_a_text_is_laid_out_without_overlap() -> None:
 def test_a_png_without_what_draws_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cairosvg", None)
     with pytest.raises(ImportError, match=r"a \.png needs cairosvg: pip install '\.\[picture\]', or name an \.svg"):
-        draw(drawn()).save(tmp_path / "a.png")
+        draw([drawn()]).save(tmp_path / "a.png")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_png_has_the_colours_of_the_forwards(tmp_path: Path) -> None:
     pytest.importorskip("cairosvg", reason="needs cairosvg: pip install -e '.[picture]'")
     image = pytest.importorskip("PIL.Image")
-    picture = draw(drawn(), prompt="What?", animated=True)
+    picture = draw([drawn()], prompt="What?", animated=True)
     with image.open(picture.save(tmp_path / "a.png")) as opened:
         assert opened.size[0] == 2 * float(ElementTree.fromstring(picture.svg).attrib["width"])
         colours = {found for _, found in opened.convert("RGB").getcolors(1 << 20)}
@@ -175,7 +175,7 @@ def test_a_png_has_the_colours_of_the_forwards(tmp_path: Path) -> None:
         (lambda: read_decode(torch.zeros(1, 3), Bytes()), "output is a Tensor without stats.rounds: pass what generate"),
         (lambda: read_decode(output("a", [0], **ROUNDS), Bytes(), row=1), "row is 1: the output has the rows 0 to 0"),
         (lambda: show({}, Bytes()), "there are no decodes to draw"),
-        (lambda: draw(drawn()).save("a.gif"), "a.gif: a picture is an SVG or a PNG, give a name that ends in .svg or .png"),
+        (lambda: draw([drawn()]).save("a.gif"), "a.gif: a picture is an SVG or a PNG, give a name that ends in .svg or .png"),
         (lambda: ShowOptions(output="a.gif"), "a.gif: a picture is an SVG or a PNG"),
         (lambda: ShowOptions(output="a.png", animated=True), "a.png, and a .png does not move: name an .svg"),
     ],

@@ -140,9 +140,11 @@ def show(**given: Any) -> None:
 def doctor(**given: Any) -> None:
     """Check kernels, graphs and drafts on this machine, time a round, and print a page for a report. Status 1: one failed."""
     options = DoctorOptions(**given)
-    from ..doctor.page import main as examined
+    from ..doctor.page import examine
 
-    if not examined(options):
+    report = examine(options)
+    typer.echo(report.page())
+    if report.failed:
         raise typer.Exit(1)
 
 

@@ -35,13 +35,8 @@ ROWS, STATES, WIDENED = 3, 8, 500_000_000
 
 @dataclass
 class Report:
-    """What was found.
-
-    Attributes:
-        machine: Versions, device and model.
-        checks: All of them.
-        rounds: Times by batch and K.
-        proposed: By batch, the K that made the most tokens a second; none where the weights are random.
+    """What was found: versions, device and model; checks; times by batch and K; and by batch the K that made the most tokens a
+    second, none where the weights are random.
     """
 
     machine: dict[str, str]
@@ -98,11 +93,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
 
 
 def examine(options: DoctorOptions) -> Report:
-    """Load the model, check it and time it; standard error says what comes.
-
-    Raises:
-        ValueError, OSError: as from loading a model.
-    """
+    """Load the model, check it and time it; standard error says what comes."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     report = Report(machine_of(device))
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -139,10 +130,3 @@ def examine(options: DoctorOptions) -> Report:
         gather([times])
     report.proposed = proposed(report.rounds) if tokenizer is not None else {}
     return report
-
-
-def main(options: DoctorOptions) -> bool:
-    """Print the page; return whether no check failed."""
-    report = examine(options)
-    print(report.page())
-    return not report.failed

@@ -49,9 +49,6 @@ def measure_acceptance(
     Returns:
         `mean_accepted_length` (denoising steps per round, 1 where no draft is right), `tokens_per_forward` and
         `first_draft_acceptance` (of the rounds with a draft, the share in which the first was right; 0 if there were none).
-
-    Raises:
-        ValueError: without a prompt or a head, or for options that `generate` refuses.
     """
     own = getattr(model.generation_config, "num_draft_states", None)
     asked = {"decoding": "mrp_spec", "do_sample": False, "num_draft_states": own if isinstance(own, int) else UNTIMED_STATES}

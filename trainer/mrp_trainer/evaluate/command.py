@@ -28,13 +28,7 @@ from .table import printing
 
 
 def evaluate(options: EvaluateOptions) -> None:
-    """Print a row or a JSON line per problem set and setting. Everything is checked before the model's weights are read.
-
-    Raises:
-        ValueError: for a malformed file, a prompt that leaves no room for an answer, options that `generate` refuses, or a
-            checkpoint that cannot be loaded.
-        OSError: if there is no such checkpoint.
-    """
+    """Print a row or a JSON line per problem set and setting. Everything is checked before the model's weights are read."""
     options = options.of_checkpoint(load_generation_fields(options.model))
     config = load_config(options.model)
     for setting in options.settings():

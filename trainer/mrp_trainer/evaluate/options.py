@@ -81,11 +81,8 @@ class ModeOptions(GenerateOptions):
         self.states = [int(one) if str(one).removeprefix("-").isdecimal() else one for one in self.states]
 
     def of_checkpoint(self, own: Mapping[str, Any], states: int = 4) -> Self:
-        """Fill in the target and the number of states of a checkpoint where none is asked for.
-
-        Args:
-            own: The fields of its generation config.
-            states: In place of `auto`, with which every run has other counts.
+        """Fill in the target and the number of states of a checkpoint's generation config (`own`) where none is asked for;
+        `states` of them in place of `auto`, with which every run has other counts.
         """
         width = own.get("num_draft_states")
         width = width if isinstance(width, int) else states

@@ -110,13 +110,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Device:
-    """A device.
-
-    Attributes:
-        name: Of the device.
-        bandwidth: Bytes a second from its memory.
-        peak: Dense bf16 FLOPs a second.
-        achievable: The share of `peak` that large matrix products reach.
+    """A device: bytes a second from its memory, dense bf16 FLOPs a second, and the share of these that large matrix products
+    reach.
     """
 
     name: str

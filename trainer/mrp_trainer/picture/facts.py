@@ -51,13 +51,9 @@ class Forward:
 
 @dataclass(frozen=True)
 class Decode:
-    """One row's decode.
+    """One row's decode: the tokens of its text, and the backbone's forwards in order.
 
     Attributes:
-        name: Of the way to decode.
-        tokens: The generated text.
-        forwards: Of the backbone, in order.
-        head_forwards: Of the head.
         drafted: Drafted states that were submitted.
         accepted: Those that were right.
         blocks: Columns of the text at which a block begins.
@@ -78,17 +74,7 @@ class Decode:
 
 
 def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0) -> Decode:
-    """Read one row of what `generate` returned.
-
-    Args:
-        output: An `MRPGenerateOutput`.
-        tokenizer: The model's.
-        name: What the picture calls it.
-        row: Which row of the batch.
-
-    Raises:
-        ValueError: if `output` is not such an output, or has no such row.
-    """
+    """Read one row of an `MRPGenerateOutput`, which a picture calls by `name`; `ValueError` for anything else."""
     rounds = getattr(getattr(output, "stats", None), "rounds", None)
     if rounds is None:
         raise ValueError(

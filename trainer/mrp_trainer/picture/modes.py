@@ -12,12 +12,7 @@ from .options import ShowOptions
 
 
 def show_model(options: ShowOptions) -> Picture:
-    """Decode a prompt in every mode that is asked for, draw that, and write it to `options.output`.
-
-    Raises:
-        ValueError: if checkpoint, tokenizer, prompt or an option of `generate` does not fit; nothing is written then.
-        OSError: if there is no such checkpoint, or the file cannot be written.
-    """
+    """Decode a prompt in every mode that is asked for, draw that, and write it to `options.output`."""
     check_utf8(options.prompt)
     for setting in options.drawn({}):
         check_setting(setting, load_config(options.model))

@@ -30,23 +30,13 @@ _ALL, _LEAST = 12.0, 0.04  # seconds of all forwards, if that leaves this much f
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of decodes, which notebooks show as it is.
-
-    Attributes:
-        svg: The SVG.
-        title: In words.
-    """
+    """A picture of decodes, which notebooks show as it is, and what it shows in words."""
 
     svg: str = field(repr=False)
     title: str
 
     def save(self, path: Path | str) -> Path:
-        """Write it to a file.
-
-        Raises:
-            ValueError: if the name does not end in .svg or .png.
-            ImportError: if it ends in .png, and cairosvg is not installed.
-        """
+        """Write it to a file, an .svg, or a .png, for which cairosvg has to be installed."""
         path = Path(path)
         check_name(path)
         drawn = self._png() if path.suffix == ".png" else self.svg.encode()
@@ -71,21 +61,12 @@ def check_name(path: Path | str) -> None:
         raise ValueError(f"{path}: a picture is an SVG or a PNG, give a name that ends in .svg or .png")
 
 
-def draw(decodes: Sequence[Decode] | Decode, *, prompt: str | None = None, animated: bool = False) -> Picture:
+def draw(decodes: Sequence[Decode], *, prompt: str | None = None, animated: bool = False) -> Picture:
     """Draw decodes side by side, two in a row, on one clock: the colours of a forward are the same in all of them.
 
-    Args:
-        decodes: What `read_decode` read.
-        prompt: Is shown above, shortened to three lines.
-        animated: Whether the texts come forward by forward, again and again; where the viewer asks for less motion they stand.
-
-    Returns:
-        The picture, the same for the same decodes.
-
-    Raises:
-        ValueError: if there are no decodes.
+    The same decodes make the same picture. The prompt is shown above, shortened to three lines. If `animated`, the texts come
+    forward by forward, again and again; where the viewer asks for less motion they stand.
     """
-    decodes = [decodes] if isinstance(decodes, Decode) else list(decodes)
     if not decodes:
         raise ValueError("there are no decodes to draw: pass at least one")
     forwards = [one for decode in decodes for one in decode.forwards]

@@ -20,14 +20,8 @@ _STALE = ["model*.safetensors*", "adapter_model*", "*_mrp.py", "custom_generate/
 
 @dataclass(frozen=True)
 class Publication:
-    """What a push sends, or sent.
-
-    Attributes:
-        repo_id: The repository.
-        kind: "full", "head" or "adapter".
-        sizes: Bytes of each file, by path in the repository.
-        left_out: Files of the folder that are not published.
-        commit: The commit; None of a dry run.
+    """What a push sends, or sent: a kind of `KINDS`, bytes of each file by path in the repository, files of the folder that are
+    not published, and the commit, which a dry run has not.
     """
 
     repo_id: str
