@@ -121,7 +121,8 @@ def shown_default(one: Field[Any]) -> str | None:
     if declared["shown"] is not None or default in (None, MISSING, []):
         return declared["shown"]
     if isinstance(default, bool):
-        return declared["name"].split("/")[not default].strip("-") if declared["name"] else None
+        both = (declared["name"] or "").split("/")
+        return both[not default].strip("-") if len(both) == 2 else None
     values = default if isinstance(default, list) else [default]
     return ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
 

@@ -131,14 +131,14 @@ def decode_prompts(
     eos = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *([eos] if isinstance(eos, int) else eos or [])}
     texts = [tokenizer.decode([i for i in row if i not in ends]) for row in ids]
-    right = judge_texts(texts) if judge_texts else [None] * len(texts)
+    right: list[bool | None] = judge_texts(texts) if judge_texts else [None] * len(texts)
     stats = [out.stats for out, _ in outs]
     forwards = {role: sum(part.forwards[role] for part in stats) for role in stats[0].forwards}
     forwards |= {name: int(_of_rows(stats, name).sum()) for name in ("drafted", "accepted", "revoked")}
-    counts = {name: _of_rows(stats, name).tolist() for name in ("row_forwards", "row_head_forwards", "accepted")}
-    rounds = _of_rows(stats, "accepted_lengths").sum(1).tolist()
-    depths = {name: _of_rows(stats, name) for name in ("offered_at_depth", "accepted_at_depth")}
-    return Decoded(texts, ids, right, seconds, forwards, rounds=rounds, **counts, **depths)
+    counts: dict[str, Any] = {name: _of_rows(stats, name) for name in ("offered_at_depth", "accepted_at_depth")}
+    counts |= {name: _of_rows(stats, name).tolist() for name in ("row_forwards", "row_head_forwards", "accepted")}
+    counts["rounds"] = _of_rows(stats, "accepted_lengths").sum(1).tolist()
+    return Decoded(texts, ids, right, seconds, forwards, **counts)
 
 
 def _of_rows(stats: Sequence[Any], name: str) -> np.ndarray:
