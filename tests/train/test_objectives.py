@@ -13,8 +13,7 @@ from helpers import ALPHA, BLOCK, MASK, chi_square_p, collate, sample
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.train.losses import BLANK
 from mrp_trainer.train.objectives import HeadObjective, block_diffusion
-from mrp_trainer.train.packed import PackedBatch
-from mrp_trainer.train.packing import uniform
+from mrp_trainer.train.packed import PackedBatch, uniform
 from mrp_trainer.train.reveals import Reveals
 from torch import Tensor
 

@@ -11,8 +11,7 @@ from helpers import BLOCK, MASK, chi_square_p, close, collate, random_ids, sampl
 from mrp_trainer.train import attention
 from mrp_trainer.train.collator import DiffusionCollator
 from mrp_trainer.train.objectives import HeadObjective, block_diffusion
-from mrp_trainer.train.packed import PackedBatch
-from mrp_trainer.train.packing import sparse_mask
+from mrp_trainer.train.packed import PackedBatch, sparse_mask
 from mrp_trainer.train.reveals import Reveals
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention

@@ -102,15 +102,9 @@ def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) 
 
 
 def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tokenizer: Any, held_out: bool = False) -> Any:
-    """The rows of samples of a dataset: records are checked and encoded as `mrp train` does it; all else is rows already.
-
-    Args:
-        dataset: See `source_of`; None stays None. Held out, also a mapping of several by their names.
-        name: What errors call it.
-        model: The model that trains.
-        args: Its options.
-        tokenizer: Encodes records.
-        held_out: Whether it is evaluated on: in its own order, and once.
+    """The rows of samples of a dataset, which errors call by `name`: records (`source_of`) are checked and encoded as `mrp
+    train` does it; all else is rows already. What is held out has an order of its own, and may be a mapping of several by their
+    names.
 
     Raises:
         RecordError: Records are malformed, or there is none.

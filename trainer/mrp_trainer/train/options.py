@@ -81,11 +81,7 @@ class TrainerFlags:
 
 
 def check_declared(options: Any) -> None:
-    """Refuse values that are none of the choices, or outside of the range, that their fields declare.
-
-    Raises:
-        ValueError: for such a value.
-    """
+    """Refuse, with a `ValueError`, values that are none of the choices, or outside of the range, that their fields declare."""
     for one in fields(options):
         flagged = one.metadata.get("flag", {"kind": None, "more": one.metadata})
         value, least, most = getattr(options, one.name), flagged["more"].get("min"), flagged["more"].get("max")

@@ -32,13 +32,8 @@ _RESTART = "Name another folder, or begin again with --restart"
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run whose model and data are loaded and checked.
-
-    Attributes:
-        settings: The run.
-        trainer: Its trainer.
-        tokenizer: Saved with what was trained.
-        lock: What the first process holds the folder by; the system takes it back from one that is killed.
+    """A run whose model and data are loaded and checked. Its first process holds the folder by the lock, which the system takes
+    back from one that is killed.
     """
 
     settings: Settings
@@ -72,11 +67,8 @@ class OpenRun:
 
 
 def open_run(settings: Settings, restart: bool = False) -> OpenRun:
-    """Loads what a run needs, and writes its settings to `run.yaml` in its folder.
-
-    Args:
-        settings: The run.
-        restart: Whether to begin again, and remove the checkpoints of the folder.
+    """Loads what a run needs, and writes its settings to `run.yaml` in its folder; with `restart` checkpoints there are
+    removed.
 
     Raises:
         ValueError: if the folder holds a run with other settings or data, or one that goes on; there is no data; what the
@@ -113,12 +105,7 @@ def _data_digest(paths: Sequence[str]) -> str | None:
 
 
 def _take(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> None:
-    """Take a folder, made if it is not there, for this process and a run, whose settings are written to it; with `restart`
-    an earlier run's checkpoints are removed.
-
-    Raises:
-        ValueError: if another process has it, or it holds a run with other settings or data.
-    """
+    """Take a folder, made if it is not there, for this process and a run, whose settings are written to it."""
     checkpoints, path = list(folder.glob("checkpoint-*")), folder / RUN_FILE
     if checkpoints and not restart:
         if not path.is_file():
@@ -145,25 +132,15 @@ def _how_to_go_on(folder: Path, settings: Settings) -> str:
 
 
 def run_tokenizer(options: RunOptions | DecodeOptions) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run.
-
-    Raises:
-        ValueError: if there is none, or it cannot be read.
-        OSError: if there is no such model.
-    """
+    """The tokenizer of a run; `OSError` if there is no such model."""
     stored_json(located(options.model), revision=options.revision)  # or a model that is nowhere would be told of as a tokenizer
     revision = None if options.tokenizer else options.revision
     return load_tokenizer(options.tokenizer or options.model, revision)
 
 
 def load_model(settings: Settings) -> Any:
-    """The model that a run trains.
-
-    What is frozen has the type of the passes, bfloat16 or float32; what trains is always float32: in bfloat16 most updates
-    would be rounded away.
-
-    Raises:
-        ValueError: if what the settings name does not go together.
+    """The model that a run trains. What is frozen has the type of the passes, bfloat16 or float32; what trains is always
+    float32: in bfloat16 most updates would be rounded away.
     """
     options = settings.options
     where: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
@@ -187,11 +164,7 @@ def _of_qwen3(options: RunOptions) -> dict[str, Any]:
 
 
 def dry_run(settings: Settings) -> str:
-    """Tell what a run would need: parameters, bytes of a process without what passes keep, and rows of a step.
-
-    Raises:
-        ValueError, OSError: as from `meta_model`; `ValueError` also if the settings do not go together.
-    """
+    """Tell what a run would need: parameters, bytes of a process without what passes keep, and rows of a step."""
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
     model = meta_model(settings)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -213,13 +186,10 @@ def dry_run(settings: Settings) -> str:
 
 def meta_model(settings: Settings) -> Any:
     """Make the model that would train without its numbers, from configs alone: nothing is allocated, downloaded or written.
-
-    Raises:
-        ValueError: if there is no head to go on from.
-        OSError: if a config is neither here nor in the cache.
+    `OSError` if a config is neither here nor in the cache.
     """
     options = settings.options
-    found = _stored_fields(options.model, options.revision)
+    found = stored_json(options.model, revision=options.revision, local_files_only=True)[1]
     if found.get("model_type") == "qwen3":
         found |= {"model_type": "sdar", **_of_qwen3(options)}
     config = MRPConfig.from_dict(found)
@@ -228,20 +198,14 @@ def meta_model(settings: Settings) -> Any:
     elif options.head is None:
         config.num_nextn_predict_layers = options.head_layers
     else:
-        head = MRPConfig.from_dict(_stored_fields(options.head, options.head_revision))
-        if not head.has_head:
-            raise ValueError(f"{options.head} has no MRP head: name a checkpoint that has one")
-        config.num_nextn_predict_layers = head.num_nextn_predict_layers
+        of_head = stored_json(options.head, revision=options.head_revision, local_files_only=True)[1]
+        config.num_nextn_predict_layers = MRPConfig.from_dict(of_head).num_nextn_predict_layers
     with torch.device("meta"):
         model: Any = MRPForCausalLM(config)
     if settings.objective == "mrp":
         model.requires_grad_(False)
-        model.mrp_head.requires_grad_(True)
+        model.get_submodule("mrp_head").requires_grad_(True)
     return model
-
-
-def _stored_fields(source: str, revision: str | None) -> dict[str, Any]:
-    return stored_json(source, revision=revision, local_files_only=True)[1]
 
 
 def _save(trainer: MRPTrainer, settings: Settings, folder: Path) -> None:

@@ -31,13 +31,8 @@ _ALSO: dict[str, Any] = {"fsdp": bool | str | None, "report_to": str | list[str]
 
 @dataclass
 class Settings:
-    """A run, described.
-
-    Attributes:
-        objective: `mrp` or `block_diffusion`.
-        options: See `RunOptions`.
-        training: Fields of `MRPTrainingArguments` that were given.
-        data_digest: Of the files that are trained on; None where they were not read yet, or can be read only once.
+    """A run, described: `training` are the fields of `MRPTrainingArguments` that were given, and `data_digest` is of the files
+    that are trained on, None where they were not read yet, or are a dataset on the Hub.
     """
 
     objective: str
@@ -80,13 +75,8 @@ def read_settings(
     flags: Mapping[str, Any] | None = None,
     assignments: Sequence[str] = (),
 ) -> Settings:
-    """The settings of a run: flags win over the YAML file, and that over the defaults.
-
-    Args:
-        objective: `mrp` or `block_diffusion`.
-        config: A YAML file, or the name of a recipe that the package has.
-        flags: Values by the names of fields of `RunOptions` and `MRPTrainingArguments`; None for what is not given.
-        assignments: "name=value", the values as YAML writes them.
+    """The settings of a run: flags win over assignments "name=value", these over a YAML file, or a recipe that the package has,
+    and that over the defaults. Names are those of fields of `RunOptions` and `MRPTrainingArguments`.
 
     Raises:
         ValueError: for an unknown name, a value of another type, values that do not go together, or an unreadable file.
@@ -140,11 +130,7 @@ def _config_path(config: str) -> Path:
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
-    """Reads the lines of 'name: value' of a YAML file.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Reads the lines of 'name: value' of a YAML file; `ValueError` for anything else."""
     found = parsed(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds {type(found).__name__}: needed are lines of 'name: value'")
