@@ -27,17 +27,12 @@ class RecordEncoder:
     published ones do not mark what the assistant writes.
 
     Args:
-        tokenizer: Encodes, and holds the chat template.
-        block_size: Samples are whole blocks.
         max_length: Longer samples are cut to it, or to fewer whole blocks.
         mask_token_id: The model's mask, which clean text must not hold.
         end_token_ids: What ends a turn; the first one is put behind a text that does not end itself. The tokenizer's eos
             token if there are none; give a model's `generation_config.eos_token_id`.
         vocab_size: Ids that decoded texts may have; the tokenizer's if None.
         digest: Of the backbone that decoded texts are for (`train.inputs.digest`); None if it is not known.
-
-    Raises:
-        ValueError: The tokenizer lacks a pad or an end token, or no block fits.
     """
 
     tokenizer: PreTrainedTokenizerBase

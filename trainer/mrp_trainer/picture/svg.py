@@ -83,7 +83,7 @@ def draw(decodes: Sequence[Decode], *, prompt: str | None = None, animated: bool
         for place, (decode, pieces, blocks) in enumerate(laid):
             at = {"x": _MARGIN + place * (_PANEL + _GAP), "y": top, "base": base, "height": base + below + 26}
             bars = [(one, *map(_height, (one.own, one.accepted, one.refused))) for one in decode.forwards]
-            panels.append({"decode": decode, "told": _header(decode), "pieces": pieces, "blocks": blocks, "bars": bars, **at})
+            panels.append({"decode": decode, "pieces": pieces, "blocks": blocks, "bars": bars, **at})
         top += base + below + 26 + _GAP
     legend = _legend(decodes)
     columns = int((width - 2 * _MARGIN) / _LEGEND)
@@ -151,25 +151,6 @@ def _pieces(decode: Decode, width: float) -> tuple[list[_Piece], list[tuple[floa
     return pieces, begins
 
 
-def _header(decode: Decode) -> str:
-    """Say what a decode cost."""
-    told = [f"{decode.tokens_per_forward:.2f} tokens per forward"]
-    told += [f"{decode.accepted} of {decode.drafted} drafts accepted"] if decode.drafted else []
-    told += [f"{decode.head_forwards} head forwards"] if decode.head_forwards else []
-    back = sum(token.taken_back for token in decode.tokens)
-    return " · ".join([*told, f"{back} taken back"] if back else told)
-
-
-def _told(token: Token) -> str:
-    """Say of a token how it came there."""
-    shown = visible(token.text).replace("\n", "") or "part of a character"
-    if token.forward is None:
-        return f"{shown}: given"
-    how = "an accepted draft" if token.drafted else "the forward's own"
-    back = f", {token.taken_back} taken back here before" if token.taken_back else ""
-    return f"{shown}: forward {token.forward}, step {token.step + 1}, p {token.probability:.2f}, {how}{back}"
-
-
 def _legend(decodes: Sequence[Decode]) -> list[tuple[str, str]]:
     """List what outlines mean, by class, as far as the picture shows it."""
     tokens = [token for decode in decodes for token in decode.tokens]
@@ -201,5 +182,5 @@ def _template() -> Any:
     from jinja2 import Environment, StrictUndefined  # help need not wait for it
 
     made = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_short)
-    made.filters |= {"told": _told, "colour": colour, "visible": visible, "spaced": lambda text: text.replace(" ", "\u00a0")}
+    made.filters |= {"colour": colour, "visible": visible, "spaced": lambda text: text.replace(" ", "\u00a0")}
     return made.from_string(Path(__file__).with_name("decode.svg.jinja").read_text(encoding="utf-8") + "\n")

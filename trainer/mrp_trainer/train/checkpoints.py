@@ -6,7 +6,6 @@ The Trainer writes a checkpoint's `trainer_state.json` last: where that cannot b
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,6 @@ class LogAtSaves(TrainerCallback):
             control.should_log = True
 
     on_epoch_end = on_step_end
-
-
-@contextmanager
-def saving_head_alone(model: Any) -> Iterator[None]:
-    """Inside, whoever has a model save itself gets a head repository, which names its backbone and loads it."""
-    model.save_pretrained = partial(model.save_pretrained, head_only=True)
-    try:
-        yield
-    finally:
-        del model.save_pretrained
 
 
 @contextmanager

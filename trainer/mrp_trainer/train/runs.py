@@ -199,7 +199,9 @@ def meta_model(settings: Settings) -> Any:
         config.num_nextn_predict_layers = options.head_layers
     else:
         of_head = stored_json(options.head, revision=options.head_revision, local_files_only=True)[1]
-        config.num_nextn_predict_layers = MRPConfig.from_dict(of_head).num_nextn_predict_layers
+        if not MRPConfig.from_dict(of_head).has_head:
+            raise ValueError(f"{options.head} has no MRP head: name a checkpoint that has one")
+        config.num_nextn_predict_layers = of_head["num_nextn_predict_layers"]
     with torch.device("meta"):
         model: Any = MRPForCausalLM(config)
     if settings.objective == "mrp":

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..evaluate.acceptance import measure_acceptance
 from ..publish import push
 from .arguments import MRPTrainingArguments
 from .attention import TRAINING_FLEX, attending
-from .checkpoints import LogAtSaves, last_whole_checkpoint, saving_head_alone, step_of, under_own_class
+from .checkpoints import LogAtSaves, last_whole_checkpoint, step_of, under_own_class
 from .collator import DiffusionCollator
 from .inputs import as_rows, bare_model, check_tokenizer, make_ready, prompts_of
 from .measures import Measures
@@ -265,14 +266,21 @@ class MRPTrainer(Trainer):
         with self._head_alone(self.args.push_to_hub):
             super()._save_checkpoint(model, trial)
 
-    def _head_alone(self, pushed: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def _head_alone(self, pushed: bool) -> Iterator[None]:
         """Have the model save its head alone while the context is open. That needs a frozen backbone which has a name (one on
         the Hub if the result is `pushed`), and a model that is not sharded; otherwise everything is saved.
         """
-        bare, own = bare_model(self.model), self.args.objective == "mrp" and not self.is_fsdp_enabled
+        bare: Any = bare_model(self.model)
+        own = self.args.objective == "mrp" and not self.is_fsdp_enabled
         source = bare.backbone_source if own and bare is self.model else None
         named = source is not None and (not pushed or is_hub_id(source.name))
-        return saving_head_alone(bare) if named else nullcontext()
+        if named:
+            bare.save_pretrained = partial(bare.save_pretrained, head_only=True)
+        try:
+            yield
+        finally:
+            vars(bare).pop("save_pretrained", None)
 
     def push_to_hub(  # the options of the Trainer say the rest
         self, commit_message: str | None = "End of training", revision: str | None = None, tags: str | Sequence[str] = ()
