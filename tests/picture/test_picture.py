@@ -18,8 +18,7 @@ from mrp_trainer import cli
 from mrp_trainer.picture import Decode, draw, read_decode, show
 from mrp_trainer.picture.facts import Forward, Token, token_texts
 from mrp_trainer.picture.options import ShowOptions
-from mrp_trainer.picture.svg import HOLD, _pieces, colour
-from mrp_trainer.picture.text import visible
+from mrp_trainer.picture.svg import HOLD, _pieces, colour, visible
 from mrp_trainer.publish.folder import PICTURE
 from typer.testing import CliRunner
 

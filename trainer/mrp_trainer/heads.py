@@ -1,7 +1,7 @@
 """New heads on models: how they start."""
 
 import copy
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -9,7 +9,9 @@ from torch import nn
 from modeling_mrp.model.head import MRPHead
 from modeling_mrp.model.offloading import device_of
 
-NEW_HEADS = ("identity", "backbone", "published")
+from .train.options import HeadInit
+
+NEW_HEADS = get_args(HeadInit)
 _PUBLISHED_STD = 0.2  # of the published recipe
 
 

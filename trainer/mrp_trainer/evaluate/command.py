@@ -8,8 +8,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
-from transformers import PreTrainedTokenizerBase
-
 from modeling_mrp.generate.option_table import closest_name
 from modeling_mrp.generate.options import OPTION_NAMES, MRPGenerationConfig
 from modeling_mrp.model.configuration import MRPConfig
@@ -54,13 +52,7 @@ def check_setting(setting: Mapping[str, Any], config: MRPConfig) -> None:
     MRPGenerationConfig(**generate_options(setting)).check(config.block_size, config.has_head)
 
 
-def report(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    options: EvaluateOptions,
-    sets: list[ProblemSet],
-    results: ResultsFile | None,
-) -> None:
+def report(model: Any, tokenizer: Any, options: EvaluateOptions, sets: list[ProblemSet], results: ResultsFile | None) -> None:
     """Print the measurements that are asked for, and add them to the file of results. Of those that are there already only a
     table has rows."""
     every = options.settings()

@@ -5,6 +5,7 @@ and `decode.svg.jinja` how it is written.
 """
 
 import hashlib
+import unicodedata
 from collections.abc import Sequence
 from colorsys import hls_to_rgb
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from typing import Any
 from rich.cells import cell_len, chop_cells
 
 from .facts import Decode, Token
-from .text import visible
 
 _MARGIN, _GAP, _PANEL = 20.0, 16.0, 472.0
 _INSET = 16.0  # of a panel
@@ -23,6 +23,8 @@ _CHARACTER, _LINE = 7.8, 27.0  # of the fixed-width font, at 13 px
 _UNIT, _MOST = 5.0, 12  # of a bar: a token's height, and how many fit
 _PROMPT_LINES = 3
 _LEGEND = 236.0  # of an entry, at most
+# Joiners stand within words and emoji.
+_SHOWN = {"\n": "↵\n", "\t": "⇥", "\u200c": "\u200c", "\u200d": "\u200d"}
 _ID = "\0"  # stands for the picture's id until that is known; visible texts hold no controls
 _TICK, HOLD = 0.28, 3.0  # seconds that a forward takes, at most, and that the whole text stands
 _ALL, _LEAST = 12.0, 0.04  # seconds of all forwards, if that leaves this much for each
@@ -165,6 +167,19 @@ def _legend(decodes: Sequence[Decode]) -> list[tuple[str, str]]:
 def _height(count: int) -> float:
     """Give the height of a bar of some tokens."""
     return _UNIT * min(_MOST, count)
+
+
+def visible(text: str) -> str:
+    """Write a text so that everything in it is seen: line ends as ↵ before the break, controls as their code points."""
+    return "".join(map(_shown, text.replace("\r\n", "\n")))
+
+
+def _shown(character: str) -> str:
+    if (shown := _SHOWN.get(character)) is not None:
+        return shown
+    # Categories of what is unseen, unassigned, or not allowed in XML.
+    unseen = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
+    return f"⟨{ord(character):X}⟩" if unseen else character
 
 
 def colour(fraction: float) -> str:

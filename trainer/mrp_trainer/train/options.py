@@ -3,7 +3,7 @@
 Nothing here imports torch, so that help comes at once.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from ..embedded import located
@@ -23,7 +23,7 @@ class RunOptions:
     """What a run needs beside `MRPTrainingArguments`; the flags' help says what each is.
 
     `early_stopping_patience` also has the weights of the lowest held-out loss saved. `block_size` and `mask_token_id` are for
-    an autoregressive Qwen3 checkpoint that becomes a block-diffusion model. `head_revision` is the revision of `head`.
+    an autoregressive Qwen3 checkpoint that becomes a block-diffusion model.
     """
 
     model: str = flag("Checkpoint: folder or Hub id.", panel=_MODEL, metavar="PATH")
@@ -40,7 +40,6 @@ class RunOptions:
     eval_data: list[str] = flag("Data to evaluate on.", [], panel=_DATA, metavar="FILE")
     eval_split: str = flag("Split of a folder or id of --eval-data.", "test", panel=_DATA)
     head: str | None = flag("Head to go on from.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp")
-    head_revision: str | None = field(default=None, metadata={"only": "mrp"})
     head_layers: int = flag("Layers of a new head.", 3, panel=_HEAD, only="mrp", min=1)
     head_init: str = flag(
         "A new head's start: A + C = A, the last layers, or random.", "identity", panel=_HEAD, kind=HeadInit, only="mrp"

@@ -150,7 +150,7 @@ def load_model(settings: Settings) -> Any:
             model.detach_head()  # it belongs to the backbone as it was
         return model
     where["dtype"] = torch.bfloat16 if settings.training.get("bf16") else torch.float32
-    model = MRPForCausalLM.from_backbone(options.model, options.head, options.head_revision, **where)
+    model = MRPForCausalLM.from_backbone(options.model, options.head, **where)
     if options.head is None:
         with_new_head(model, options.head_layers, options.head_init)
     model.mrp_head.to(torch.float32)
@@ -198,7 +198,7 @@ def meta_model(settings: Settings) -> Any:
     elif options.head is None:
         config.num_nextn_predict_layers = options.head_layers
     else:
-        of_head = stored_json(options.head, revision=options.head_revision, local_files_only=True)[1]
+        of_head = stored_json(options.head, local_files_only=True)[1]
         if not MRPConfig.from_dict(of_head).has_head:
             raise ValueError(f"{options.head} has no MRP head: name a checkpoint that has one")
         config.num_nextn_predict_layers = of_head["num_nextn_predict_layers"]
