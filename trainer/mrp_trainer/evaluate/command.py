@@ -17,7 +17,7 @@ from ..loading import load_config, load_generation_fields, load_model, load_toke
 from .acceptance import acceptance_by_depth, mean_accepted_length
 from .cost import charged_as
 from .decoded import Decoded, decode_prompts
-from .intervals import Interval, ratio_of_sums, wilson
+from .intervals import ratio_of_sums, wilson
 from .options import EvaluateOptions, generate_options
 from .problem_sets import ProblemSet, family_set, file_set
 from .provenance import header
@@ -91,7 +91,7 @@ def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
     """Make the fields of a line, of one setting beside the first."""
     line: dict[str, Any] = {"accuracy": None if decoded.accuracy is None else round(decoded.accuracy, 1)}
     if decoded.judged:
-        line["accuracy_95"] = _percent(wilson(sum(decoded.judged), len(decoded.judged)))
+        line["accuracy_95"] = wilson(sum(decoded.judged), len(decoded.judged)).rounded(1, 100)
     speed = ratio_of_sums(decoded.tokens, decoded.row_forwards)
     assert speed is not None, "every prompt takes a forward"
     line |= {
@@ -99,7 +99,7 @@ def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
         "tokens_per_forward_95": speed.rounded(),
         "head_per_token": round(decoded.head_forwards_per_token, 3),
         "identical_to_first": round(100 * decoded.equal(first) / len(decoded.ids), 1),
-        "identical_to_first_95": _percent(wilson(decoded.equal(first), len(decoded.ids))),
+        "identical_to_first_95": wilson(decoded.equal(first), len(decoded.ids)).rounded(1, 100),
     }
     length = mean_accepted_length(decoded)
     if decoded.offered_at_depth.shape[1] and length is not None:
@@ -108,11 +108,7 @@ def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
             "mean_accepted_length": round(length.value, 3),
             "mean_accepted_length_95": length.rounded(),
             "acceptance_by_depth": [round(100 * rate.value, 1) for _, rate in depths],
-            "acceptance_by_depth_95": [_percent(rate) for _, rate in depths],
+            "acceptance_by_depth_95": [rate.rounded(1, 100) for _, rate in depths],
             "offered_by_depth": [offered for offered, _ in depths],
         }
     return {**line, "seconds": round(decoded.seconds, 1), **decoded.forwards}
-
-
-def _percent(interval: Interval) -> list[float]:
-    return [round(100 * interval.low, 1), round(100 * interval.high, 1)]

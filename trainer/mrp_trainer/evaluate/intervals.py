@@ -22,9 +22,9 @@ class Interval:
     low: float
     high: float
 
-    def rounded(self, digits: int = 3) -> list[float]:
+    def rounded(self, digits: int = 3, times: int = 1) -> list[float]:
         """[low, high]."""
-        return [round(self.low, digits), round(self.high, digits)]
+        return [round(times * self.low, digits), round(times * self.high, digits)]
 
 
 def wilson(right: int, count: int, level: float = 0.95) -> Interval:

@@ -125,8 +125,8 @@ def render_card(
     """Fill the card of a saved checkpoint.
 
     Args:
-        folder: What `save_pretrained` wrote.
-        kind: "full", "head" or "adapter".
+        folder: What `save_pretrained` wrote, of a kind of `folder.KINDS`.
+        kind: Which.
         name: The repository id, or the folder as a user writes it: what the examples load, and the title.
         results: Measurements, as `read_results` gives them.
         about: A Markdown file of what a person says of the checkpoint: its metadata goes before ours, its text opens the card.

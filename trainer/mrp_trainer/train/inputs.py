@@ -12,7 +12,6 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.chat import RecordEncoder
 from ..data.rows import RecordRows
-from ..data.sampler import rows_of
 from ..data.samples import samples_of
 from ..data.sources import source_of
 from .arguments import MRPTrainingArguments
@@ -127,5 +126,6 @@ def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tok
 
 def prompts_of(rows: Any, count: int) -> list[list[int]]:
     """What stands before the first response in the first samples, as far as something does; at most `count`."""
-    begun = (sample.ids[: int(sample.response.argmax())].tolist() for row in rows_of(rows) for sample in samples_of(row))
+    samples = (sample for number in range(len(rows)) for sample in samples_of(rows[number]))  # numbers may go on behind them
+    begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in samples)
     return list(islice(filter(None, begun), count))
