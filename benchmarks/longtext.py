@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mrp_trainer.data.corpus import cut, installed, new_tokenizer, split_packages
 from mrp_trainer.evaluate.cost import charged
 from mrp_trainer.evaluate.intervals import ratio_of_sums
 from mrp_trainer.evaluate.results import ResultsFile
@@ -43,6 +42,7 @@ from transformers import (
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .common import RESULTS, header, load, parser_of, read_lines
+from .corpus import cut, installed, new_tokenizer, split_packages
 from .frontier import Setting, setting_name
 from .measure import Measured
 from .tables import interval

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import PackagePath, distributions
 from pathlib import Path
 
+from mrp_trainer.data.tasks import SPLITS, Split, belongs
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-from .tasks import SPLITS, Split, belongs
 
 # Packages by name, the texts of each.
 Packages = dict[str, list[str]]
