@@ -28,11 +28,7 @@ class Interval:
 
 
 def wilson(right: int, count: int, level: float = 0.95) -> Interval:
-    """Give the share `right` / `count` with Wilson's score interval.
-
-    Raises:
-        ValueError: if there is nothing to count, or more right than there are.
-    """
+    """Give the share `right` / `count` with Wilson's score interval; `ValueError` if there is nothing to count."""
     if not 0 <= right <= count or count == 0:
         raise ValueError(f"{right} of {count}: a share needs at least one problem, and no more right than there are")
     z = NormalDist().inv_cdf((1 + level) / 2)

@@ -155,13 +155,8 @@ def vocabulary_step(shape: Shape, positions: float) -> Work:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a mode does in a round, per row.
-
-    Attributes:
-        tokens_per_forward: Tokens generated per backbone forward.
-        states_per_forward: States that a row packs into it.
-        head_passes: Passes of the head in a round, one after the other, each with a vocabulary step.
-        states_per_head_pass: States that a row packs into each.
+    """What a mode does in a round, per row: tokens generated per backbone forward, states that a row packs into it, passes of
+    the head, one after the other, each with a vocabulary step, and states that a row packs into each.
     """
 
     tokens_per_forward: float

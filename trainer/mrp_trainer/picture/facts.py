@@ -20,9 +20,7 @@ class Token:
         forward: The forward that revealed it, from 1; None of a given token.
         step: The denoising step that it belongs to; -1 of a given token.
         drafted: A state that was drafted revealed it: without drafts it would have taken a forward of its own.
-        probability: When it was committed.
         taken_back: How often a reveal at this place went back to a mask.
-        special: An end of text or the like.
     """
 
     text: str
