@@ -38,19 +38,10 @@ def given(*arguments: str, **how: Any) -> dict[str, Any]:
 
 def test_a_command_gets_what_was_given() -> None:
     assert given() == {}
-    line = ["--source", "a", "--names", "b", "--names", "c", "--kinds", "small", "--number", "2", "--rate", "0.5"]
-    line += ["--not-packed", "--dry-run"]
-    expected = {
-        "source": "a",
-        "names": ["b", "c"],
-        "kinds": ["small"],
-        "count": 2,
-        "rate": 0.5,
-        "packed": False,
-        "dry_run": True,
-    }
-    found = given(*line)
-    assert found == expected
+    line = "--source a --names b --names c --kinds small --number 2 --rate 0.5 --not-packed --dry-run"
+    found = given(*line.split())
+    expected = {"source": "a", "names": ["b", "c"], "kinds": ["small"], "count": 2, "rate": 0.5}
+    assert found == {**expected, "packed": False, "dry_run": True}
     assert type(found["kinds"][0]) is str
     assert given("--other", "1", only="one") == {"other": 1}
     assert given("--source", "a", required=["source"]) == {"source": "a"}

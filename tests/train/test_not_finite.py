@@ -1,19 +1,11 @@
 """Training that meets a number that is not finite ends there, says why, and leaves good checkpoints alone."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from mrp_trainer.train.arguments import MRPTrainingArguments
-from mrp_trainer.train.trainer import MRPTrainer
-from training_runs import OPTIONS, Rows, small_model
+from training_runs import rows_trainer
 
 BROKEN = "model.layers.1.mlp.up_proj.weight"
-
-
-def trainer_of(folder: Path, objective: str, **options: Any) -> MRPTrainer:
-    chosen = {**OPTIONS, "objective": objective, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, **options}
-    return MRPTrainer(small_model(), MRPTrainingArguments(str(folder), **chosen), Rows(12), Rows(4))
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -23,7 +15,7 @@ def checkpoints(folder: Path) -> list[str]:
 @pytest.mark.parametrize("objective", ["block_diffusion", "mrp"])
 def test_a_broken_weight_ends_training_before_anything_is_saved(objective: str, tmp_path: Path) -> None:
     """With accumulated gradients, and without a limit for their norm."""
-    trainer = trainer_of(tmp_path, objective, gradient_accumulation_steps=2, max_grad_norm=0.0)
+    trainer = rows_trainer(tmp_path, objective=objective, gradient_accumulation_steps=2, max_grad_norm=0.0)
     trainer.model.get_parameter(BROKEN).data[3, 5] = float("nan")
     with pytest.raises(FloatingPointError, match=r"^the gradient norm of step 1 is nan, and nothing is saved: lower"):
         trainer.train()
@@ -34,12 +26,12 @@ def test_a_broken_weight_ends_training_before_anything_is_saved(objective: str, 
 
 def test_a_gradient_of_a_finite_loss(tmp_path: Path) -> None:
     """In the second step: the first one's checkpoint stays, and training goes on from it."""
-    trainer = trainer_of(tmp_path, "block_diffusion")
+    trainer = rows_trainer(tmp_path)
     trainer.model.get_parameter(BROKEN).register_hook(lambda grad: grad / (trainer.state.global_step == 0))
     with pytest.raises(FloatingPointError, match=r"^the gradient norm of step 2 is (inf|nan).* learning_rate, which is 0\.01"):
         trainer.train()
     assert checkpoints(tmp_path) == ["checkpoint-1"]
-    again = trainer_of(tmp_path, "block_diffusion")
+    again = rows_trainer(tmp_path)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 3
 
@@ -48,5 +40,5 @@ def test_a_gradient_of_a_finite_loss(tmp_path: Path) -> None:
 def test_a_rate_that_blows_weights_up_in_the_last_step(saves: str, tmp_path: Path) -> None:
     """Behind which there is no loss."""
     with pytest.raises(FloatingPointError, match=r"^a weight behind step 1 is nan.*learning_rate, which is 1e\+39"):
-        trainer_of(tmp_path, "mrp", learning_rate=1e39, warmup_steps=0, max_steps=1, save_strategy=saves).train()
+        rows_trainer(tmp_path, objective="mrp", learning_rate=1e39, warmup_steps=0, max_steps=1, save_strategy=saves).train()
     assert checkpoints(tmp_path) == []

@@ -1,14 +1,14 @@
 """`MRPTrainer` as a program uses it: records of any layout, the command's defaults, and the Trainer's own habits."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, TINY
-from hub_server import HubServer, run_python
+from conftest import TINY
+from helpers import same_tensors
+from hub_server import HubServer
 from mrp_trainer.data.rows import RecordRows
 from mrp_trainer.data.samples import samples_of
 from mrp_trainer.data.sources import open_source
@@ -116,35 +116,24 @@ def test_the_best_head_is_loaded(tiny_tokenizer: PreTrainedTokenizerFast, tmp_pa
     assert any(not torch.equal(trained[name], value) for name, value in last.items())
 
 
-PUSHED = f"""
-import sys, torch
-torch.set_num_threads(1)
-from transformers import AutoModel, AutoTokenizer
-from mrp_trainer import MRPTrainer, MRPTrainingArguments
-tok = AutoTokenizer.from_pretrained({str(TINY)!r}, trust_remote_code=True)
-def train(source, **options):
-    model = AutoModel.from_pretrained(source, trust_remote_code=True)
-    shared = dict(max_length=64, use_cpu=True, disable_tqdm=True, max_steps=1, save_steps=1, save_only_model=True)
-    args = MRPTrainingArguments(options["hub_model_id"].split("/")[-1], push_to_hub=True, **shared, **options)
-    trainer = MRPTrainer(model, args, train_dataset={CHATS!r}, processing_class=tok)
-    trainer.train()
-    trainer.push_to_hub() if options["objective"] == "mrp" else trainer.save_model()
-train({str(TINY)!r}, objective="block_diffusion", hub_model_id="org/whole")
-train("org/whole", objective="mrp", hub_model_id="org/head", hub_private_repo=False)
-# As elsewhere: with the repository's code alone.
-sys.modules["modeling_mrp"] = sys.modules["mrp_trainer"] = None
-model = AutoModel.from_pretrained("org/head", trust_remote_code=True)
-print(model.backbone_source.name, model.generation_config.decoding, model.mrp_head is not None)
-"""
-
-
-def test_pushed_models_load_elsewhere(hub: HubServer, tmp_path: Path) -> None:
+def test_pushed_models_load(hub: HubServer, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """A backbone at every save and at the end; the head alone where the backbone is on the Hub. No pickle arrives."""
-    environment = hub.environment(tmp_path, "hf_alice", PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'trainer'}")
-    assert run_python(PUSHED, tmp_path, environment).split()[-3:] == ["org/whole", "mrp_spec", "True"]
-    whole, head = hub.repository("org/whole"), hub.repository("org/head")
-    assert (whole.private, head.private) == (True, False)
-    assert (whole.history("main")[0].title, head.history("main")[0].title) == ("Model save", "End of training")
+    shared: dict[str, Any] = {"max_steps": 1, "save_steps": 1, "push_to_hub": True}
+    whole = {"objective": "block_diffusion", "hub_model_id": "org/whole"}
+    trainer = chat_trainer(tmp_path / "whole", tiny_tokenizer, **shared, **whole)
+    trainer.train()
+    trainer.save_model()
+    model, head = MRPForCausalLM.from_pretrained("org/whole"), {"hub_model_id": "org/head", "hub_private_repo": False}
+    trainer = chat_trainer(tmp_path / "head", tiny_tokenizer, model=model, **shared, **head)
+    trainer.train()
+    trainer.push_to_hub()
+    loaded = MRPForCausalLM.from_pretrained("org/head")
+    assert loaded.backbone_source.name == "org/whole"
+    assert loaded.generation_config.decoding == "mrp_spec"
+    assert same_tensors(loaded.mrp_head, model.mrp_head)
+    assert [hub.repository(f"org/{name}").private for name in ("whole", "head")] == [True, False]
+    titles = [hub.repository(f"org/{name}").history("main")[0].title for name in ("whole", "head")]
+    assert titles == ["Model save", "End of training"]
     for repo_id in ("org/whole", "org/head"):
         names = set(hub.files(repo_id))
         assert {"model.safetensors", "modeling_mrp.py", "tokenizer.json", "chat_template.jinja", "README.md"} <= names
