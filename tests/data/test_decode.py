@@ -21,6 +21,7 @@ from mrp_trainer.train.options import DecodeOptions
 from mrp_trainer.train.runs import open_run
 from mrp_trainer.train.settings import read_settings
 from peft import LoraConfig, get_peft_model
+from training_runs import saved
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
@@ -37,9 +38,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: PreTrainedTo
     often = 312
     with torch.no_grad():
         model.lm_head.weight[[often, word_tokenizer.eos_token_id]] = model.lm_head.weight[[word_tokenizer.eos_token_id, often]]
-    model.generation_config.eos_token_id = word_tokenizer.eos_token_id
-    model.save_pretrained(root / "model")
-    word_tokenizer.save_pretrained(root / "model")
+    saved(model, word_tokenizer, root / "model")
     (root / "chats.jsonl").write_text("\n".join(training_lines("math", "train", COUNT)))
     found = {path.stem: str(path) for path in root.iterdir()} | {"wrote": str(root / "wrote.jsonl")}
     flags = ["--model", found["model"], "--data", found["chats"], "--output", found["wrote"]]

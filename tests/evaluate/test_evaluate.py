@@ -3,25 +3,20 @@
 import json
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import main
 from conftest import TINY
-from mrp_trainer.data.problems import encode
-from mrp_trainer.data.tasks import judge, problems
+from mrp_trainer.data.tasks import problems
 from mrp_trainer.evaluate.cost import charged
-from mrp_trainer.evaluate.decoded import Decoded, decode_prompts
 from mrp_trainer.evaluate.options import EvaluateOptions
 from mrp_trainer.evaluate.provenance import digests
 from mrp_trainer.evaluate.results import with_headers
 from mrp_trainer.loading import load_model
 from mrp_trainer.picture.modes import show_model
 from mrp_trainer.picture.options import ShowOptions
-
-from modeling_mrp import MRPForCausalLM
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 
@@ -55,24 +50,6 @@ def test_a_line_for_every_setting_whose_intervals_hold_its_values(capsys: pytest
     assert spec["offered_by_depth"] == sorted(spec["offered_by_depth"], reverse=True)
     assert not {"mean_accepted_length", "acceptance_by_depth"} & set(remask)
     assert remask["revoked"] > 0
-
-
-def test_what_is_counted(tiny_model: MRPForCausalLM, tiny_tokenizer: object) -> None:
-    """Texts, their judgements and their lengths over forwards, whatever the batches."""
-    asked = problems("code", "tune", 5)
-    prompts = [encode(problem, tiny_tokenizer)[0] for problem in asked]  # type: ignore[arg-type]
-    parts = [
-        decode_prompts(tiny_model, tiny_tokenizer, prompts, partial(judge, asked), 80, size, decoding="static")  # type: ignore[arg-type]
-        for size in (2, 5)
-    ]
-    for decoded in parts:
-        assert decoded.ids == parts[0].ids
-        assert decoded.right == judge(asked, decoded.texts)
-        assert decoded.accuracy == 20 * sum(decoded.right)
-        assert decoded.tokens_per_forward == parts[0].tokens_per_forward <= 1
-        assert decoded.equal(parts[0]) == 5
-    other = Decoded(**{**vars(parts[0]), "ids": [*parts[0].ids[:4], []]})
-    assert parts[0].equal(other) == 4
 
 
 def test_what_is_drafted_by_default_is_the_checkpoints_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

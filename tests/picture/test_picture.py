@@ -121,17 +121,6 @@ def test_every_forward_has_its_moment_and_colour() -> None:
     assert whole - HOLD < begun < whole, "at time 0 all forwards have been"
 
 
-def test_bars_by_hand() -> None:
-    """Five pixels for each token or draft: what a forward revealed above the line, accepted drafts on top, refused below."""
-    groups = ElementTree.fromstring(draw([drawn()]).svg).iterfind(f".//{SVG}g[@class]")
-    bars = [one.findall(f"{SVG}rect") for one in groups if one.attrib["class"].startswith("bar")]
-    assert [[(one.attrib["class"], one.attrib["y"], one.attrib["height"]) for one in bar] for bar in bars] == [
-        [("own", "-5", "5")],
-        [("own", "-5", "5"), ("draft", "-10", "5"), ("refused", "3", "10")],
-        [("own", "-5", "5"), ("refused", "3", "5")],
-    ]
-
-
 def test_a_text_is_laid_out_without_overlap() -> None:
     """Random texts of narrow and wide characters: the boxes of a line stand beside each other, inside of the panel."""
     random = Random(0)

@@ -1,4 +1,4 @@
-"""The Trainer: it learns, freezes, logs and resumes."""
+"""The Trainer: it learns, freezes, logs, and has the optimizer that is asked for."""
 
 import json
 from copy import deepcopy
@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from conftest import make_model
 from helpers import word_model
 from mrp_trainer.data.chat import RecordEncoder
 from mrp_trainer.data.rows import RecordRows
@@ -16,6 +17,7 @@ from mrp_trainer.data.tasks import Split, training_lines
 from mrp_trainer.evaluate.acceptance import measure_acceptance
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.attention import TRAINING_FLEX
+from mrp_trainer.train.optimizer import MuonAdamW
 from mrp_trainer.train.packed import PackedBatch
 from mrp_trainer.train.trainer import MRPTrainer
 from torch import nn
@@ -207,3 +209,19 @@ def test_the_optimizer_is_the_one_asked_for(word_tokenizer: PreTrainedTokenizerF
         made = new_trainer(word_model(word_tokenizer), tmp_path, objective="mrp", **options).create_optimizer()
         assert type(made).__name__ == kind
         assert len({id(p) for group in made.param_groups for p in group["params"]}) == head
+
+
+def test_the_optimizer_splits_parameters_as_documented() -> None:
+    model = make_model()
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer = MuonAdamW(model, lr=0.01, muon_lr=0.02, weight_decay=0.1)
+    groups = {type(part): [names[id(p)] for g in part.param_groups for p in g["params"]] for part in optimizer.parts}
+    projections = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    matrices = {f"{m}.layers.{i}.{x}.weight" for m in ("model", "mrp_head") for i in (0, 1) for x in projections}
+    frozen = {"model.layers.0.mlp.up_proj.weight"}
+    assert set(groups[torch.optim.Muon]) == matrices - frozen
+    assert set(groups[torch.optim.AdamW]) == set(names.values()) - matrices
+    assert sorted(sum(groups.values(), [])) == sorted(set(names.values()) - frozen)  # noqa: RUF017 - none twice
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.02, 0.1), (0.01, 0.0)]
+    assert len(MuonAdamW(nn.Linear(2, 2), 0.01, 0.02).parts) == 1  # a module without layers is AdamW's alone
