@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
-import torch
 import typer
 from commands import command, mrp
 from conftest import ROOT, TINY
@@ -20,10 +19,8 @@ from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.options import TrainCommand
 from mrp_trainer.train.settings import known_names
 from training_runs import saved
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
-
-from modeling_mrp import MRPForCausalLM
 
 TRAIN = ["--model", "m", "--output-dir", "o"]
 OBJECTIVES = {"head": "mrp", "backbone": "block_diffusion"}
@@ -77,21 +74,12 @@ def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTr
     assert printed.count("'eval_loss'") == 2  # behind step 2, and at the end
     assert printed.count("'eval_mean_accepted_length'") == 2
     assert printed.count("'kl_head'") == 3
-    trained = MRPForCausalLM.from_pretrained(head)
-    assert (trained.config.num_nextn_predict_layers, trained.generation_config.decoding) == (1, "mrp_spec")
-    tokenizer = AutoTokenizer.from_pretrained(head, trust_remote_code=False, config=trained.config)
-    prompt = tokenizer("user : Ana has 3 pens . assistant :", return_tensors="pt")
-    spec, static = (
-        trained.generate(**prompt, max_new_tokens=8, decoding=mode, num_draft_states=4, return_dict_in_generate=True)
-        for mode in (None, "static")
-    )
-    assert torch.equal(spec.sequences, static.sequences)
-    assert int(spec.stats.drafted.sum()) > 0
     (tmp_path / "questions.jsonl").write_text('{"prompt": "Ana has 3 pens .", "answer": "3"}\n')
     asked = ["evaluate", "--model", str(head), "--prompts", str(tmp_path / "questions.jsonl"), "--max-new-tokens", "8"]
-    assert "│ questions.jsonl │ static" in mrp(*asked)
-    line = json.loads(mrp(*asked, "--json"))
-    assert (line["decoding"], line["tokens_per_forward_95"][0] > 0, line["asked"]["problems"]) == ("static", True, 1)
+    lines = mrp(*asked, "--json", "--decoding", "static", "--decoding", "mrp_spec").splitlines()
+    static, spec = map(json.loads, lines)
+    assert (static["decoding"], spec["identical_to_first"], spec["asked"]["problems"]) == ("static", 100, 1)
+    assert spec["drafted"] > 0
     again = mrp(*arguments, "--logging-steps", "1", "--set", "disable_tqdm=true")
     assert again.startswith("resuming from checkpoint-3\n")
     assert "\nall 3 steps of this run are done. To train its head further, give --head" in again
