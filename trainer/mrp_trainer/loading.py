@@ -43,14 +43,14 @@ def load_generation_fields(source: str) -> dict[str, Any]:
     return {}
 
 
-def load_model(source: str, dtype: str | None = None, device: str | None = None) -> Any:
+def load_model(source: str, dtype: str | None = None, device: str | None = "cpu") -> Any:
     """An `MRPForCausalLM` in evaluation mode.
 
     Args:
         source: A folder or an id on the Hub, of any kind that `MRPForCausalLM.from_pretrained` takes, or with a peft adapter,
             whose base is then loaded too.
         dtype: Of the weights; that of the checkpoint if None.
-        device: Its device; the first GPU, or the CPU, if None.
+        device: None stands for the first GPU, or the CPU.
 
     Raises:
         ValueError: if the checkpoint or the adapter is damaged, of another kind, or names a base that is not followed.
