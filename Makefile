@@ -84,6 +84,7 @@ long: $(VENV)/.extras
 	test -e runs/long/backbone/model.safetensors || $(TWO) mrp_trainer.cli train backbone --config packages
 	test -e runs/long/head/model.safetensors || $(TWO) mrp_trainer.cli train head --config packages-head
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.longtext measure --batch-size 8
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.longtext times
 
 # The pages of docs/ as a site, in build/site; a broken link is an error.
 docs: $(VENV)/.docs

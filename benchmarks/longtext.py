@@ -5,14 +5,17 @@
     mrp train backbone --config packages     # made a block-diffusion model of three block sizes
     mrp train head --config packages-head
     python -m benchmarks.longtext measure    # lines to benchmarks/results/long.jsonl, gone on with where they end
+    python -m benchmarks.longtext times      # more lines of it: time and memory along a text
     python -m benchmarks.longtext tables
 
-`make long` is the five, each of which goes on where it was interrupted. `measure` decodes the beginnings of texts of held-out
+`make long` is the six, each of which goes on where it was interrupted. `measure` decodes the beginnings of texts of held-out
 packages greedily and at temperature 1, by every target alone and drafted, with each block size, in float64. What is counted
 along a text is by windows of `WINDOW` tokens; head passes are charged evenly along it. No text ends before its last token.
+`python -m benchmarks.plots long` draws the tokens a unit along a text.
 """
 
 import json
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from itertools import product
@@ -38,19 +41,23 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.networks.picker import LIKELIEST, SHORTLIST
 
 from .common import RESULTS, header, load, parser_of, read_lines
 from .corpus import cut, installed, new_tokenizer, split_packages
-from .frontier import Setting, setting_name
+from .frontier import Setting
 from .measure import Measured
 from .tables import interval
 from .targets import TARGETS, alone, drafted
+from .turns import faster
 
 VOCABULARY, PROMPT, LONGEST, WINDOW = 4096, 64, 1024, 64
-BLOCKS, STATES = (8, 16, 32), 8
+BLOCKS, STATES = (8, 16, 32), 4
 WATCHED = 64  # pieces that the loss is watched on
+PARTS = 4  # of a text, whose times are compared
 Line = dict[str, Any]
 
 
@@ -110,11 +117,17 @@ def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerFast, count: int) -> 
     return [name for name, _ in turns[:count]], torch.tensor([ids for _, ids in turns[:count]])
 
 
-def settings() -> Iterator[Setting]:
-    """List what is measured."""
+def settings() -> Iterator[list[Setting]]:
+    """List what is measured: a target, and behind it what drafts for it."""
     for block_size, sampled, target in product(BLOCKS, (False, True), TARGETS):
-        for way in (alone(target), *(drafted(mode, target, STATES) for mode in ("self_spec", "mrp_spec"))):
-            yield {"block_size": block_size, "do_sample": sampled, **way}
+        listed = {"draft_shortlist": LIKELIEST if sampled else SHORTLIST}  # the default of real vocabularies
+        ways = alone(target), drafted("self_spec", target, STATES), drafted("mrp_spec", target, STATES, **listed)
+        yield [{"block_size": block_size, "do_sample": sampled, **way} for way in ways]
+
+
+def to_the_end(new: int) -> Line:
+    """Give the options of `generate` for texts of so many new tokens that do not end before."""
+    return {"max_new_tokens": new, "eos_token_id": None, "suppress_tokens": [0, 1], "return_dict_in_generate": True}
 
 
 def decode(model: MRPForCausalLM, prompts: Tensor, new: int, batch_size: int, **options: Any) -> tuple[Measured, Line]:
@@ -122,9 +135,8 @@ def decode(model: MRPForCausalLM, prompts: Tensor, new: int, batch_size: int, **
     made, edges = Measured([], [], []), torch.arange(0, new + 1, WINDOW)[:, None, None]
     along = {name: torch.zeros(len(edges) - 1, dtype=torch.long) for name in ("row_forwards", "drafted", "accepted")}
     for given in prompts.split(batch_size):
-        fixed: Line = {"max_new_tokens": new, "eos_token_id": None, "suppress_tokens": [0, 1], "return_dict_in_generate": True}
         sampled: Line = {"temperature": 1.0, "top_k": 0, "seed": len(made.ids)} if options["do_sample"] else {}
-        out: Any = model.generate(given, attention_mask=torch.ones_like(given), **fixed, **sampled, **options)
+        out: Any = model.generate(given, attention_mask=torch.ones_like(given), **to_the_end(new), **sampled, **options)
         reached = out.stats.rounds["column"] >= edges  # [edges, rounds, rows]
         # A round that comes to a block scores its first state, too: what was before is the block's beginning.
         before = torch.where(reached.any(1), reached.int().argmax(1), reached.shape[1])
@@ -161,61 +173,123 @@ def measure(options: Namespace) -> None:
     model = model.double()
     if results.find(text="real", asked=identity) is None:
         results.add({"text": "real", "asked": identity, "packages": packages, **judged(judge, texts)})
-    targets: dict[str, Measured] = {}
-    for setting in settings():
-        model.config.block_size = setting["block_size"]
-        place = {name: setting[name] for name in ("block_size", "do_sample")}
-        target = str({**place, "target": setting.get("target", setting["decoding"])})
-        if results.find(**setting, asked=identity) is not None:
+    for group in settings():
+        found = [results.find(**setting, asked=identity) for setting in group]
+        if None not in found:
             continue
-        given = {name: value for name, value in setting.items() if name != "block_size"}
-        made, line = decode(model, texts[:, :PROMPT], options.tokens, options.batch_size, **given)
-        line = {**setting, **made.line(), **line, "asked": identity}
-        if "target" not in setting:
-            targets[target] = made
-            line |= judged(judge, torch.cat([texts[:, :PROMPT], torch.tensor(made.ids)], 1))
-        elif target in targets:
-            line |= {"texts_that_differ": made.differ(targets[target]), **made.over(target=targets[target])}
-        results.add(line)
-        print(f"{place} {setting_name(line)}: {line['tokens_per_forward']} a forward", flush=True)
+        of_target = None  # its texts are in no file
+        for setting, line in zip(group, found, strict=True):
+            if line is not None and of_target is not None:
+                continue
+            given = {name: value for name, value in setting.items() if name != "block_size"}
+            model.config.block_size = setting["block_size"]
+            made, counts = decode(model, texts[:, :PROMPT], options.tokens, options.batch_size, **given)
+            measured = {**setting, **made.line(), **counts, "asked": identity}
+            if of_target is None:
+                of_target = made
+                measured |= judged(judge, torch.cat([texts[:, :PROMPT], torch.tensor(made.ids)], 1))
+            else:
+                measured |= {"texts_that_differ": made.differ(of_target), **made.over(target=of_target)}
+            if line is None:
+                results.add(measured)
+                print(f"{setting}: {measured['tokens_per_forward']} a forward", flush=True)
+
+
+class Clock(BaseStreamer):
+    """Notes the processor's time whenever a row's text grows, and how long it is then."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds = [0], [0.0]
+
+    def put(self, value: Tensor) -> None:
+        """Note the time; the prompt comes first."""
+        self.tokens.append(self.tokens[-1] + value.numel())
+        self.seconds.append(time.process_time())
+
+    def end(self) -> None:
+        """There is nothing to end."""
+
+
+def times(options: Namespace) -> None:
+    """Time the parts of texts of one row, `static` alone and drafted in turns, and count the bytes of keys and values."""
+    model, tokenizer = load(options.folder / "head")
+    _, texts = prompts_of(options.folder, tokenizer, options.count)
+    results = ResultsFile(options.output, "asked")
+    results.begin(header("longtext", options, model))
+    ways = {"static": alone("static"), "mrp_spec": drafted("mrp_spec", "static", STATES, draft_shortlist=SHORTLIST)}
+    edges = [PROMPT + options.tokens * part // PARTS for part in range(PARTS + 1)]
+    for block_size in BLOCKS:
+        model.config.block_size, taken, size = block_size, {name: list[Any]() for name in ways}, {}
+        for given in texts[:, :PROMPT].split(1):
+            for name, way in ways.items():
+                clock = Clock()
+                fixed = {**to_the_end(options.tokens), "streamer": clock, "do_sample": False}
+                out: Any = model.generate(given, attention_mask=torch.ones_like(given), **fixed, **way)
+                taken[name].append(np.diff(np.interp(edges, clock.tokens, clock.seconds)))
+                size[name] = round(out.past_key_values.nbytes / 1e6, 2)
+        parts = {name: list(zip(*turns, strict=True)) for name, turns in taken.items()}
+        for name, own in parts.items():
+            line = {"block_size": block_size, "timed": name, "megabytes": size[name]}
+            line["over_static"] = [faster(part, base) for part, base in zip(own, parts["static"], strict=True)]
+            line["over_first"] = [faster(parts["static"][0], part) for part in own]
+            results.add({**line, "asked": {"prompts": options.count, "tokens": options.tokens}})
+
+
+def units_along(line: Line) -> tuple[Line, Any]:
+    """Charge a line's head passes, evenly along its texts: the line, and by window the tokens a unit [windows]."""
+    line = charged(line)
+    tokens = line["tokens_per_unit"] / line["tokens_per_forward"] * line["asked"]["prompts"] * WINDOW
+    return line, tokens / np.asarray(line["along"]["row_forwards"])
 
 
 def ends(values: Any, digits: int) -> str:
     """Show the means of the first and the last quarter."""
-    quarter = max(1, len(values) // 4)
+    quarter = max(1, len(values) // PARTS)
     return " -> ".join(f"{np.mean(part):.{digits}f}" for part in (values[:quarter], values[-quarter:]))
 
 
+def spreads(found: list[Line]) -> list[str]:
+    """Show medians of turns, with the quartiles."""
+    return [f"{one['median']:.2f} ({one['quartiles'][0]:.2f}-{one['quartiles'][1]:.2f})" for one in found]
+
+
 def tables(options: Namespace) -> None:
-    """Print what was measured as Markdown: cost and acceptance, and what another model says of the texts."""
-    costs, said = [], []
+    """Print what was measured as Markdown: cost and acceptance, what another model says of the texts, and times."""
+    costs, said, timed = [], [], []
     for line in read_lines(options.output, embedded=False):
         whose = line.get("target", line.get("decoding", "real"))
         place = [str(line.get("block_size", "")), f"{line.get('do_sample', 0):d}", whose]
+        if "timed" in line:
+            slower, faster = spreads(line["over_first"]), spreads(line["over_static"])
+            timed.append(
+                [place[0], line["timed"], str(line["megabytes"]), *slower, *(faster if "spec" in line["timed"] else [])]
+            )
         if "nats" in line:
             said.append([*place, interval(line, "nats", 2), ends(line["nats_along"], 2), f"{100 * line['repeated']:.0f}"])
         if "decoding" in line:
-            line, counts = charged(line), {name: np.asarray(value) for name, value in line["along"].items()}
-            tokens = line["tokens_per_unit"] / line["tokens_per_forward"] * line["asked"]["prompts"] * WINDOW
+            counts = {name: np.asarray(value) for name, value in line["along"].items()}
+            line, along = units_along(line)
             way, drafts = "alone", ["", "", ""]
             if "target" in line:
                 way, share = line["decoding"], 100 * counts["accepted"] / counts["drafted"]
                 whole = 100 * counts["accepted"].sum() / counts["drafted"].sum()
-                drafts = [f"{whole:.0f}", ends(share, 0), str(line.get("texts_that_differ", ""))]
-            costs.append([*place, way, interval(line, "tokens_per_unit", 2), ends(tokens / counts["row_forwards"], 2), *drafts])
-    quarters = "first -> last quarter"
+                drafts = [f"{whole:.0f}", ends(share, 0), str(line["texts_that_differ"])]
+            costs.append([*place, way, interval(line, "tokens_per_unit", 2), ends(along, 2), *drafts])
+    quarters, parts = "first -> last quarter", [f"quarter {part + 1}" for part in range(PARTS)]
     head = ["tokens / unit", quarters, "accepted %", quarters, "texts that differ"]
     print(markdown_table(["block", "T", "target", "way", *head], costs), end="\n\n")
-    print(markdown_table(["block", "T", "text of", "nats / token", quarters, "4-grams twice, %"], said))
+    print(markdown_table(["block", "T", "text of", "nats / token", quarters, "4-grams twice, %"], said), end="\n\n")
+    over = [f"{what}, {part}" for what in ("time over static's first", "speed over static") for part in parts]
+    print(markdown_table(["block", "way", "MB", *over], timed))
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: one stage."""
-    stages = {stage.__name__: stage for stage in (prepare, causal, measure, tables)}
+    stages = {stage.__name__: stage for stage in (prepare, causal, measure, times, tables)}
     parser = parser_of("longtext", __doc__ or "")
     parser.add_argument("stage", choices=list(stages))
     parser.add_argument("--folder", type=Path, default=Path("runs/long"), help="of all that is made")
-    parser.add_argument("--steps", type=int, default=3200, help="of causal")
+    parser.add_argument("--steps", type=int, default=1000, help="of causal")
     parser.add_argument("--batch-size", type=int, default=4, help="rows at once")
     parser.add_argument("--output", type=Path, default=RESULTS / "long.jsonl", help="lines of measure")
     parser.add_argument("--count", type=int, default=8, help="texts that are decoded")

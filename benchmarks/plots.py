@@ -1,7 +1,7 @@
-"""The figure of the frontier (``python -m benchmarks.plots``; needs matplotlib, the extra `bench`).
+"""Figures (``python -m benchmarks.plots frontier`` or ``long``; needs matplotlib, the extra `bench`).
 
-Reads `tiny_frontier*.jsonl` from `benchmarks/results` and writes `frontier.svg` beside them: the same bytes for the same
-numbers, with text as text.
+Reads `tiny_frontier*.jsonl` or `long.jsonl` from `benchmarks/results` and writes an SVG file beside them: the same bytes for
+the same numbers, with text as text.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,10 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from .common import RESULTS, parser_of
+from .common import RESULTS, parser_of, read_lines
+from .longtext import BLOCKS, WINDOW, units_along
 from .tables import frontier_lines
+from .targets import TARGETS
 
 Line = dict[str, Any]
 DETERMINISTIC: Any = {
@@ -80,14 +82,39 @@ def _arms(points: Sequence[Line], name: str) -> list[list[float]]:
     return [below, [max(0.0, line[f"{name}_95"][1] - line[name]) for line in points]]
 
 
+def long_figure(lines: Sequence[Line]) -> Figure:
+    """Tokens per unit along a text by each target, alone, with stale drafts and with the head's; a panel a block size and T."""
+    figure = Figure(figsize=(13, 6.4), layout="constrained")
+    panels = figure.subplots(2, len(BLOCKS), sharex=True, sharey="row")
+    colors, styles = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a"), {"alone": ":", "self_spec": "--", "mrp_spec": "-"}
+    for line in lines:
+        if "decoding" not in line:
+            continue
+        target, way = (line["target"], line["decoding"]) if "target" in line else (line["decoding"], "alone")
+        axes = panels[int(line["do_sample"]), BLOCKS.index(line["block_size"])]
+        _, along = units_along(line)
+        middles = [WINDOW * (place + 0.5) for place in range(len(along))]
+        color = colors[list(TARGETS).index(target)]
+        axes.plot(middles, along, color=color, linestyle=styles[way], lw=1.2, label=f"{target}, {way}")
+        axes.set(title=f"blocks of {line['block_size']}, T = {line['do_sample']:d}", xlabel="tokens into the text")
+    for axes in panels[:, 0]:
+        axes.set(ylabel="tokens per unit")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), fontsize=7, loc="outside right upper")
+    return figure
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: writes the figure, without the date or the version that drew it."""
+    """Command line: writes a figure, without the date or the version that drew it."""
     parser = parser_of("plots", __doc__)
+    parser.add_argument("figure", choices=("frontier", "long"), nargs="?", default="frontier")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder to read, and to write to")
     options = parser.parse_args(arguments)
-    path = options.results / "frontier.svg"
+    path = options.results / f"{options.figure}.svg"
     with matplotlib.rc_context(DETERMINISTIC):
-        figure = frontier_figure(frontier_lines(options.results))
+        if options.figure == "long":
+            figure = long_figure(read_lines(options.results / "long.jsonl", embedded=False))
+        else:
+            figure = frontier_figure(frontier_lines(options.results))
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     print(path)
 

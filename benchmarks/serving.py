@@ -4,9 +4,9 @@ Two engines of SGLang, of the same weights, answer the same prompts in turns, ea
 not asked sleeps. The answers are those of `LowConfidence`, token for token, but for near ties. Needs the engine: on a CPU that
 is the environment of `make test-serving`; on a GPU give both engines a share of it: `--flag=--mem-fraction-static --flag=0.4`.
 
-With `--shape` the model has published layer shapes, cut to a few layers, in bfloat16 with random weights. Both reveal a token a
-step (threshold 1), and drafts are right as often as published, by a seeded coin (`forced_engine`): 2.7 tokens a round of three
-drafts at 0.75 each. The head is cut, too; the vocabulary is not, so that it weighs more here than in the whole model.
+With `--shape` the model has published layer shapes, cut to a few layers, with random weights in `--dtype`. Both reveal one
+token a step (threshold 1), and drafts are right as often as published, by a seeded coin (`forced_engine`): 2.7 tokens a round
+of three drafts at 0.75 each. The head is cut, too; the vocabulary is not, so that it weighs more here than in the whole model.
 """
 
 import json
@@ -31,7 +31,7 @@ from .server import CPU_ENVIRONMENT, CPU_FLAGS, HEAD_FIELDS, Measured, Server, b
 from .turns import faster, take_turns
 
 WARM_UPS = 1  # turns
-RANDOM = ("--context-length", "1024", "--max-total-tokens", "16384", "--dtype", "bfloat16", "--load-format", "dummy")
+RANDOM = ("--context-length", "1024", "--max-total-tokens", "16384", "--load-format", "dummy")
 Asked = tuple[list[list[int]], list[int]]  # prompts, and how many new tokens each may get
 
 
@@ -80,7 +80,7 @@ def shaped(options: Any, folder: Path) -> Compared:
     def asked(clients: int) -> Asked:
         return torch.randint(5, 151000, (clients, 16), generator=draw).tolist(), [options.new_tokens] * clients
 
-    server = {"flags": (*CPU_FLAGS, *RANDOM), "module": "benchmarks.forced_engine"}
+    server = {"flags": (*CPU_FLAGS, *RANDOM, "--dtype", options.dtype), "module": "benchmarks.forced_engine"}
     return Compared(*made, asked, 1.0, {**server, "environment": {ACCEPTANCE: str(options.acceptance)}})
 
 
@@ -98,6 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shape", choices=("1.7b", "4b", "8b"), help="in place of a model")
     parser.add_argument("--layers", type=int, default=4, help="of a shape")
     parser.add_argument("--head-layers", type=int, default=1, help="of a shape")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of a shape")
     parser.add_argument("--acceptance", type=float, default=0.75, help="chance of a draft, of a shape")
     parser.add_argument("--new-tokens", type=int, default=16, help="of a shape's texts")
     parser.add_argument("--learn", type=int, default=0, help="tokens of each text before, by which `auto` learns")
