@@ -62,6 +62,8 @@ def test_block_diffusion_loss_equals_the_loop_over_blocks(inverse_level: bool, s
     assert {*drawn} == {*sizes, BLOCK}
     begins = batch.position_ids % torch.tensor(drawn)[:, None] == 0
     assert torch.equal(batch.begins[batch.view >= 0], begins[batch.view >= 0])
+    beside = collate([[sample(0, BLOCK, 0), sample(1, BLOCK, 0)]], copies=1)  # type: ignore[list-item]
+    assert beside.begins.nonzero()[:, 1].tolist() == [0, BLOCK, 2 * BLOCK, 3 * BLOCK]
     total = 0.0
     for row, at, clean, start in blocks_of(batch, samples, drawn):
         logits = model.lm_head(run_alone(model, clean + batch.input_ids[row, at].tolist(), size=drawn[row])[start:])
