@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mrp_trainer.data.corpus import cut, installed, new_tokenizer, split_packages
 from mrp_trainer.evaluate.cost import charged
 from mrp_trainer.evaluate.intervals import ratio_of_sums
 from mrp_trainer.evaluate.results import ResultsFile
@@ -48,6 +47,7 @@ from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.picker import LIKELIEST, SHORTLIST
 
 from .common import RESULTS, header, load, parser_of, read_lines
+from .corpus import cut, installed, new_tokenizer, split_packages
 from .frontier import Setting
 from .measure import Measured
 from .tables import interval

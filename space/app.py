@@ -23,7 +23,7 @@ from mrp_trainer.data.records import check_utf8
 from mrp_trainer.loading import load_model, load_tokenizer
 from mrp_trainer.picture import Decode, draw, read_decode
 from mrp_trainer.picture.facts import token_texts
-from mrp_trainer.picture.text import visible
+from mrp_trainer.picture.svg import visible
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, TARGETS

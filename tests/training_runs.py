@@ -268,6 +268,20 @@ def start(run: Run | Callable[[int], None], processes: int = 1) -> list[int | No
     return codes
 
 
+def saved(model: Any, tokenizer: Any, folder: Path) -> Path:
+    """A checkpoint with its tokenizer, whose texts end with the tokenizer's eos."""
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def rows_trainer(folder: Path, model: Any = None, **options: Any) -> MRPTrainer:
+    """A trainer of a very small model that saves every step."""
+    chosen = {**OPTIONS, "save_strategy": "steps", "save_steps": 1, **options}
+    return MRPTrainer(model or small_model(), MRPTrainingArguments(str(folder), **chosen), Rows(12), Rows(4))
+
+
 def chat_trainer(
     folder: Path, tokenizer: Any, train: Any = CHATS, held_out: Any = None, model: Any = None, **rest: Any
 ) -> MRPTrainer:

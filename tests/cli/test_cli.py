@@ -3,36 +3,27 @@
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 import pytest
-import torch
+import typer
 from commands import command, mrp
 from conftest import ROOT, TINY
 from helpers import word_model
-from mrp_trainer import cli
-from mrp_trainer.evaluate import command as evaluate
-from mrp_trainer.evaluate.options import EvaluateOptions
+from mrp_trainer.evaluate.options import Judge
 from mrp_trainer.evaluate.problem_sets import JUDGES
-from mrp_trainer.heads import NEW_HEADS
+from mrp_trainer.flags import flag, shown_default, takes_flags
 from mrp_trainer.train.arguments import MRPTrainingArguments
-from mrp_trainer.train.options import RunOptions, TrainCommand
-from mrp_trainer.train.settings import known_names, read_settings
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-from modeling_mrp import MRPForCausalLM
+from mrp_trainer.train.options import TrainCommand
+from mrp_trainer.train.settings import known_names
+from training_runs import saved
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 TRAIN = ["--model", "m", "--output-dir", "o"]
 OBJECTIVES = {"head": "mrp", "backbone": "block_diffusion"}
-
-
-def choices(function: Any, name: str) -> set[str]:
-    """What a parameter's literal allows, None left out."""
-    hint = get_type_hints(function)[name]
-    literal = next((one for one in get_args(hint) if get_args(one)), hint)
-    return set(get_args(literal))
 
 
 def test_help_waits_for_nothing_heavy() -> None:
@@ -54,40 +45,23 @@ def test_help_reads_well(name: str) -> None:
             assert len(parameter.help) < 70, parameter.name
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_flags_are_settings_and_show_their_defaults(name: str) -> None:
-    objective = OBJECTIVES[name]
-    defaults = {field.name: field.default for field in (*fields(RunOptions), *fields(MRPTrainingArguments))}
-    read = read_settings(objective, None, {"model": "m", "output_dir": "o", "data": ["d"], "eval_data": ["e"]})
-    defaults |= read.training
-    flags = {
-        p.name: p for p in command("train", name).params if p.name not in (*(one.name for one in fields(TrainCommand)), "help")
-    }
-    assert flags.keys() <= set(known_names(objective))
-    shown = {n: p.show_default for n, p in flags.items() if isinstance(p.show_default, str)}
-    in_words = {"tokenizer", "head", "learning_rate", "max_steps", "muon_learning_rate"}
-    in_words |= {"packed", "bf16", "block_size"}
-    for flag, text in shown.items():
-        if flag not in in_words:
-            assert text in (str(defaults[flag]), f"{defaults[flag]:g}" if isinstance(defaults[flag], float) else None), flag
-    assert (defaults["packed"], defaults["bf16"]) == (True, False)
-    rates = {"head": 1e-3, "backbone": 1e-4}
-    assert read.training["learning_rate"] == rates[name]
-    assert {word: float(rate) for rate, word in map(str.split, shown["learning_rate"].split(", "))} == rates
-    assert " [default: (1e-3 head, 1e-4 backbone)]" in " ".join(mrp("train", name, "--help").replace("│", " ").split())
+@pytest.mark.parametrize(("name", "rate"), [("head", 1e-3), ("backbone", 1e-4)])
+def test_flags_are_settings(name: str, rate: float) -> None:
+    """The one default that depends on the objective is shown in words."""
+    of_command = {"help", *(one.name for one in fields(TrainCommand))}
+    flags = {one.name: one.show_default for one in command("train", name).params if one.name not in of_command}
+    assert flags.keys() <= set(known_names(OBJECTIVES[name]))
+    assert {word: float(shown) for shown, word in map(str.split, flags["learning_rate"].split(", "))}[name] == rate
+    assert MRPTrainingArguments("o", objective=OBJECTIVES[name], use_cpu=True).learning_rate == rate
 
 
-def test_choices_are_those_of_the_modules() -> None:
-    assert choices(cli.train_head, "head_init") == set(NEW_HEADS)
-    assert choices(cli.evaluate, "judge") == set(JUDGES)
+def test_every_judge_can_be_chosen() -> None:
+    assert {*get_args(Judge)} == {*JUDGES}
 
 
 def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -> None:
-    model = word_model(word_tokenizer, head_layers=0)
-    model.generation_config.eos_token_id = word_tokenizer.eos_token_id
-    backbone, head, data = tmp_path / "backbone", tmp_path / "head", {}
-    model.save_pretrained(backbone)
-    word_tokenizer.save_pretrained(backbone)
+    backbone = saved(word_model(word_tokenizer, head_layers=0), word_tokenizer, tmp_path / "backbone")
+    head, data = tmp_path / "head", {}
     for split, count in (("train", 12), ("tune", 4)):
         data[split] = str(tmp_path / f"{split}.jsonl")
         told = mrp("tasks", "--family", "math", "--split", split, "--count", str(count), "--output", data[split])
@@ -100,36 +74,15 @@ def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTr
     assert printed.count("'eval_loss'") == 2  # behind step 2, and at the end
     assert printed.count("'eval_mean_accepted_length'") == 2
     assert printed.count("'kl_head'") == 3
-    trained = MRPForCausalLM.from_pretrained(head)
-    assert (trained.config.num_nextn_predict_layers, trained.generation_config.decoding) == (1, "mrp_spec")
-    tokenizer = AutoTokenizer.from_pretrained(head, trust_remote_code=False, config=trained.config)
-    prompt = tokenizer("user : Ana has 3 pens . assistant :", return_tensors="pt")
-    spec, static = (
-        trained.generate(**prompt, max_new_tokens=8, decoding=mode, num_draft_states=4, return_dict_in_generate=True)
-        for mode in (None, "static")
-    )
-    assert torch.equal(spec.sequences, static.sequences)
-    assert int(spec.stats.drafted.sum()) > 0
     (tmp_path / "questions.jsonl").write_text('{"prompt": "Ana has 3 pens .", "answer": "3"}\n')
     asked = ["evaluate", "--model", str(head), "--prompts", str(tmp_path / "questions.jsonl"), "--max-new-tokens", "8"]
-    assert "│ questions.jsonl │ static" in mrp(*asked)
-    line = json.loads(mrp(*asked, "--json"))
-    assert (line["decoding"], line["tokens_per_forward_95"][0] > 0, line["asked"]["problems"]) == ("static", True, 1)
+    lines = mrp(*asked, "--json", "--decoding", "static", "--decoding", "mrp_spec").splitlines()
+    static, spec = map(json.loads, lines)
+    assert (static["decoding"], spec["identical_to_first"], spec["asked"]["problems"]) == ("static", 100, 1)
+    assert spec["drafted"] > 0
     again = mrp(*arguments, "--logging-steps", "1", "--set", "disable_tqdm=true")
     assert again.startswith("resuming from checkpoint-3\n")
     assert "\nall 3 steps of this run are done. To train its head further, give --head" in again
-
-
-def test_evaluate_takes_several_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[EvaluateOptions] = []
-    monkeypatch.setattr(evaluate, "evaluate", seen.append)
-    shared = ["--model", str(TINY), "--count", "3"]
-    one_by_one = ["--family", "math", "--family", "code", "--decoding", "static", "--decoding", "dynamic"]
-    mrp("evaluate", *shared, *one_by_one, "--tau", "0.5", "--tau", "0.9", "--set", "seed=3", "--set", "top_k=0")
-    modes = {"decoding": ["static", "dynamic"], "tau": [0.5, 0.9], "set": ["seed=3", "top_k=0"]}
-    assert seen[0] == EvaluateOptions(model=str(TINY), count=3, family=["math", "code"], **modes)
-    mrp("evaluate", "--model", str(TINY))
-    assert seen[1] == EvaluateOptions(model=str(TINY))
 
 
 def test_tasks(tmp_path: Path) -> None:
@@ -143,17 +96,65 @@ def test_tasks(tmp_path: Path) -> None:
     [
         (["train", "head", "--output-dir", "o"], "Error: no model: give --model"),
         (["train", "head", "--model", "m", "--output-dir", "o"], "Error: no data: give --data"),
-        (["train", "head", "--model", "m", "--output-dir", "o", "--data", "no.jsonl"], "no.jsonl: there is no such file"),
         (["train", "backbone", *TRAIN, "--data", str(ROOT / "LICENSE"), "--eval-data", "no.jsonl"], "no.jsonl: there is no"),
         (["train", "backbone", "--config", "sdar-4b-mrp", "--output-dir", "o"], "nothing is called 'head_layers' here"),
         (["tasks", "--family", "math", "--count", "1", "--output", "."], "Is a directory"),
-        (
-            ["push", str(TINY), "org/name", "--branch", "b", "--pull-request"],
-            "create_pr=True: push to a branch, or open a pull request",
-        ),
+        (["push", str(TINY), "org/name", "--branch", "b", "--pull-request"], "push to a branch, or open a pull request"),
     ],
 )
 def test_errors_in_a_line(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in mrp(*arguments, fails=True)
     assert not list(tmp_path.iterdir())
+
+
+@dataclass
+class Options:
+    source: str = flag("From where.", metavar="PATH")
+    names: list[str] = flag("Of whom.", ["ann"])
+    kinds: list[str] = flag("Of which kinds.", [], kind=list[Literal["big", "small"]], shown="both")
+    count: int = flag("How many.", 3, min=1, name="--number")
+    rate: float | None = flag("How fast.", None, shown="as it comes")
+    packed: bool = flag("Together.", True, name="--packed/--not-packed")
+    dry_run: bool = flag("Do nothing.", False)
+    other: int = flag("Of one command.", 7, only="one")
+    silent: int = 5
+
+
+def given(*arguments: str, **how: Any) -> dict[str, Any]:
+    """What a command of typer gets for a command line."""
+    app, seen = typer.Typer(), []
+
+    @app.command()
+    @takes_flags(Options, **how)
+    def command(**arguments: Any) -> None:
+        seen.append(arguments)
+
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def test_a_command_gets_what_was_given() -> None:
+    assert given() == {}
+    line = "--source a --names b --names c --kinds small --number 2 --rate 0.5 --not-packed --dry-run"
+    found = given(*line.split())
+    expected = {"source": "a", "names": ["b", "c"], "kinds": ["small"], "count": 2, "rate": 0.5}
+    assert found == {**expected, "packed": False, "dry_run": True}
+    assert type(found["kinds"][0]) is str
+    assert given("--other", "1", only="one") == {"other": 1}
+    assert given("--source", "a", required=["source"]) == {"source": "a"}
+
+
+@pytest.mark.parametrize("line", ["--other 1", "--kinds tiny", "--number 0", "--count 1", "--silent 1"])
+def test_a_command_refuses_what_is_no_flag_and_no_choice(line: str) -> None:
+    with pytest.raises(AssertionError, match="Error"):
+        given(*line.split())
+
+
+def test_defaults_in_words() -> None:
+    shown = {name: shown_default(one) for name, one in Options.__dataclass_fields__.items() if name != "silent"}
+    assert shown == {
+        **{"source": None, "names": "ann", "kinds": "both", "count": "3", "rate": "as it comes", "packed": "packed"},
+        **{"dry_run": None, "other": "7"},
+    }

@@ -17,6 +17,10 @@ def body(*lines: str) -> str:
     return "\n".join(["def f(x):", *(f"    {line}" for line in lines)])
 
 
+def returned(expression: str) -> str:
+    return body(f"return {expression}")
+
+
 OF_INT = [
     body("'docstring'", "return"),
     body("return (x + 2 - 3 * x) * -x"),
@@ -31,23 +35,16 @@ OF_INT = [
     body("return [abs(x), max(x, 3), min(x, 3, 2), int('12') + int(x > 1), bool(x)]"),
     body("x += 1", "x -= 3", "x *= 2", "x //= 3", "x %= 4", "return x"),
     body("if x > 3:", "    return 1", "elif x > 1:", "    return 2", "else:", "    x = 9", "return x"),
-    body("a = [1]", "b = a", "a += [x]", "a = a + [x]", "return [a, b]"),
     body("for i in [1, 2, 3, 4]:", "    if i == x:", "        break", "    x += i", "return [x, i]"),
-    body(
-        "for i in [1, 2]:", "    for j in [1, 2]:", "        if j == x:", "            continue", "        x += j", "return x"
-    ),
-    body("a = [x]", "for i in a:", "    if i < 9:", "        a += [i + 1]", "return a"),
+    body("a = [x]", "for i in a:", "    if i > 9:", "        continue", "    a += [i + 1]", "    pass", "return a"),
     body("ﬁ = ä = x", "return [fi, ä, '\\N{BULLET}']"),
 ]
 OF_LIST = [
     body("return [len(x), sum(x), sorted(x), list(x) == x, max(x + [0]) - min(x + [0])]"),
     body("return list(i for i in x if i > 1 if i < 9)"),
     body("return [[j for j in x if j <= i] for i in x]"),
-    body("return sum(sum for sum in x)"),
     body("k = 3", "i = 7", "return [[i * k for i in x], i]"),
-    body("sum = 0", "for i in x:", "    sum += i", "return sum"),
-    body("a = []", "for i in x:", "    if i > 2:", "        a += [i - 2]", "return a"),
-    body("return x[0] if x else None"),
+    body("sum = 0", "for i in x:", "    sum += i", "return [sum, x[0] if x else None]"),
 ]
 
 
@@ -83,23 +80,18 @@ REFUSED = {
         *(body(line, "return x") for line in ("import os", "from os import path", "global g", "del x", "assert x", "raise x")),
         *(body(line, "    pass") for line in ("while x:", "with x:", "def g(y):", "class G:", "try:\n        x\n    except:")),
         *(body(line) for line in ("yield x", "x.y = 1", "a, b = [x, x]", "match x:\n        case 1: pass", "return [*[x]]")),
-        *(
-            body(f"return {expression}")
-            for expression in (
-                *("x.real", "x.__class__", "(1).__class__.__base__.__subclasses__", "__builtins__", "__import__", "[x][0:1]"),
-                *("lambda y: y", "(y := x)", "(yield x)", "{1: x}", "{x}", "{i for i in [x]}", "{i: i for i in [x]}", "(x, x)"),
-                *("f'{x}'", "x ** 2", "x / 2", "x << 2", "x & 2", "x | 2", "x @ x", "~x", "x is None", "x is not x"),
-                *("1.5", "b''", "...", "1j", "sum(x, start=1)", "sum(*[x])"),
-            )
-        ),
+        *map(returned, ("x.real", "x.__class__", "(1).__class__.__base__", "__builtins__", "__import__", "[x][0:1]", "(x, x)")),
+        *map(returned, ("lambda y: y", "(y := x)", "(yield x)", "{1: x}", "{x}", "{i for i in [x]}", "{i: i for i in [x]}")),
+        *map(returned, ("f'{x}'", "x ** 2", "x / 2", "x << 2", "x & 2", "x | 2", "x @ x", "~x", "x is None", "x is not x")),
+        *map(returned, ("1.5", "b''", "...", "1j", "sum(x, start=1)", "sum(*[x])")),
     ],
     "can be called": [
         *(
-            body(f"return {name}(x)")
+            returned(f"{name}(x)")
             for name in dir(builtins)
-            if name.islower() and name not in sandbox._BUILTINS and name[0] != "_"
+            if name.islower() and name not in {*sandbox._BUILTINS, "__import__"}
         ),
-        *(body(f"return {call}") for call in ("f(x)", "__import__('os')", "[abs][0](x)")),
+        *map(returned, ("f(x)", "__import__('os')", "[abs][0](x)")),
     ],
     "NameError": [body("return f if x < 0 else open"), body("a = [i for i in [x]]", "return i")],
     "TypeError": [body("return x[0]"), body("return sum"), body("return (i for i in [x])")],

@@ -80,12 +80,10 @@ MATH = Problem("math", "Ana has 3 pens. Ana buys 4 more. Ana loses 1. How many p
         ("The pens are x.\nx = 2 * 3 = 6\n#### 6", True),
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 7 - 0 = 7\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 1 - 7 = 6\n#### 6", False),
-        ("Let n be the pens.\nn = 3 + 4 = 7\nm = 7 - 1 = 6\n#### 6", False),
         ("Let n and m be the pens.\nn = 3 + 4 = 7\nm = 7 - 1 = 6\n#### 6", False),
         ("Let m be the pens.\nn = 3 + 4 = 7\nn = 7 - 1 = 6\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 3 = 6\nn = 5 + 1 = 6\n#### 6", False),
         ("Let n be the pens.\nn = 3 + 4 = 7\nn = 7 - 1 = 6\n#### 6 pens", False),
-        ("Let n be the pens.\nn = 3 + 4 = 7\nn = 7 - 1 = 6", False),
         ("#### 6", False),
     ],
 )
@@ -93,18 +91,11 @@ def test_math_judge_by_hand(text: str, right: bool) -> None:
     assert judge([MATH], [text]) == [right]
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("def f(xs):\n    t = 0\n    for x in xs:\n        if 2 < x:\n            t += 1 + x\n    return t", True),
-        ("def f(xs):\n    return sum(x + 1 for x in xs if x > 3)", False),
-        ("def f(xs):\n    t = 0\n    for x in xs:\n        if 2 < x:\n            t += 1 + x\n        return t", False),
-        ("import os\ndef f(xs):\n    return sum(x + 1 for x in xs if x > 2)", False),
-        ("", False),
-    ],
-)
-def test_code_judge_by_hand(text: str, right: bool) -> None:
-    assert judge([Problem("code", "", "", cases=[([], 0), ([1, 3, 5], 10), ([2, 2], 0)])], [text]) == [right]
+def test_code_judge_by_hand() -> None:
+    problem = Problem("code", "", "", cases=[([], 0), ([1, 3, 5], 10), ([2, 2], 0)])
+    right = "def f(xs):\n    t = 0\n    for x in xs:\n        if 2 < x:\n            t += 1 + x\n    return t"
+    wrong = [right.replace("2 <", "3 <"), right.replace("    return", "        return"), f"import os\n{right}", ""]
+    assert judge([problem] * 5, [right, *wrong]) == [True] + [False] * 4
 
 
 def test_a_batch_of_every_family_is_judged_in_order() -> None:

@@ -9,21 +9,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import ALPHA, BLOCK, MASK, PAD, chi_square_p, collate, sample
-from mrp_trainer.data.problems import encode
 from mrp_trainer.data.sampler import LengthBucketSampler
 from mrp_trainer.data.samples import Sample
-from mrp_trainer.data.tasks import Problem
 from mrp_trainer.train.losses import BLANK
-from transformers import PreTrainedTokenizerFast
-
-
-def test_encode_is_a_chat_turn_or_plain_text(word_tokenizer: PreTrainedTokenizerFast) -> None:
-    chat = Problem("math", "Bo has 3 pens .", "#### 3", number=3)
-    words = [word_tokenizer.convert_ids_to_tokens(ids) for ids in encode(chat, word_tokenizer)]
-    assert words == [["user", ":", "Bo", "has", "3", "pens", ".", "assistant", ":"], ["####", "3", "<end>"]]
-    text = Problem("source", "Bo has", "3 pens .")
-    words = [word_tokenizer.convert_ids_to_tokens(ids) for ids in encode(text, word_tokenizer)]
-    assert words == [["Bo", "has"], ["3", "pens", "."]]
 
 
 class Lengths:

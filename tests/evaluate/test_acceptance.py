@@ -1,5 +1,6 @@
-"""Drafts by depth, by hand; `test_fuzz.py` holds the counts themselves against the slow decoder."""
+"""Drafts by depth, by hand (`test_fuzz.py` holds the counts against the slow decoder), and intervals against closed forms."""
 
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_model
-from helpers import PROMPTS, generate
+from helpers import generate
 from mrp_trainer.evaluate.acceptance import acceptance_by_depth, mean_accepted_length, measure_acceptance
 from mrp_trainer.evaluate.decoded import Decoded
+from mrp_trainer.evaluate.intervals import ratio_of_sums, wilson
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
@@ -48,7 +50,7 @@ def drafter() -> MRPForCausalLM:
 
 
 def test_measured_as_counted(drafter: MRPForCausalLM, id_tokenizer: PreTrainedTokenizerFast) -> None:
-    """The numbers are those of `generate`'s own counts."""
+    """The numbers are those of `generate`'s own counts; nothing is drawn, and no gradient is left."""
     rows = [[1, 2, 3, 4, 5], [9, 8, 7]]
     stats = generate(drafter, rows, decoding="mrp_spec", num_draft_states=5, max_new_tokens=12).stats
     rounds = int(stats.accepted_lengths.sum())
@@ -58,28 +60,38 @@ def test_measured_as_counted(drafter: MRPForCausalLM, id_tokenizer: PreTrainedTo
         "first_draft_acceptance": int(stats.accepted_at_depth[:, 0].sum()) / int(stats.offered_at_depth[:, 0].sum()),
     }
     assert 1 < expected["mean_accepted_length"] < 5
+    before = torch.get_rng_state()
     for size in (1, 16):
         assert measure_acceptance(drafter, id_tokenizer, rows, 12, size, num_draft_states=5) == pytest.approx(expected)
-
-
-def test_measuring_leaves_the_model_as_it_was(id_tokenizer: PreTrainedTokenizerFast) -> None:
-    """A frozen backbone in eval mode under a head in train mode; its configuration; the random state; and gradients flow."""
-    model = make_model(3)
-    model.train()
-    model.model.eval()
-    modes = [module.training for module in model.modules()]
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    found = measure_acceptance(model, id_tokenizer, PROMPTS, 12, num_draft_states=4)
-    assert found["first_draft_acceptance"] > 0
     assert torch.equal(torch.get_rng_state(), before)
-    assert [module.training for module in model.modules()] == modes
-    assert torch.is_grad_enabled()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    model(torch.tensor(PROMPTS[2])[None]).logits.sum().backward()
-    assert model.lm_head.weight.grad is not None
-    with pytest.raises(ValueError, match="num_draft_states is 0"):
-        measure_acceptance(model, id_tokenizer, PROMPTS, 12, num_draft_states=0)
+    assert all(parameter.grad is None for parameter in drafter.parameters())
     with pytest.raises(ValueError, match="no prompt to decode"):
-        measure_acceptance(model, id_tokenizer, [])
-    assert [module.training for module in model.modules()] == modes
+        measure_acceptance(drafter, id_tokenizer, [])
+
+
+Z = 1.959963984540054
+
+
+@pytest.mark.parametrize(("right", "count"), [(1, 7), (8, 10), (250, 500)])
+def test_wilson_solves_its_equation(right: int, count: int) -> None:
+    """The ends are the shares p that the observed one is z standard errors of p away from."""
+    found = wilson(right, count)
+    for p in (found.low, found.high):
+        assert abs(right / count - p) == pytest.approx(Z * math.sqrt(p * (1 - p) / count))
+    assert found.low < found.value < found.high
+    assert wilson(right, count, level=0.5).high < found.high
+
+
+def test_resampled_shares_are_binomial() -> None:
+    """Zeros and ones: the sum over a resample is binomial(200, 0.1), whose 2.5 % quantiles are 12 and 29, to one problem."""
+    found = ratio_of_sums([1] * 20 + [0] * 180, [1] * 200)
+    assert found is not None
+    assert (200 * found.low, 200 * found.value, 200 * found.high) == pytest.approx((12, 20, 29), abs=1)
+
+
+def test_a_ratio_of_sums_is_no_mean_of_ratios() -> None:
+    """10 / 1 and 10 / 9: resamples are 20 / 2, 20 / 10 and 20 / 18."""
+    found = ratio_of_sums([10, 10], [1, 9])
+    assert found is not None
+    assert (found.low, found.value, found.high) == pytest.approx((20 / 18, 2, 10))
+    assert found == ratio_of_sums(np.array([10, 10]), np.array([1, 9]))  # type: ignore[arg-type]

@@ -1,26 +1,22 @@
 """The commands that measure: one line or one row for everything asked, and numbers that agree with the texts."""
 
 import json
+import re
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import main
 from conftest import TINY
-from mrp_trainer.data.problems import encode
-from mrp_trainer.data.tasks import judge, problems
+from mrp_trainer.data.tasks import problems
 from mrp_trainer.evaluate.cost import charged
-from mrp_trainer.evaluate.decoded import Decoded, decode_prompts
 from mrp_trainer.evaluate.options import EvaluateOptions
 from mrp_trainer.evaluate.provenance import digests
 from mrp_trainer.evaluate.results import with_headers
 from mrp_trainer.loading import load_model
 from mrp_trainer.picture.modes import show_model
 from mrp_trainer.picture.options import ShowOptions
-
-from modeling_mrp import MRPForCausalLM
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 
@@ -56,40 +52,24 @@ def test_a_line_for_every_setting_whose_intervals_hold_its_values(capsys: pytest
     assert remask["revoked"] > 0
 
 
-def test_what_is_counted(tiny_model: MRPForCausalLM, tiny_tokenizer: object) -> None:
-    """Texts, their judgements and their lengths over forwards, whatever the batches."""
-    asked = problems("code", "tune", 5)
-    prompts = [encode(problem, tiny_tokenizer)[0] for problem in asked]  # type: ignore[arg-type]
-    parts = [
-        decode_prompts(tiny_model, tiny_tokenizer, prompts, partial(judge, asked), 80, size, decoding="static")  # type: ignore[arg-type]
-        for size in (2, 5)
-    ]
-    for decoded in parts:
-        assert decoded.ids == parts[0].ids
-        assert decoded.right == judge(asked, decoded.texts)
-        assert decoded.accuracy == 20 * sum(decoded.right)
-        assert decoded.tokens_per_forward == parts[0].tokens_per_forward <= 1
-        assert decoded.equal(parts[0]) == 5
-    other = Decoded(**{**vars(parts[0]), "ids": [*parts[0].ids[:4], []]})
-    assert parts[0].equal(other) == 4
-
-
 def test_what_is_drafted_by_default_is_the_checkpoints_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its target, and 4 states where its number is `auto`, 8 in a picture; whatever is asked for goes before."""
-    assert EvaluateOptions().of_checkpoint({"num_draft_states": 6}).states == [6]
+    auto = {"target": "dynamic", "num_draft_states": "auto"}
+    for own, asked, target, width in (
+        ({**auto, "num_draft_states": 6}, {}, "dynamic", 6),
+        (auto, {}, "dynamic", 4),
+        (auto, {"target": ["static"], "states": ["3"]}, "static", 3),
+    ):
+        (setting,) = EvaluateOptions(decoding=["mrp_spec"], **asked).of_checkpoint(own).settings()
+        assert (setting["target"], setting["num_draft_states"]) == (target, width)
     shutil.copytree(TINY, tmp_path / "own")
     path = tmp_path / "own" / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "target": "dynamic", "num_draft_states": "auto"}))
-    asked = f"--model {tmp_path / 'own'} --json --family math --count 1 --max-new-tokens 16 --decoding mrp_spec"
-    for more, target, width in (("", "dynamic", 4), ("--target static --states 3", "static", 3)):
-        main(["evaluate", *asked.split(), *more.split()])
-        line = json.loads(capsys.readouterr().out)
-        assert (line["target"], line["num_draft_states"]) == (target, width)
-        of_picture = {"states": [3], "target": ["static"]} if more else {}
-        show = ShowOptions(model=str(tmp_path / "own"), output=str(tmp_path / "a.svg"), max_new_tokens=16, **of_picture)
-        title = show_model(show).title
-        assert title.startswith(target)
-        assert f" K={8 if width == 4 else width}" in title
+    path.write_text(json.dumps({**json.loads(path.read_text()), **auto}))
+    main(f"evaluate --model {path.parent} --json --family math --count 1 --max-new-tokens 16 --decoding mrp_spec".split())
+    line = json.loads(capsys.readouterr().out)
+    assert (line["target"], line["num_draft_states"]) == ("dynamic", 4)
+    show = ShowOptions(model=str(path.parent), output=str(tmp_path / "a.svg"), max_new_tokens=16)
+    assert re.fullmatch(r"dynamic.*; mrp_spec of dynamic K=8 .*", show_model(show).title)
 
 
 def test_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,22 +101,18 @@ def measured(path: Path) -> list[dict[str, Any]]:
 def test_a_command_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is on a whole line is not measured again; another question is."""
     path = tmp_path / "out.jsonl"
-    modes = "--decoding static sequential mrp_spec --target static"
-    arguments = f"--family math --count 2 --max-new-tokens 16 {modes} --output {path}".split()
-    lines = lines_of(capsys, *arguments)
-    header, *written = (json.loads(line) for line in path.read_text().splitlines())
-    assert written == lines
-    weights = digests(load_model(str(TINY)))
-    assert {part: header[part] for part in weights} == weights
-    whole = path.read_bytes()
-    path.write_bytes(whole[: whole.rindex(b"sequential") + 40])
-    again = lines_of(capsys, *arguments)
-    assert [line["decoding"] for line in again] == ["sequential", "mrp_spec"]
-    assert [{**line, "seconds": 0} for line in measured(path)] == [{**line, "seconds": 0} for line in lines]
-    assert lines_of(capsys, *arguments) == []
-    arguments[3] = "3"
-    assert len(lines_of(capsys, *arguments)) == 3
-    assert len(measured(path)) == 6
+    arguments = f"--family math --count 1 --max-new-tokens 16 --decoding static mrp_spec --target static --output {path}"
+    lines = lines_of(capsys, arguments)
+    header = json.loads(path.read_text().splitlines()[0])
+    assert header.items() >= digests(load_model(str(TINY))).items()
+    assert measured(path) == lines
+    path.write_bytes(path.read_bytes()[:-40])
+    (again,) = lines_of(capsys, arguments)
+    assert {**again, "seconds": 0} == {**lines[1], "seconds": 0}
+    assert measured(path) == [lines[0], again]
+    assert lines_of(capsys, arguments) == []
+    assert len(lines_of(capsys, arguments.replace("--count 1", "--count 2"))) == 2
+    assert len(measured(path)) == 4
 
 
 def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,13 +131,10 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     last = charged(lines[2])
     assert last["charged_as"] == "4B"
     assert rows[2][3] == "{:.2f} ({:.2f}-{:.2f})".format(last["tokens_per_unit"], *last["tokens_per_unit_95"])
-    assert rows[2][4] == f"{last['tokens_per_forward']:.2f}"
     assert (rows[0][0], rows[0][5], rows[0][6]) == ("math", "-", "0.00")
     assert shown.count("--- ") == 3, "an answer of each"
-    assert "{" not in shown
     main(["evaluate", *asked])
-    again = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines() if "│" in line]
-    assert again == rows
+    assert capsys.readouterr().out.count("mrp_spec of static") == 2
     assert measured(path) == lines
 
 
@@ -169,28 +142,25 @@ def test_other_options_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture
     """They reach `generate` in every mode, and are part of what a line measures."""
     path = tmp_path / "out.jsonl"
     common = f"--family source --count 2 --max-new-tokens 16 --target static --output {path}"
-    plain = lines_of(capsys, common, "--decoding mrp_spec")
+    (plain,) = lines_of(capsys, common, "--decoding mrp_spec")
     sampled = lines_of(capsys, common, "--decoding mrp_spec static --set do_sample=true seed=3 temperature=8e-1 top_k=0")
-    assert "set" not in plain[0]
+    assert "set" not in plain
     assert sampled[0]["set"] == {"do_sample": True, "seed": 3, "temperature": 0.8, "top_k": 0}
     assert sampled[1]["identical_to_first"] == 100, "lossless for the same noise"
-    assert plain[0]["tokens_per_forward"] != sampled[0]["tokens_per_forward"]
-    assert lines_of(capsys, common, "--decoding mrp_spec") == [], "there already"
-    assert lines_of(capsys, common, "--decoding mrp_spec --set do_sample=true seed=4 temperature=8e-1 top_k=0") != []
-    assert plain[0]["accuracy"] is None, "real source text has none"
+    assert plain["tokens_per_forward"] != sampled[0]["tokens_per_forward"]
+    assert plain["accuracy"] is None, "real source text has none"
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ("", "no file named model.safetensors"),
-        ("--prompts BAD", "bad.jsonl, line 2, field prompt: found 7"),
         ("--prompts GOOD --max-new-tokens 9000", "line 1: a prompt of 3 tokens and 9000 new ones exceed the model's"),
         ("--output BAD", "bad.jsonl, line 1: no result of this command"),
         ("--decoding dynamic --tau 2", "confidence_threshold is 2.0: it must be a probability"),
         ("--decoding mrp_spec --states two", "num_draft_states is 'two': it must be 'auto' or an int from 1 to 256"),
         ("--set draft_pases=2", "--set draft_pases: generate has no such option (did you mean draft_passes?)"),
-        ("--set num_return_sequences=2", "--set num_return_sequences=2: the measurement decides on num_return_sequences"),
+        ("--set num_return_sequences=2", "--set num_return_sequences=2: this command decides on num_return_sequences"),
     ],
 )
 def test_what_the_command_refuses(

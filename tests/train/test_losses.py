@@ -14,9 +14,6 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-# ------------------------------------------------------------------------------------------------ closed forms
-
-
 def test_divergences_of_two_outcomes() -> None:
     """Logits (log odds, 0) of p = 3/4 and q = 1/2, and of q against itself."""
     p, q = torch.tensor([[math.log(3), 0.0]]), torch.tensor([[0.0, 0.0]])
@@ -25,9 +22,6 @@ def test_divergences_of_two_outcomes() -> None:
     assert losses.forward_kl(q, q).item() == 0
     assert losses.cross_entropy(p, torch.tensor([0])).item() == pytest.approx(-math.log(3 / 4))
     assert losses.cross_entropy(p, torch.tensor([BLANK])).item() == pytest.approx(-(math.log(3 / 4) + math.log(1 / 4)) / 2)
-
-
-# ------------------------------------------------------------------------------------------------ chunks
 
 
 def everything(student: Tensor, teacher: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,7 @@ from helpers import ALPHA, BLOCK, MASK, chi_square_p, collate, sample
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.train.losses import BLANK
 from mrp_trainer.train.objectives import HeadObjective, block_diffusion
-from mrp_trainer.train.packed import PackedBatch
-from mrp_trainer.train.packing import uniform
+from mrp_trainer.train.packed import PackedBatch, uniform
 from mrp_trainer.train.reveals import Reveals
 from torch import Tensor
 
@@ -50,45 +49,31 @@ SAMPLES = [replace(sample(2, 16, 6), length=14), sample(3, 12, 8)]
 
 
 @pytest.mark.usefixtures("exact_norms")
+@pytest.mark.parametrize("sizes", [(), (2, BLOCK)])
 @pytest.mark.parametrize("inverse_level", [False, True])
-def test_block_diffusion_loss_equals_the_loop_over_blocks(inverse_level: bool) -> None:
-    model = make_model()
-    batch = collate(SAMPLES, inverse_level=inverse_level)
-    loss, _ = block_diffusion(model, batch)
-    total = 0.0
-    for row, at, clean, start in blocks_of(batch, SAMPLES):
-        logits = model.lm_head(run_alone(model, clean + batch.input_ids[row, at].tolist())[start:])
-        for i, column in enumerate(at):
-            if batch.weight[row, column] > 0:
-                target = int(batch.target_ids[row, column])
-                even = torch.full_like(logits[i], 1 / len(logits[i]))  # behind the end
-                wanted = even if target == BLANK else F.one_hot(torch.tensor(target), len(logits[i])).float()
-                total += batch.weight[row, column].item() * F.cross_entropy(logits[i], wanted).item()
-    assert int(batch.supervised.sum()) == 14
-    assert loss.item() == pytest.approx(total, rel=1e-6)  # the weights are float32
-
-
-@pytest.mark.usefixtures("exact_norms")
-def test_each_sample_draws_a_block_size() -> None:
-    """Its tokens see and are seen by blocks of that size alone, with other sizes beside it; each size is drawn."""
-    model, samples = make_model(), [sample(index, 12, 4) for index in range(8)]
-    batch, drawn = collate(samples, block_sizes=(2, BLOCK)), []
+def test_block_diffusion_loss_equals_the_loop_over_blocks(inverse_level: bool, sizes: tuple[int, ...]) -> None:
+    """Where each sample draws a block size, its tokens see and are seen by blocks of that size alone."""
+    model, samples = make_model(), [*SAMPLES, *(sample(index, 12, 4) for index in range(6))]
+    batch = collate(samples, inverse_level=inverse_level, block_sizes=sizes)
+    drawn: list[int] = []
     for block, position, view in zip(batch.block, batch.position_ids, batch.view, strict=True):
-        drawn += [size for size in (2, BLOCK) if bool((position // size == block)[view >= 0].all())]
-    assert len(drawn) == 8 and {*drawn} == {2, BLOCK}  # noqa: PT018
+        drawn += [size for size in sizes or (BLOCK,) if bool((position // size == block)[view >= 0].all())]
+    assert len(drawn) == 8
+    assert {*drawn} == {*sizes, BLOCK}
     begins = batch.position_ids % torch.tensor(drawn)[:, None] == 0
     assert torch.equal(batch.begins[batch.view >= 0], begins[batch.view >= 0])
     beside = collate([[sample(0, BLOCK, 0), sample(1, BLOCK, 0)]], copies=1)  # type: ignore[list-item]
     assert beside.begins.nonzero()[:, 1].tolist() == [0, BLOCK, 2 * BLOCK, 3 * BLOCK]
     total = 0.0
     for row, at, clean, start in blocks_of(batch, samples, drawn):
-        log_probs = model.lm_head(run_alone(model, clean + batch.input_ids[row, at].tolist(), size=drawn[row])).log_softmax(-1)
-        total -= sum(
-            log_probs[start + i, batch.target_ids[row, column]].item()
-            for i, column in enumerate(at)
-            if batch.weight[row, column]
-        )
-    assert block_diffusion(model, batch)[0].item() == pytest.approx(total, rel=1e-6)
+        logits = model.lm_head(run_alone(model, clean + batch.input_ids[row, at].tolist(), size=drawn[row])[start:])
+        for i, column in enumerate(at):
+            if batch.weight[row, column] > 0:
+                target = int(batch.target_ids[row, column])
+                even = torch.full_like(logits[i], 1 / len(logits[i]))  # behind the end
+                wanted = even if target == BLANK else F.one_hot(torch.tensor(target), len(logits[i])).float()
+                total += batch.weight[row, column].item() * F.cross_entropy(logits[i], wanted).item()
+    assert block_diffusion(model, batch)[0].item() == pytest.approx(total, rel=1e-6)  # the weights are float32
     with pytest.raises(ValueError, match="block_sizes holds 3"):
         collate(samples, block_sizes=(BLOCK, 3))
 

@@ -1,20 +1,23 @@
 """`MRPTrainer` as a program uses it: records of any layout, the command's defaults, and the Trainer's own habits."""
 
+import copy
 import json
-import os
-from dataclasses import fields
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, TINY
-from hub_server import HubServer, run_python
+from commands import mrp
+from conftest import TINY
+from helpers import same_tensors
+from hub_server import HubServer
 from mrp_trainer.data.rows import RecordRows
 from mrp_trainer.data.samples import samples_of
 from mrp_trainer.data.sources import open_source
+from mrp_trainer.data.tasks import training_lines
 from mrp_trainer.train.arguments import MRPTrainingArguments
-from mrp_trainer.train.inputs import encoder_of
+from mrp_trainer.train.inputs import check_tokenizer, encoder_of
 from mrp_trainer.train.settings import read_settings
 from safetensors.torch import load_file
 from training_runs import CHATS, chat_trainer
@@ -54,13 +57,11 @@ def test_records_become_the_rows_that_the_command_reads(
 
 @pytest.mark.parametrize("objective", ["mrp", "block_diffusion"])
 def test_the_defaults_are_those_of_the_command(objective: str, tmp_path: Path) -> None:
-    command = read_settings(objective, None, {"model": "m", "output_dir": str(tmp_path)}).arguments(use_cpu=True)
-    program = MRPTrainingArguments(str(tmp_path), objective=objective, use_cpu=True)
+    command = read_settings(objective, None, {"model": "m", "output_dir": str(tmp_path)})
+    assert command.training == {"output_dir": str(tmp_path)}
+    program = command.arguments(use_cpu=True)
     assert program.learning_rate == {"mrp": 1e-3, "block_diffusion": 1e-4}[objective]
     assert program.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
-    for one in fields(MRPTrainingArguments):
-        if one.init and one.name not in ("accelerator_config", "logging_dir"):
-            assert getattr(program, one.name) == getattr(command, one.name), one.name
     other = MRPTrainingArguments(
         str(tmp_path), objective=objective, use_cpu=True, lr_scheduler_type="linear", learning_rate=1.0
     )
@@ -125,36 +126,52 @@ def test_the_best_head_is_loaded(tiny_tokenizer: PreTrainedTokenizerFast, tmp_pa
     assert any(not torch.equal(trained[name], value) for name, value in last.items())
 
 
-PUSHED = f"""
-import sys, torch
-torch.set_num_threads(1)
-from transformers import AutoModel, AutoTokenizer
-from mrp_trainer import MRPTrainer, MRPTrainingArguments
-tok = AutoTokenizer.from_pretrained({str(TINY)!r}, trust_remote_code=True)
-def train(source, **options):
-    model = AutoModel.from_pretrained(source, trust_remote_code=True)
-    shared = dict(max_length=64, use_cpu=True, disable_tqdm=True, max_steps=1, save_steps=1, save_only_model=True)
-    args = MRPTrainingArguments(options["hub_model_id"].split("/")[-1], push_to_hub=True, **shared, **options)
-    trainer = MRPTrainer(model, args, train_dataset={CHATS!r}, processing_class=tok)
-    trainer.train()
-    trainer.push_to_hub() if options["objective"] == "mrp" else trainer.save_model()
-train({str(TINY)!r}, objective="block_diffusion", hub_model_id="org/whole")
-train("org/whole", objective="mrp", hub_model_id="org/head", hub_private_repo=False)
-# As elsewhere: with the repository's code alone.
-sys.modules["modeling_mrp"] = sys.modules["mrp_trainer"] = None
-model = AutoModel.from_pretrained("org/head", trust_remote_code=True)
-print(model.backbone_source.name, model.generation_config.decoding, model.mrp_head is not None)
-"""
-
-
-def test_pushed_models_load_elsewhere(hub: HubServer, tmp_path: Path) -> None:
+def test_pushed_models_load(hub: HubServer, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """A backbone at every save and at the end; the head alone where the backbone is on the Hub. No pickle arrives."""
-    environment = hub.environment(tmp_path, "hf_alice", PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'trainer'}")
-    assert run_python(PUSHED, tmp_path, environment).split()[-3:] == ["org/whole", "mrp_spec", "True"]
-    whole, head = hub.repository("org/whole"), hub.repository("org/head")
-    assert (whole.private, head.private) == (True, False)
-    assert (whole.history("main")[0].title, head.history("main")[0].title) == ("Model save", "End of training")
+    shared: dict[str, Any] = {"max_steps": 1, "save_steps": 1, "push_to_hub": True}
+    whole = {"objective": "block_diffusion", "hub_model_id": "org/whole"}
+    trainer = chat_trainer(tmp_path / "whole", tiny_tokenizer, **shared, **whole)
+    trainer.train()
+    trainer.save_model()
+    model, head = MRPForCausalLM.from_pretrained("org/whole"), {"hub_model_id": "org/head", "hub_private_repo": False}
+    trainer = chat_trainer(tmp_path / "head", tiny_tokenizer, model=model, **shared, **head)
+    trainer.train()
+    trainer.push_to_hub()
+    loaded = MRPForCausalLM.from_pretrained("org/head")
+    assert loaded.backbone_source.name == "org/whole"
+    assert loaded.generation_config.decoding == "mrp_spec"
+    assert same_tensors(loaded.mrp_head, model.mrp_head)
+    assert [hub.repository(f"org/{name}").private for name in ("whole", "head")] == [True, False]
+    titles = [hub.repository(f"org/{name}").history("main")[0].title for name in ("whole", "head")]
+    assert titles == ["Model save", "End of training"]
     for repo_id in ("org/whole", "org/head"):
         names = set(hub.files(repo_id))
         assert {"model.safetensors", "modeling_mrp.py", "tokenizer.json", "chat_template.jinja", "README.md"} <= names
         assert not [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+
+
+def test_another_models_tokenizer(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    model, word = MRPForCausalLM.from_pretrained(TINY), tiny_tokenizer.convert_ids_to_tokens(20)
+    for change, said in (
+        (lambda tokenizer: tokenizer.add_tokens([f"<new {i}>" for i in range(9)]), "it has 1289 tokens, .* vocabulary 1280"),
+        (lambda tokenizer: setattr(tokenizer, "mask_token", "<|im_start|>"), "its mask has the id 1, and the model's 3"),
+        (lambda tokenizer: setattr(tokenizer, "eos_token", "<|im_start|>"), "its eos has the id 1, and .* texts 2, 0"),
+    ):
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        change(tokenizer)
+        with pytest.raises(ValueError, match=f"^the tokenizer does not fit the model: {said}. Give the tokenizer"):
+            check_tokenizer(tokenizer, model)
+    with pytest.raises(ValueError, match="the tokenizer does not fit the model"):
+        chat_trainer(tmp_path, tokenizer, CHATS, model=model)
+    tokenizer.save_pretrained(tmp_path / "other")
+    (tmp_path / "data.jsonl").write_text("\n".join(training_lines("math", "train", 4)))
+    flags = ["--model", str(TINY), "--tokenizer", str(tmp_path / "other"), "--data", str(tmp_path / "data.jsonl")]
+    for command in (["train", "head", "--set", "use_cpu=true", "--output-dir"], ["decode", "--output"]):
+        assert re.search(said, mrp(*command, str(tmp_path / "new.jsonl"), *flags, fails=True))
+        assert not (tmp_path / "new.jsonl").exists()
+    unmasked = copy.deepcopy(tiny_tokenizer)
+    unmasked.mask_token = None
+    check_tokenizer(unmasked, model)  # its mask is an added token all the same
+    model.config.mask_token_id = 20
+    with pytest.raises(ValueError, match=f"the model's mask, id 20, is its token {re.escape(repr(word))}"):
+        check_tokenizer(unmasked, model)

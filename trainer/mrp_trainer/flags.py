@@ -5,12 +5,12 @@ Nothing here imports torch, so that help comes at once.
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, field, fields
 from enum import StrEnum
 from functools import partial, wraps
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
@@ -65,14 +65,10 @@ def flag(
 def takes_flags(
     *groups: type, only: str | None = None, required: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function of keyword arguments a command of typer with the flags of dataclasses.
+    """Make a function of keyword arguments a command of typer with the flags of dataclasses: the fields that all commands have,
+    or `only` this one. Those of `required` have to be given, whatever their default.
 
     It gets an argument for each flag that was given; choices are plain texts.
-
-    Args:
-        groups: The dataclasses.
-        only: Also the fields that only this command has.
-        required: Fields that have to be given, whatever their default.
     """
     parameters = [
         _parameter(one, hints[one.name], one.name in required)
@@ -125,7 +121,8 @@ def shown_default(one: Field[Any]) -> str | None:
     if declared["shown"] is not None or default in (None, MISSING, []):
         return declared["shown"]
     if isinstance(default, bool):
-        return declared["name"].split("/")[not default].strip("-") if declared["name"] else None
+        both = (declared["name"] or "").split("/")
+        return both[not default].strip("-") if len(both) == 2 else None
     values = default if isinstance(default, list) else [default]
     return ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
 
@@ -149,17 +146,13 @@ def reported_errors() -> Iterator[None]:
 
 
 def assigned(
-    assignments: Sequence[str], flags: Mapping[str, str] | None = None, fixed: Mapping[str, str] | None = None
+    assignments: Sequence[str], flags: Mapping[str, str] = MappingProxyType({}), fixed: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Read assignments of `--set`, the values as YAML writes them.
-
-    Args:
-        assignments: "NAME=VALUE" each.
-        flags: The flag of each option that has one.
-        fixed: Who decides on an option that cannot be given.
+    """Read assignments NAME=VALUE of `--set`, the values as YAML writes them.
 
     Raises:
-        ValueError: for an assignment without a name or value, a name that is given twice, or one of `flags` or `fixed`.
+        ValueError: for an assignment without a name or value, a name that is given twice, one that has a flag (`flags`), or one
+            that the command decides on (`fixed`).
     """
     found: dict[str, Any] = {}
     for assignment in assignments:
@@ -168,10 +161,10 @@ def assigned(
             raise ValueError(f"--set {assignment}: write it as NAME=VALUE")
         if name in found:
             raise ValueError(f"--set {assignment}: {name} is given twice, leave one out")
-        if name in (flags or {}):
-            raise ValueError(f"--set {assignment}: use --{(flags or {})[name]}")
-        if name in (fixed or {}):
-            raise ValueError(f"--set {assignment}: {(fixed or {})[name]} decides on {name}, leave it out")
+        if name in flags:
+            raise ValueError(f"--set {assignment}: use --{flags[name]}")
+        if name in fixed:
+            raise ValueError(f"--set {assignment}: this command decides on {name}, leave it out")
         found[name] = parsed(text, f"--set {assignment}")
     return found
 
@@ -182,6 +175,3 @@ def parsed(text: str, where: str) -> Any:
         return yaml.load(text, _Yaml)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not YAML that is read here: {error}") from error
-
-
-__all__ = ["assigned", "flag", "for_typer", "parsed", "reported_errors", "shown_default", "takes_flags"]

@@ -1,7 +1,7 @@
 """New heads on models: how they start."""
 
 import copy
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -9,7 +9,9 @@ from torch import nn
 from modeling_mrp.model.head import MRPHead
 from modeling_mrp.model.offloading import device_of
 
-NEW_HEADS = ("identity", "backbone", "published")
+from .train.options import HeadInit
+
+NEW_HEADS = get_args(HeadInit)
 _PUBLISHED_STD = 0.2  # of the published recipe
 
 
@@ -32,8 +34,7 @@ def new_head(model: Any, layers: int = 3, how: str = "identity") -> MRPHead:
             trained.
 
     Raises:
-        ValueError: if `layers` is not a positive int; `how` is none of these, or `backbone` and the head is deeper than the
-            backbone, or the layers to copy are offloaded, quantized, or of another kind than a head's.
+        ValueError: for another value, and if the backbone's layers cannot be copied.
     """
     if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
         raise ValueError(f"head_layers is {layers!r}: a head has 1 layer or more (3 are published)")

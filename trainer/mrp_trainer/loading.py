@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME, find_adapter_config_file
 
@@ -16,11 +17,7 @@ from .embedded import located
 
 
 def load_tokenizer(source: str, revision: str | None = None, local_files_only: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, or of an id on the Hub and its revision.
-
-    Raises:
-        ValueError: if there is none, or it cannot be read.
-    """
+    """The tokenizer in a folder, or of an id on the Hub and its revision; `ValueError` if it cannot be loaded."""
     source = located(source)
     config = MRPConfig()  # only so that none is read, which may be of a kind that transformers does not know
     where: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
@@ -41,20 +38,19 @@ def load_config(source: str) -> MRPConfig:
 
 def load_generation_fields(source: str) -> dict[str, Any]:
     """The fields of the generation config of what `load_model` loads; none where there is none."""
-    base, _ = _base_and_adapter(source)
-    try:
-        return stored_json(base, GENERATION_CONFIG_NAME)[1]
-    except OSError:
-        return {}
+    with suppress(OSError):
+        return stored_json(_base_and_adapter(source)[0], GENERATION_CONFIG_NAME)[1]
+    return {}
 
 
-def load_model(source: str, dtype: str | None = None) -> MRPForCausalLM:
-    """A model in evaluation mode.
+def load_model(source: str, dtype: str | None = None, device: str | None = "cpu") -> Any:
+    """An `MRPForCausalLM` in evaluation mode.
 
     Args:
         source: A folder or an id on the Hub, of any kind that `MRPForCausalLM.from_pretrained` takes, or with a peft adapter,
             whose base is then loaded too.
         dtype: Of the weights; that of the checkpoint if None.
+        device: None stands for the first GPU, or the CPU.
 
     Raises:
         ValueError: if the checkpoint or the adapter is damaged, of another kind, or names a base that is not followed.
@@ -64,7 +60,7 @@ def load_model(source: str, dtype: str | None = None) -> MRPForCausalLM:
     model = MRPForCausalLM.from_pretrained(base, **({} if dtype is None else {"dtype": dtype}))
     if adapter is not None:
         model.load_adapter(adapter)
-    return model.eval()
+    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _base_and_adapter(source: str) -> tuple[str, str | None]:
@@ -84,6 +80,3 @@ def _base_and_adapter(source: str) -> tuple[str, str | None]:
             "and no path here. Download the adapter, and correct its adapter_config.json"
         )
     return named, source
-
-
-__all__ = ["load_config", "load_generation_fields", "load_model", "load_tokenizer"]

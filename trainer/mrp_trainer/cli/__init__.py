@@ -20,8 +20,7 @@ from ..evaluate.options import EvaluateOptions
 from ..flags import for_typer, reported_errors, takes_flags
 from ..picture.options import ShowOptions
 from ..serve.options import ServeOptions
-from ..train.decode_options import DecodeOptions
-from ..train.options import RunOptions, TrainCommand, TrainerFlags
+from ..train.options import DecodeOptions, RunOptions, TrainCommand, TrainerFlags
 from .options import CardOptions, PushOptions
 
 app = typer.Typer(
@@ -141,9 +140,11 @@ def show(**given: Any) -> None:
 def doctor(**given: Any) -> None:
     """Check kernels, graphs and drafts on this machine, time a round, and print a page for a report. Status 1: one failed."""
     options = DoctorOptions(**given)
-    from ..doctor.page import main as examined
+    from ..doctor.page import examine
 
-    if not examined(options):
+    report = examine(options)
+    typer.echo(report.page())
+    if report.failed:
         raise typer.Exit(1)
 
 
@@ -153,58 +154,43 @@ def tasks(
     split: Annotated[Split, typer.Option(help="Split; no prompt is in two of them.")] = "train",
     count: Annotated[int, typer.Option(min=1, help="Problems of each family.")] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", show_default="standard output", help="File to write.")] = None,
+    output: Annotated[str | None, typer.Option(metavar="FILE", show_default="standard output", help="File to write.")] = None,
 ) -> None:
     """Make synthetic problems as JSON lines that mrp train reads (source: text and its continuation)."""
     with reported_errors():
         from ..data.tasks import training_lines
 
         lines = [line for one in family for line in training_lines(one.value, split, count, seed)]
-        text = "".join(f"{line}\n" for line in lines)
-        if output is None:
-            typer.echo(text, nl=False)
-        else:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(text, encoding="utf-8")
+        _written("".join(f"{line}\n" for line in lines), output)
+        if output is not None:
             typer.echo(f"wrote {len(lines)} records to {output}")
+
+
+def _written(text: str, output: str | None) -> None:
+    """Write a text to a file, in a folder that is made if it is not there, or print it."""
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        Path(output).write_text(text, encoding="utf-8")
 
 
 @app.command()
 @takes_flags(PushOptions, required=["folder", "repo_id"])
 def push(**given: Any) -> None:
     """Push a full model, a head or an adapter to the Hub in one commit; a new repository is private unless --public."""
-    options = PushOptions(**given)
-    from ..publish.command import push as push_checkpoint
+    from ..publish import push as push_checkpoint
 
-    done = push_checkpoint(
-        located(options.folder),
-        options.repo_id,
-        options.base_model,
-        options.base_revision,
-        dry_run=options.dry_run,
-        private=not options.public,
-        revision=options.branch,
-        create_pr=options.pull_request,
-        commit_message=options.message,
-        new_card=options.new_card,
-        results=options.results,
-        about=options.about,
-    )
-    typer.echo(done)
+    typer.echo(push_checkpoint(located(given.pop("folder")), **given))
 
 
 @app.command()
 @takes_flags(CardOptions, required=["folder"])
-def card(**given: Any) -> None:
+def card(output: str | None = None, **given: Any) -> None:
     """Print the model card of a checkpoint, as a push would render it."""
-    options = CardOptions(**given)
     from ..publish.command import card as rendered_card
 
-    text = rendered_card(located(options.folder), options.name, options.results, options.about)
-    if options.output is None:
-        typer.echo(text, nl=False)
-    else:
-        Path(options.output).write_text(text, encoding="utf-8")
+    _written(rendered_card(located(given.pop("folder")), **given), output)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

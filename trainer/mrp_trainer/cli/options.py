@@ -1,4 +1,4 @@
-"""What `mrp push` and `mrp card` are asked to do: every option, once."""
+"""Flags of `mrp push` and `mrp card`, by the names of what `publish.push` and `publish.command.card` take."""
 
 from dataclasses import dataclass
 
@@ -24,10 +24,10 @@ class PushOptions(_Rendered):
     dry_run: bool = flag("Only list files and sizes; no connection is made.", False)
     base_model: str | None = flag("Of a head or an adapter: its base on the Hub.", None, panel=_KIND, metavar="ID")
     base_revision: str | None = flag("The base's commit, branch or tag.", None, panel=_KIND)
-    public: bool = flag("Create it public, not private.", False, panel=_TARGET)
-    branch: str | None = flag("Push to this branch.", None, panel=_TARGET)
-    pull_request: bool = flag("Open a pull request, leave main alone.", False, panel=_TARGET)
-    message: str | None = flag("The commit's title.", None, panel=_TARGET)
+    private: bool = flag("Who sees a repository that is made.", True, panel=_TARGET, name="--private/--public")
+    revision: str | None = flag("Push to this branch.", None, panel=_TARGET, name="--branch")
+    create_pr: bool = flag("Open a pull request, leave main alone.", False, panel=_TARGET, name="--pull-request")
+    commit_message: str | None = flag("The commit's title.", None, panel=_TARGET, name="--message")
     new_card: bool = flag("Render the card even where a person wrote one.", False, panel=_CARD)
 
 
@@ -37,6 +37,3 @@ class CardOptions(_Rendered):
 
     name: str | None = flag("Repository that the examples load.", None, shown="the folder")
     output: str | None = flag("File to write.", None, metavar="FILE", shown="standard output")
-
-
-__all__ = ["CardOptions", "PushOptions"]

@@ -27,17 +27,12 @@ class RecordEncoder:
     published ones do not mark what the assistant writes.
 
     Args:
-        tokenizer: Encodes, and holds the chat template.
-        block_size: Samples are whole blocks.
         max_length: Longer samples are cut to it, or to fewer whole blocks.
         mask_token_id: The model's mask, which clean text must not hold.
         end_token_ids: What ends a turn; the first one is put behind a text that does not end itself. The tokenizer's eos
             token if there are none; give a model's `generation_config.eos_token_id`.
         vocab_size: Ids that decoded texts may have; the tokenizer's if None.
         digest: Of the backbone that decoded texts are for (`train.inputs.digest`); None if it is not known.
-
-    Raises:
-        ValueError: The tokenizer lacks a pad or an end token, or no block fits.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -64,10 +59,8 @@ class RecordEncoder:
         return self.max_length // self.block_size * self.block_size
 
     def prompt(self, row: Any) -> list[int]:
-        """The ids that a decoder is given: of a chat before a last turn of the assistant, or of a `prompt`.
-
-        Raises:
-            FieldError: The record is malformed, asks nothing or holds the mask token; or the chat template refuses it.
+        """The ids that a decoder is given: of a chat before a last turn of the assistant, or of a `prompt`. A `FieldError` says
+        what is wrong with a record.
         """
         record = parse_prompt(row)
         if isinstance(record, Chat):
@@ -81,11 +74,7 @@ class RecordEncoder:
     def sample(self, row: Any) -> Sample | None:
         """The sample of a record, of visit 0; None if nothing that is learned lies within `max_length`.
 
-        A text that was cut has no end, and its sample no `length`.
-
-        Raises:
-            FieldError: It is malformed, holds the mask token, or the chat template cannot render it so that its turns are
-                found.
+        A text that was cut has no end, and its sample no `length`. A `FieldError` says what is wrong with a record.
         """
         record = parse(row)
         if isinstance(record, Trajectory):

@@ -55,14 +55,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A text that a model wrote, with the order in which its tokens were revealed.
-
-    Attributes:
-        ids: Token ids of the prompt and the response.
-        response_start: The length of the prompt.
-        reveal_step: For each token of the response, the decoding step that revealed it.
-        decoded_by: What is known of the model.
-    """
+    """A text that a model wrote, with the order in which its tokens were revealed: the fields that `mrp decode` writes."""
 
     ids: list[int]
     response_start: int
@@ -87,11 +80,7 @@ class RecordError(ValueError):
 
 
 def parse(row: Any) -> Chat | Text | Trajectory:
-    """Parse a row, or the object of a line.
-
-    Raises:
-        FieldError: It is malformed.
-    """
+    """Parse a row, or the object of a line; `FieldError` if it is malformed."""
     given = _given(row)
     layouts = [names for names in _FIELDS if names & given.keys()]
     if len(layouts) != 1:
@@ -113,9 +102,7 @@ def parse(row: Any) -> Chat | Text | Trajectory:
 
 def parse_prompt(row: Any) -> Chat | Text:
     """Parse what a row asks: its messages without a last turn of the assistant, or its `prompt`, a text or messages.
-
-    Raises:
-        FieldError: It is malformed, or asks nothing.
+    `FieldError` if it is malformed, or asks nothing.
     """
     given = _given(row)
     names = [name for name in ("messages", "prompt") if name in given]
@@ -191,10 +178,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 def _string(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise FieldError(name, f"found {_found(value)}: a string is needed")
-    try:
-        check_utf8(value)
-    except ValueError as error:
-        raise FieldError(name, f"found {error}") from error
+    check_utf8(value, name)
     return value
 
 
@@ -204,13 +188,13 @@ def _learned(name: str, value: Any) -> str:
     return value
 
 
-def check_utf8(text: str) -> None:
-    """Refuse, with a `ValueError`, a text that tokenizers cannot read."""
+def check_utf8(text: str, name: str | None = None) -> None:
+    """Refuse, with a `FieldError`, a text that tokenizers cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        found = f"half a surrogate pair, {text[error.start]!a}, at character {error.start}"
-        raise ValueError(f"{found}: text that UTF-8 can hold is needed") from error
+        found = f"found half a surrogate pair, {text[error.start]!a}, at character {error.start}"
+        raise FieldError(name, f"{found}: text that UTF-8 can hold is needed") from error
 
 
 def decoded_line(line: bytes) -> Any:

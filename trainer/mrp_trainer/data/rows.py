@@ -25,12 +25,7 @@ class RecordRows(Dataset[list[Sample]]):
     epoch, and the order of the rows is drawn anew in each: item `visit` belongs to epoch `visit // len`. A sample's index is
     epoch * samples + its number.
 
-    Args:
-        source: The records.
-        encoder: Makes samples of them.
-        packed: Whether rows hold several samples.
-        seed: With the epoch's number, decides the order.
-        shuffle: Whether to shuffle; if not, rows come in the records' order in every epoch.
+    The seed decides the order with the epoch's number; if they are not shuffled, rows come in the records' order.
 
     Raises:
         RecordError: Records are malformed, or there is none.

@@ -52,11 +52,6 @@ class LengthBucketSampler(Sampler[int]):
 Row = Sample | Sequence[Sample]
 
 
-def rows_of(dataset: Any) -> Iterator[Row]:
-    """The rows of an epoch: a dataset's numbers may go on behind it."""
-    return (dataset[i] for i in range(len(dataset)))
-
-
 class FilledUp(Dataset[Row]):
     """The rows of a dataset, and behind them as many with nothing to learn as make it a multiple of the rows that all processes
     take at once: accelerate would fill the last batches up with first rows, which would count twice."""

@@ -38,23 +38,12 @@ def make_sample(
     capacity: int,
     reveal_step: Sequence[int] | None = None,
 ) -> Sample | None:
-    """Make a sample of a text, of visit 0.
+    """Make a sample, of visit 0, of a text: its ids [n], what is learned [n], and when a decoder revealed each token [n].
 
-    The last block of a text that ends is filled with `pad_token_id`, and learned as what lies behind the end. One that does not
-    end is cut to whole blocks: what would have followed in the last one is not known. So is one longer than `capacity`, which
-    then has no `length`, and whose blocks behind the last that is learned are left out.
-
-    Args:
-        ids: [n] of the text.
-        response: [n] what is learned.
-        block_size: Tokens per block.
-        pad_token_id: Fills the last block.
-        ended: Whether the text has an end.
-        capacity: Whole blocks of tokens that a sample may have.
-        reveal_step: [n] when a decoder revealed each token, if one did.
-
-    Returns:
-        The sample; None if nothing that is learned is left.
+    The last block of a text that `ended` is filled with `pad_token_id`, and learned as what lies behind the end. One that did
+    not is cut to whole blocks: what would have followed in the last one is not known. So is one longer than `capacity`, a
+    number of tokens in whole blocks, which then has no `length`, and whose blocks behind the last that is learned are left out.
+    It is None if nothing that is learned is left.
     """
     is_cut, length = len(ids) > capacity, min(len(ids), capacity)
     if is_cut or not ended:

@@ -112,12 +112,7 @@ def _answer(source: str, arguments: Sequence[Any]) -> str:
 
 
 def _function(source: str) -> Callable[[Any], Any]:
-    """The function that a text defines.
-
-    Raises:
-        ValueError: for what is not on the list.
-        SyntaxError: if it is no Python.
-    """
+    """The function that a text defines; `ValueError` for what is not on the list."""
     module = ast.parse(source)
     match module.body:
         case [

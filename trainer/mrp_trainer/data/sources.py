@@ -23,28 +23,19 @@ class Source:
     tables: Mapping[str, Iterable[Any]]
 
 
-@dataclass(frozen=True)
-class _Lines:
-    """The lines of a file, read anew in every iteration."""
-
-    path: str
-
-    def __iter__(self) -> Iterator[bytes]:
-        with open(self.path, "rb") as file:
-            yield from file
+def json_lines(paths: Sequence[str]) -> Source:
+    """The source of files of one JSON object a line; it is read once."""
+    return Source({path: _lines(path) for path in paths})
 
 
-def json_lines(paths: Sequence[str | os.PathLike[str]]) -> Source:
-    """The source of files of one JSON object a line."""
-    return Source({os.fspath(path): _Lines(os.fspath(path)) for path in paths})
+def _lines(path: str) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        yield from file
 
 
 def open_source(paths: Sequence[str], split: str = "train") -> Source:
-    """The source behind paths a user gives.
-
-    Args:
-        paths: Files of JSON lines; or one folder that `datasets` saved or can load, or the id of a dataset on the Hub.
-        split: The split to read of a folder or a dataset that has several.
+    """The source behind files of JSON lines; or behind a split of one folder that `datasets` saved or can load, or of a dataset
+    on the Hub.
 
     Raises:
         RecordError: A path is missing, or cannot be read.
@@ -65,19 +56,10 @@ def open_source(paths: Sequence[str], split: str = "train") -> Source:
 
 
 def source_of(dataset: Any, name: str) -> Source | None:
-    """Make a source of whatever a caller passed as a dataset.
+    """Make a source of what a caller passed as a dataset, which errors call by `name`: a `datasets.Dataset`; a list of records,
+    or any other dataset by number whose first item is one; a path that `open_source` takes; a source.
 
-    Args:
-        dataset: A `datasets.Dataset`; a list of records, or any other dataset by number whose first item is one; a path that
-            `open_source` takes; a source.
-        name: What errors call it.
-
-    Returns:
-        Its records; None if its first item is no record.
-
-    Raises:
-        RecordError: A path is missing, or cannot be read.
-        ValueError: The dataset has no length.
+    It is None if the first item is no record; `ValueError` if the dataset has no length.
     """
     if isinstance(dataset, str | os.PathLike):
         return open_source([os.fspath(dataset)])
@@ -91,11 +73,8 @@ def source_of(dataset: Any, name: str) -> Source | None:
 def checked(source: Source, read: Callable[[Any], Any]) -> Iterator[tuple[int, Any]]:
     """Iterate over the records of a source, each its line from 1 on and what `read` makes of it.
 
-    Behind the first malformed record none is yielded: the others are read only for their problems, which are raised together.
-
-    Args:
-        source: The records.
-        read: Raises a FieldError for a malformed one.
+    Behind the first malformed record, for which `read` raises a FieldError, none is yielded: the others are read only for their
+    problems, which are raised together.
 
     Raises:
         RecordError: Some record is malformed, or a file has none.

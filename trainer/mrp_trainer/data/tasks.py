@@ -38,12 +38,9 @@ _SPLIT_RANGES: dict[Split, range] = {"heldout": range(0, 8), "tune": range(8, 16
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem.
+    """One problem: what the user says (``source``: the text to continue), and one right answer of several.
 
     Attributes:
-        family: ``math``, ``code`` or ``source``.
-        prompt: What the user says (``source``: the text to continue).
-        answer: One right answer (others may be right too).
         number: ``math``: the number that must follow ``####``.
         cases: ``code``: ``(argument, result)`` pairs that the function must reproduce.
     """
@@ -117,9 +114,8 @@ _EQUATION = re.compile(r"([a-z_]+) = (\d{1,9}) ([-+*]) (\d{1,9}) = (\d{1,9})")
 
 
 def _judge_math(problem: Problem, text: str) -> bool:
-    """The final number is right, every equation is true and takes up the result before it, and all speak of one unknown.
-
-    It is the one that the opening names.
+    """The final number is right, every equation is true and takes up the result before it, and all are of the unknown that the
+    opening names.
     """
     lines = text.strip().split("\n")
     if len(lines) < 3 or lines[-1] != f"#### {problem.number}":
@@ -308,11 +304,7 @@ def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Pro
 
 
 def problems(family: Family, split: Split, count: int, seed: int = 0) -> list[Problem]:
-    """The first ``count`` problems of a split with different prompts.
-
-    Raises:
-        ValueError: if the split has not so many.
-    """
+    """The first ``count`` problems of a split with different prompts; `ValueError` if it has not so many."""
     found: dict[str, Problem] = {}
     index = 0
     while len(found) < count:
@@ -325,15 +317,10 @@ def problems(family: Family, split: Split, count: int, seed: int = 0) -> list[Pr
 
 
 def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
-    """Judge an answer to each problem; all code together, in one process of its own (see `run_functions`).
+    """Judge a text, without special tokens, for each problem; all code together, in a process of its own (`run_functions`).
 
-    Args:
-        asked: Problems of any family.
-        texts: The decoded answers, without special tokens.
-
-    Returns:
-        ``math``: the chain of equations is true and ends in the right number. ``code``: the text is one function, allowed by
-        the sandbox, that reproduces every hidden case. ``source``: None, since real text has no right continuation.
+    ``math``: the chain of equations is true and ends in the right number. ``code``: the text is one function, allowed by the
+    sandbox, that reproduces every hidden case. ``source``: None, since real text has no right continuation.
     """
     code = [(p, text) for p, text in zip(asked, texts, strict=True) if p.family == "code"]
     results = iter(run_functions([(text, [argument for argument, _ in p.cases]) for p, text in code]))

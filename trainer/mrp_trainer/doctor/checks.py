@@ -46,13 +46,8 @@ PUBLISHED = {"1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32), "8B": (40
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison.
-
-    Attributes:
-        name: Of what was checked.
-        ok: Whether it is as it should be; None where it could not be checked.
-        difference: The largest difference from what is right.
-        note: Details, or the reason.
+    """One comparison: whether it is as it should be, None where it could not be checked, the largest difference from what is
+    right, and details, or the reason.
     """
 
     name: str
@@ -87,19 +82,14 @@ def random_model(config: MRPConfig, dtype: torch.dtype, device: torch.device) ->
             parameter.fill_(1)
         else:
             parameter.normal_(0, config.initializer_range, generator=generator)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(
-        device
-    )  # its buffers are no parameters, and came out empty
+    # Its buffers are no parameters, and came out empty.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 1
     return model
 
 
 def published_config(size: str) -> MRPConfig:
-    """Make the config of a published shape, with a head of three layers.
-
-    Raises:
-        ValueError: for another size.
-    """
+    """Make the config of a published shape, with a head of three layers; `ValueError` for another size."""
     if (shape := PUBLISHED.get(size.upper())) is None:
         raise ValueError(f"--random {size}: choose one of {', '.join(PUBLISHED)}")
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -19,6 +19,3 @@ class DoctorOptions(ModelOptions):
     batch: list[int] = flag("Rows.", [1, 4], panel=_TIMES, min=1)
     prefix: int = flag("Tokens of a random prompt.", 512, panel=_TIMES, min=1)
     turns: int = flag("Times that each is timed.", 3, panel=_TIMES, min=1)
-
-
-__all__ = ["DoctorOptions"]

@@ -35,13 +35,8 @@ ROWS, STATES, WIDENED = 3, 8, 500_000_000
 
 @dataclass
 class Report:
-    """What was found.
-
-    Attributes:
-        machine: Versions, device and model.
-        checks: All of them.
-        rounds: Times by batch and K.
-        proposed: By batch, the K that made the most tokens a second; none where the weights are random.
+    """What was found: versions, device and model; checks; times by batch and K; and by batch the K that made the most tokens a
+    second, none where the weights are random.
     """
 
     machine: dict[str, str]
@@ -98,11 +93,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
 
 
 def examine(options: DoctorOptions) -> Report:
-    """Load the model, check it and time it; standard error says what comes.
-
-    Raises:
-        ValueError, OSError: as from loading a model.
-    """
+    """Load the model, check it and time it; standard error says what comes."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     report = Report(machine_of(device))
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -111,7 +102,7 @@ def examine(options: DoctorOptions) -> Report:
         name = f"random weights of {options.random.upper()}"
         model = random_model(published_config(options.random), getattr(torch, dtype), device)
     else:
-        name, model = options.model, load_model(options.model, options.dtype).to(device)
+        name, model = options.model, load_model(options.model, options.dtype, str(device))
         tokenizer = load_tokenizer(options.tokenizer or options.model)
     shape = model.config
     layers = f"{shape.num_hidden_layers} layers of {shape.hidden_size}, vocabulary {shape.vocab_size}"
@@ -139,13 +130,3 @@ def examine(options: DoctorOptions) -> Report:
         gather([times])
     report.proposed = proposed(report.rounds) if tokenizer is not None else {}
     return report
-
-
-def main(options: DoctorOptions) -> bool:
-    """Print the page; return whether no check failed."""
-    report = examine(options)
-    print(report.page())
-    return not report.failed
-
-
-__all__ = ["Report", "examine", "main"]

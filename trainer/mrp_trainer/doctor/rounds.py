@@ -19,13 +19,8 @@ SHORT = 16
 
 @dataclass(frozen=True)
 class Timed:
-    """Rounds of one width and batch.
-
-    Attributes:
-        batch, states: Rows, and K, the states of a row; 1: the target alone.
-        seconds: Of a round, the median of all turns.
-        tokens_per_forward: Of the whole call.
-        tokens_per_second: Of the whole call, with its prompts.
+    """Rounds of so many rows of K states each, 1 for the target alone: seconds of one, the median of all turns, and tokens of
+    the whole call, with its prompts.
     """
 
     batch: int

@@ -6,11 +6,9 @@ rounds that had a k-th to offer: some state that was submitted (in this round or
 steps behind the row's next state and keeps everything that the (k - 1)-th accepted one shows.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp.generate.budget import UNTIMED_STATES
@@ -45,28 +43,16 @@ def measure_acceptance(
 ) -> dict[str, float]:
     """Decode a few prompts with `mrp_spec`, greedily, and measure how far its drafts carry.
 
-    For use while training: gradients are off, every module's train or eval mode is as before afterwards, and no random number
-    is drawn. A row drafts as many states as `num_draft_states` says, or the checkpoint's config; 4 where that says `auto`.
-
-    Args:
-        model: An `MRPForCausalLM` with a head, on any device.
-        tokenizer: Its tokenizer.
-        prompts: The ids of each.
-        max_new_tokens: Per prompt.
-        batch_size: Prompts per `generate`.
-        options: For `generate`, such as `num_draft_states`.
+    For use while training: gradients are off, and no random number is drawn. A row drafts as many states as
+    `num_draft_states` says, or the checkpoint's config; 4 where that says `auto`. `options` are for `generate`.
 
     Returns:
         `mean_accepted_length` (denoising steps per round, 1 where no draft is right), `tokens_per_forward` and
         `first_draft_acceptance` (of the rounds with a draft, the share in which the first was right; 0 if there were none).
-
-    Raises:
-        ValueError: without a prompt or a head, or for options that `generate` refuses.
     """
     own = getattr(model.generation_config, "num_draft_states", None)
     asked = {"decoding": "mrp_spec", "do_sample": False, "num_draft_states": own if isinstance(own, int) else UNTIMED_STATES}
-    with _in_eval_mode(model):
-        decoded = decode_prompts(model, tokenizer, prompts, None, max_new_tokens, batch_size, **{**asked, **options})
+    decoded = decode_prompts(model, tokenizer, prompts, None, max_new_tokens, batch_size, **{**asked, **options})
     offered, accepted = (at[:, :1].sum() for at in (decoded.offered_at_depth, decoded.accepted_at_depth))
     rounds = sum(decoded.rounds)
     return {
@@ -74,18 +60,3 @@ def measure_acceptance(
         "tokens_per_forward": decoded.tokens_per_forward,
         "first_draft_acceptance": float(accepted / offered) if offered else 0.0,
     }
-
-
-@contextmanager
-def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put every module in eval mode, and each as it was afterwards: a trainer may keep a frozen part in eval mode."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-__all__ = ["acceptance_by_depth", "mean_accepted_length", "measure_acceptance"]

@@ -8,10 +8,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
-from modeling_mrp.generate.options import MRPGenerationConfig
+from modeling_mrp.generate.option_table import closest_name
+from modeling_mrp.generate.options import OPTION_NAMES, MRPGenerationConfig
 from modeling_mrp.model.configuration import MRPConfig
 
 from ..data.tasks import Family, Split
@@ -19,8 +17,8 @@ from ..loading import load_config, load_generation_fields, load_model, load_toke
 from .acceptance import acceptance_by_depth, mean_accepted_length
 from .cost import charged_as
 from .decoded import Decoded, decode_prompts
-from .intervals import Interval, ratio_of_sums, wilson
-from .options import EvaluateOptions, check_names, generate_options
+from .intervals import ratio_of_sums, wilson
+from .options import EvaluateOptions, generate_options
 from .problem_sets import ProblemSet, family_set, file_set
 from .provenance import header
 from .results import ResultsFile
@@ -28,13 +26,7 @@ from .table import printing
 
 
 def evaluate(options: EvaluateOptions) -> None:
-    """Print a row or a JSON line per problem set and setting. Everything is checked before the model's weights are read.
-
-    Raises:
-        ValueError: for a malformed file, a prompt that leaves no room for an answer, options that `generate` refuses, or a
-            checkpoint that cannot be loaded.
-        OSError: if there is no such checkpoint.
-    """
+    """Print a row or a JSON line per problem set and setting. Everything is checked before the model's weights are read."""
     options = options.of_checkpoint(load_generation_fields(options.model))
     config = load_config(options.model)
     for setting in options.settings():
@@ -46,8 +38,7 @@ def evaluate(options: EvaluateOptions) -> None:
     sets += [file_set(path, tokenizer, options.judge, options.chat, **of_both) for path in options.prompts]
     for asked in sets:
         asked.check_room(config.max_position_embeddings)
-    model: Any = load_model(options.model, options.dtype)
-    model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = load_model(options.model, options.dtype, options.device)
     if results is not None:
         results.begin(header("mrp evaluate", options, model))
     report(model, tokenizer, options, sets, results)
@@ -55,17 +46,13 @@ def evaluate(options: EvaluateOptions) -> None:
 
 def check_setting(setting: Mapping[str, Any], config: MRPConfig) -> None:
     """Raise `ValueError` for an option that `generate` does not know, or would refuse of a model with this config."""
-    check_names(setting)
+    for name in setting.get("set", {}):
+        if name not in OPTION_NAMES:
+            raise ValueError(f"--set {name}: generate has no such option{closest_name(name, OPTION_NAMES)}")
     MRPGenerationConfig(**generate_options(setting)).check(config.block_size, config.has_head)
 
 
-def report(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    options: EvaluateOptions,
-    sets: list[ProblemSet],
-    results: ResultsFile | None,
-) -> None:
+def report(model: Any, tokenizer: Any, options: EvaluateOptions, sets: list[ProblemSet], results: ResultsFile | None) -> None:
     """Print the measurements that are asked for, and add them to the file of results. Of those that are there already only a
     table has rows."""
     every = options.settings()
@@ -104,7 +91,7 @@ def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
     """Make the fields of a line, of one setting beside the first."""
     line: dict[str, Any] = {"accuracy": None if decoded.accuracy is None else round(decoded.accuracy, 1)}
     if decoded.judged:
-        line["accuracy_95"] = _percent(wilson(sum(decoded.judged), len(decoded.judged)))
+        line["accuracy_95"] = wilson(sum(decoded.judged), len(decoded.judged)).rounded(1, 100)
     speed = ratio_of_sums(decoded.tokens, decoded.row_forwards)
     assert speed is not None, "every prompt takes a forward"
     line |= {
@@ -112,7 +99,7 @@ def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
         "tokens_per_forward_95": speed.rounded(),
         "head_per_token": round(decoded.head_forwards_per_token, 3),
         "identical_to_first": round(100 * decoded.equal(first) / len(decoded.ids), 1),
-        "identical_to_first_95": _percent(wilson(decoded.equal(first), len(decoded.ids))),
+        "identical_to_first_95": wilson(decoded.equal(first), len(decoded.ids)).rounded(1, 100),
     }
     length = mean_accepted_length(decoded)
     if decoded.offered_at_depth.shape[1] and length is not None:
@@ -121,14 +108,7 @@ def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
             "mean_accepted_length": round(length.value, 3),
             "mean_accepted_length_95": length.rounded(),
             "acceptance_by_depth": [round(100 * rate.value, 1) for _, rate in depths],
-            "acceptance_by_depth_95": [_percent(rate) for _, rate in depths],
+            "acceptance_by_depth_95": [rate.rounded(1, 100) for _, rate in depths],
             "offered_by_depth": [offered for offered, _ in depths],
         }
     return {**line, "seconds": round(decoded.seconds, 1), **decoded.forwards}
-
-
-def _percent(interval: Interval) -> list[float]:
-    return [round(100 * interval.low, 1), round(100 * interval.high, 1)]
-
-
-__all__ = ["check_setting", "evaluate", "measurements", "report"]

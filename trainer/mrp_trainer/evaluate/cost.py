@@ -52,6 +52,3 @@ def break_even(drafted: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     0 where they are slower at any cost."""
     saved = 1 / other["tokens_per_forward"] - 1 / drafted["tokens_per_forward"]
     return float(saved / drafted["head_per_token"])
-
-
-__all__ = ["CHARGED", "HEAD_SHARES", "break_even", "charge", "charged", "charged_as", "head_share"]

@@ -20,7 +20,7 @@ Judge = Callable[[list[str]], list[bool | None]]
 
 @dataclass
 class Decoded:
-    """What one mode made of a list of problems.
+    """What one mode made of a list of problems; lists have an item for each, and `MRPGenerateStats` says what is counted.
 
     Attributes:
         texts: The decoded answers.
@@ -28,10 +28,7 @@ class Decoded:
         right: Whether the judge accepts each; None where there is no right answer.
         seconds: Wall clock of decoding.
         forwards: Forwards of the batches by role, and drafts, accepted drafts and revoked reveals.
-        row_forwards: Backbone forwards in which each problem took part.
-        row_head_forwards: The same for the head.
-        rounds: Those of its forwards that were rounds (all but the prompt's).
-        accepted: Accepted drafts of each problem.
+        rounds: Backbone forwards that were rounds (all but the prompt's).
         offered_at_depth: [problems, depths] rounds in which k - 1 drafts were accepted and there was a k-th behind them.
         accepted_at_depth: [problems, depths] of these, rounds in which a k-th was accepted.
     """
@@ -109,16 +106,7 @@ def decode_prompts(
     batch_size: int = 32,
     **options: Any,
 ) -> Decoded:
-    """Decode prompts, given as ids.
-
-    Args:
-        model: An `MRPForCausalLM`.
-        tokenizer: Its tokenizer.
-        prompts: Their ids.
-        judge_texts: Says which of all texts are right, None where there is no right answer; without it, none is judged.
-        max_new_tokens: Per prompt.
-        batch_size: Prompts per `generate`.
-        options: For `generate`.
+    """Decode prompts, given as ids, so many per call of `generate`; without `judge_texts` none is judged.
 
     Raises:
         ValueError: without a prompt, and for options that `generate` refuses.
@@ -143,27 +131,19 @@ def decode_prompts(
     eos = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *([eos] if isinstance(eos, int) else eos or [])}
     texts = [tokenizer.decode([i for i in row if i not in ends]) for row in ids]
+    right: list[bool | None] = judge_texts(texts) if judge_texts else [None] * len(texts)
     stats = [out.stats for out, _ in outs]
-    by_row = {
-        name: [value for part in stats for value in getattr(part, name).tolist()]
-        for name in ("row_forwards", "row_head_forwards", "accepted", "drafted", "revoked")
-    }
-    return Decoded(
-        texts=texts,
-        ids=ids,
-        right=judge_texts(texts) if judge_texts else [None] * len(texts),
-        seconds=seconds,
-        forwards={
-            **{role: sum(part.forwards[role] for part in stats) for role in stats[0].forwards},
-            **{name: sum(by_row[name]) for name in ("drafted", "accepted", "revoked")},
-        },
-        row_forwards=by_row["row_forwards"],
-        row_head_forwards=by_row["row_head_forwards"],
-        rounds=[value for part in stats for value in part.accepted_lengths.sum(1).tolist()],
-        accepted=by_row["accepted"],
-        offered_at_depth=np.concatenate([part.offered_at_depth.cpu().numpy() for part in stats]),
-        accepted_at_depth=np.concatenate([part.accepted_at_depth.cpu().numpy() for part in stats]),
-    )
+    forwards = {role: sum(part.forwards[role] for part in stats) for role in stats[0].forwards}
+    forwards |= {name: int(_of_rows(stats, name).sum()) for name in ("drafted", "accepted", "revoked")}
+    counts: dict[str, Any] = {name: _of_rows(stats, name) for name in ("offered_at_depth", "accepted_at_depth")}
+    counts |= {name: _of_rows(stats, name).tolist() for name in ("row_forwards", "row_head_forwards", "accepted")}
+    counts["rounds"] = _of_rows(stats, "accepted_lengths").sum(1).tolist()
+    return Decoded(texts, ids, right, seconds, forwards, **counts)
+
+
+def _of_rows(stats: Sequence[Any], name: str) -> np.ndarray:
+    """[problems, ...] a count of every row, those of all batches."""
+    return np.concatenate([getattr(part, name).cpu().numpy() for part in stats])
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -174,6 +154,3 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def _texts(out: Any, width: int) -> list[list[int]]:
     lengths = (out.reveal_step >= 0).sum(1).tolist()
     return [row[:length] for row, length in zip(out.sequences[:, width:].tolist(), lengths, strict=True)]
-
-
-__all__ = ["NEW_TOKENS", "Decoded", "Judge", "decode_problems", "decode_prompts", "pad_left", "padding_id"]

@@ -22,17 +22,13 @@ class Interval:
     low: float
     high: float
 
-    def rounded(self, digits: int = 3) -> list[float]:
+    def rounded(self, digits: int = 3, times: int = 1) -> list[float]:
         """[low, high]."""
-        return [round(self.low, digits), round(self.high, digits)]
+        return [round(times * self.low, digits), round(times * self.high, digits)]
 
 
 def wilson(right: int, count: int, level: float = 0.95) -> Interval:
-    """Give the share `right` / `count` with Wilson's score interval.
-
-    Raises:
-        ValueError: if there is nothing to count, or more right than there are.
-    """
+    """Give the share `right` / `count` with Wilson's score interval; `ValueError` if there is nothing to count."""
     if not 0 <= right <= count or count == 0:
         raise ValueError(f"{right} of {count}: a share needs at least one problem, and no more right than there are")
     z = NormalDist().inv_cdf((1 + level) / 2)
@@ -76,6 +72,3 @@ def ratio_of_sums(
     sums = resampled_sums(np.stack([over, under], 1), resamples, seed)
     sums = sums[sums[:, 1] != 0]
     return percentiles(sum(over) / sum(under), sums[:, 0] / sums[:, 1], level)
-
-
-__all__ = ["RESAMPLES", "Interval", "percentiles", "ratio_of_sums", "resampled_sums", "wilson"]

@@ -63,12 +63,7 @@ class MRPLM(HFLM):
         return [found[at] for at in range(len(requests))]
 
 
-def main() -> Any:
-    """Run lm-eval's command line."""
+if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    return cli_evaluate()
-
-
-if __name__ == "__main__":
-    main()
+    cli_evaluate()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, Self
 
-from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS, closest_name
+from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS
 
 from ..data.tasks import Family, Split
 from ..embedded import EMBEDDED
@@ -18,7 +18,7 @@ _OPTIONS = {option.name: option for option in OPTIONS}
 # Options of `generate` that have a flag for several values, others that have a flag, and those that the measurement rests on.
 _SWEPT = {"confidence_threshold": "tau", "num_draft_states": "states", "draft_branches": "branches"}
 _BY_FLAG = {**_SWEPT, "decoding": "decoding", "target": "target", "max_new_tokens": "max-new-tokens"}
-_FIXED = dict.fromkeys(("return_dict_in_generate", "num_return_sequences", "max_length"), "the measurement")
+_FIXED = ("return_dict_in_generate", "num_return_sequences", "max_length")
 
 Judge = Literal["exact", "last_number", "contains"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -46,12 +46,27 @@ class ModelOptions:
 
 
 @dataclass(kw_only=True)
-class ModeOptions(ModelOptions):
-    """In which modes a model decodes; each field is a flag.
+class GenerateOptions(ModelOptions):
+    """Options of `generate` that have no flag.
 
     Raises:
-        ValueError: for an assignment that is no NAME=VALUE.
+        ValueError: for an assignment without a name or value, a name that is given twice, or one that has a flag.
     """
+
+    set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
+
+    def __post_init__(self) -> None:
+        self.extra()
+
+    def extra(self) -> dict[str, Any]:
+        """Read what `set` assigns, the values as YAML writes them."""
+        flags = {name: one for name, one in _BY_FLAG.items() if hasattr(self, one.replace("-", "_"))}
+        return assigned(self.set, flags, _FIXED)
+
+
+@dataclass(kw_only=True)
+class ModeOptions(GenerateOptions):
+    """In which modes a model decodes; each field is a flag."""
 
     decoding: list[str] = flag("Modes of decoding.", [_OPTIONS["decoding"].default], panel=_HOW, kind=list[Decoding])
     target: list[str] = flag("Modes whose text is drafted.", [], panel=_HOW, kind=list[Target], shown="the checkpoint's")
@@ -60,26 +75,14 @@ class ModeOptions(ModelOptions):
         **_of("num_draft_states") | {"default": []}, kind=list[str], metavar="K", shown="the checkpoint's; some for auto"
     )
     branches: list[int] = flag(**_of("draft_branches") | {"default": [3]})
-    set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.states = [int(one) if str(one).removeprefix("-").isdecimal() else one for one in self.states]
-        self.extra()
-
-    def extra(self) -> dict[str, Any]:
-        """Read what `set` assigns, the values as YAML writes them.
-
-        Raises:
-            ValueError: for an assignment without a name or value, a name that is given twice, or one that has another flag.
-        """
-        return assigned(self.set, _BY_FLAG, _FIXED)
 
     def of_checkpoint(self, own: Mapping[str, Any], states: int = 4) -> Self:
-        """Fill in the target and the number of states of a checkpoint where none is asked for.
-
-        Args:
-            own: The fields of its generation config.
-            states: In place of `auto`, with which every run has other counts.
+        """Fill in the target and the number of states of a checkpoint's generation config (`own`) where none is asked for;
+        `states` of them in place of `auto`, with which every run has other counts.
         """
         width = own.get("num_draft_states")
         width = width if isinstance(width, int) else states
@@ -125,16 +128,3 @@ class EvaluateOptions(ModeOptions):
 def generate_options(setting: Mapping[str, Any]) -> dict[str, Any]:
     """Write a setting as keyword arguments of `generate`."""
     return {**{name: value for name, value in setting.items() if name != "set"}, **setting.get("set", {})}
-
-
-def check_names(setting: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for an option in `set` that `generate` does not know."""
-    from transformers import GenerationConfig
-
-    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | _OPTIONS.keys()
-    for name in setting.get("set", {}):
-        if name not in known:
-            raise ValueError(f"--set {name}: generate has no such option{closest_name(name, known)}")
-
-
-__all__ = ["EvaluateOptions", "ModeOptions", "ModelOptions", "check_names", "generate_options"]

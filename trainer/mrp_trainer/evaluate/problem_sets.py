@@ -33,11 +33,8 @@ class ProblemSet:
     Attributes:
         name: The field of a line that says which: {"family": ...} or {"file": ...}.
         where: What errors call each.
-        shown: What was asked, as text.
-        prompts: As ids.
+        shown: What was asked, as text; `prompts` are ids.
         answers: The right answers; None where there is none.
-        judge: Judges the texts of all of them.
-        max_new_tokens: Per prompt.
     """
 
     name: dict[str, str]
@@ -90,15 +87,8 @@ def file_set(
     count: int | None = None,
     max_new_tokens: int | None = None,
 ) -> ProblemSet:
-    """Read the first records of a file, all unless `count` says otherwise.
-
-    Args:
-        path: The file.
-        tokenizer: Of the model.
-        judge: One of `JUDGES`.
-        chat: Whether the chat template goes around each `prompt`, too.
-        count: At most so many records.
-        max_new_tokens: Per prompt, 256 by default.
+    """Read the first records of a file, all unless `count` says otherwise; with `chat` the chat template goes around each
+    `prompt`, too.
 
     Raises:
         OSError: for a file that is not there.
@@ -164,6 +154,3 @@ def _prompt_ids(where: str, asked: Chat | Text, tokenizer: PreTrainedTokenizerBa
     if not (ids := tokenizer.encode(text, add_special_tokens=False)):
         raise ValueError(f"{where}: the prompt has no token: write a longer one")
     return list(ids)
-
-
-__all__ = ["JUDGES", "ProblemSet", "family_set", "file_set", "last_number"]

@@ -69,12 +69,8 @@ def commit() -> str | None:
 
 
 def header(benchmark: str, options: object, model: nn.Module | None = None) -> dict[str, Any]:
-    """Return the first line of a command's output, which alone has a field `benchmark`: the command, versions, date, options.
-
-    Args:
-        benchmark: The command: a module of `benchmarks`, or a name with dots.
-        options: Of the command line, as attributes.
-        model: Whose weights are measured; None where no checkpoint is.
+    """Return the first line of a command's output, which alone has a field `benchmark`: the command, versions, date, options,
+    which are attributes of `options`, and digests of the weights that are measured, if any.
     """
     asked = {
         name: str(value).replace(f"{ROOT}/", "") if isinstance(value, str | Path) else value
@@ -93,6 +89,3 @@ def header(benchmark: str, options: object, model: nn.Module | None = None) -> d
         "date": datetime.now(UTC).date().isoformat(),
         "options": asked,
     }
-
-
-__all__ = ["commit", "deciding", "digests", "header"]

@@ -36,16 +36,8 @@ def other_weights(header: Mapping[str, Any], line: Mapping[str, Any], weights: M
     """Name the part of today's model, `backbone`, `head` or `deciding` (code), with which a stored line was not measured.
 
     A line that counts no head pass (`head_per_token`) is not about the head. A header whose `backbone` is None measured no
-    checkpoint, and one whose `head` is None had none or several of its own.
-
-    Args:
-        header: Of the line; one that does not say what it measured measured other weights.
-        line: A measurement.
-        weights: `backbone`, `head` and `deciding`, as `mrp_trainer.evaluate.provenance` gives them; the code is not compared
-            where either side does not say it, as no header did before it was noted.
-
-    Returns:
-        The first such part; None if the line was measured with today's.
+    checkpoint, and one whose `head` is None had none or several of its own; one that has no such field measured other weights.
+    The code is not compared where either side does not say it, as no header did before it was noted.
     """
     if "backbone" not in header:
         return "backbone"
@@ -68,12 +60,8 @@ class ResultsFile:
 
     A line that was cut short (the process was killed, the disk was full) is removed when the file is opened again.
 
-    Args:
-        path: Where; made with its folders if it is not there.
-        key: A field that every line has, headers excepted.
-
-    Raises:
-        ValueError: if the file holds something else, naming the line; it is left as it is.
+    It is made with its folders if it is not there. `key` is a field that every line has, headers excepted: a `ValueError` names
+    a line without, and the file is left as it is.
     """
 
     def __init__(self, path: str | Path, key: str) -> None:
@@ -92,11 +80,7 @@ class ResultsFile:
             self.path.write_text(whole + newline, encoding="utf-8")
 
     def begin(self, header: Line) -> None:
-        """Say what is measured with from here on: `find` looks for lines of these weights, and the first `add` writes it down.
-
-        Raises:
-            ValueError: as from `check_clean`.
-        """
+        """Say what is measured with from here on: `find` looks for its lines alone, and the first `add` writes it down."""
         check_clean(self.path, header)
         self.header = header
 
@@ -129,6 +113,3 @@ def _record(line: str) -> Line:
     except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
-
-
-__all__ = ["ResultsFile", "check_clean", "mode_name", "other_weights", "with_headers"]

@@ -38,11 +38,6 @@ class Shape:
         return cls(**{**sizes, "name": name, "head_layers": config.num_nextn_predict_layers})
 
     @property
-    def kv_size(self) -> int:
-        """Numbers that a token's keys and values take in one layer."""
-        return 2 * self.num_key_value_heads * self.head_dim
-
-    @property
     def layer_matrix(self) -> int:
         """Parameters of the matrices of a decoder layer: q, k, v, o, gate, up, down."""
         attention = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim * self.hidden_size
@@ -53,16 +48,12 @@ class Shape:
         """Parameters of a decoder layer, with its four norms."""
         return self.layer_matrix + 2 * self.hidden_size + 2 * self.head_dim
 
-    @property
-    def expert(self) -> int:
-        """Parameters of an expert: gate, up, down."""
-        return 3 * self.hidden_size * self.moe_intermediate_size
-
     def with_experts(self, experts: float) -> float:
         """Parameters by which a layer of the backbone has more than a dense one, if so many experts count; none without any."""
         if not self.num_experts:
             return 0
-        return self.num_experts * self.hidden_size + experts * self.expert - 3 * self.hidden_size * self.intermediate_size
+        expert = self.moe_intermediate_size * experts - self.intermediate_size
+        return self.num_experts * self.hidden_size + 3 * self.hidden_size * expert
 
     def experts_read(self, tokens: float) -> float:
         """Experts that a layer reads for so many tokens which choose evenly, each by itself: the most that is to be expected,
@@ -110,13 +101,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Device:
-    """A device.
-
-    Attributes:
-        name: Of the device.
-        bandwidth: Bytes a second from its memory.
-        peak: Dense bf16 FLOPs a second.
-        achievable: The share of `peak` that large matrix products reach.
+    """A device: bytes a second from its memory, dense bf16 FLOPs a second, and the share of these that large matrix products
+    reach.
     """
 
     name: str
@@ -142,7 +128,8 @@ def decoder_layers(
     matrices = Work(layers * (shape.layer + more[0]) * BYTES, 2 * layers * (shape.layer_matrix + more[1]) * tokens)
     keys = prefix + states * shape.block_size
     query_size = shape.num_attention_heads * shape.head_dim
-    written_and_read = layers * batch * (keys + states * shape.block_size) * shape.kv_size * BYTES
+    kv_size = 2 * shape.num_key_value_heads * shape.head_dim  # numbers that a token's keys and values take in one layer
+    written_and_read = layers * batch * (keys + states * shape.block_size) * kv_size * BYTES
     return matrices, Work(written_and_read, 4 * layers * query_size * tokens * keys)
 
 
@@ -168,13 +155,8 @@ def vocabulary_step(shape: Shape, positions: float) -> Work:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a mode does in a round, per row.
-
-    Attributes:
-        tokens_per_forward: Tokens generated per backbone forward.
-        states_per_forward: States that a row packs into it.
-        head_passes: Passes of the head in a round, one after the other, each with a vocabulary step.
-        states_per_head_pass: States that a row packs into each.
+    """What a mode does in a round, per row: tokens generated per backbone forward, states that a row packs into it, passes of
+    the head, one after the other, each with a vocabulary step, and states that a row packs into each.
     """
 
     tokens_per_forward: float

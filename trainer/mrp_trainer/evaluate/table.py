@@ -66,6 +66,3 @@ def _value(line: Mapping[str, Any], name: str, digits: int) -> str:
     if interval is None or name == "tokens_per_forward":
         return f"{value:.{digits}f}"
     return f"{value:.{digits}f} ({interval[0]:.{digits}f}-{interval[1]:.{digits}f})"
-
-
-__all__ = ["printing", "row_of"]

@@ -7,14 +7,7 @@ from .facts import Decode, read_decode
 from .svg import Picture, draw
 
 
-def show(
-    outputs: Any,
-    tokenizer: Any,
-    *,
-    prompt: str | None = None,
-    row: int = 0,
-    animated: bool = False,
-) -> Picture:
+def show(outputs: Any, tokenizer: Any, *, prompt: str | None = None, row: int = 0, animated: bool = False) -> Picture:
     """Draw what `generate(..., return_dict_in_generate=True)` returned; a notebook shows it, `save` writes it to a file.
 
     Args:
@@ -23,9 +16,6 @@ def show(
         prompt: Is shown above the text.
         row: Which row of a batch.
         animated: Whether the text comes forward by forward, again and again.
-
-    Raises:
-        ValueError: if an output is something else, has no such row, or there is none.
     """
     several = isinstance(outputs, Mapping) and not hasattr(outputs, "sequences")
     named = outputs if several else {"decode": outputs}

@@ -20,9 +20,7 @@ class Token:
         forward: The forward that revealed it, from 1; None of a given token.
         step: The denoising step that it belongs to; -1 of a given token.
         drafted: A state that was drafted revealed it: without drafts it would have taken a forward of its own.
-        probability: When it was committed.
         taken_back: How often a reveal at this place went back to a mask.
-        special: An end of text or the like.
     """
 
     text: str
@@ -51,13 +49,9 @@ class Forward:
 
 @dataclass(frozen=True)
 class Decode:
-    """One row's decode.
+    """One row's decode: the tokens of its text, and the backbone's forwards in order.
 
     Attributes:
-        name: Of the way to decode.
-        tokens: The generated text.
-        forwards: Of the backbone, in order.
-        head_forwards: Of the head.
         drafted: Drafted states that were submitted.
         accepted: Those that were right.
         blocks: Columns of the text at which a block begins.
@@ -78,17 +72,7 @@ class Decode:
 
 
 def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0) -> Decode:
-    """Read one row of what `generate` returned.
-
-    Args:
-        output: An `MRPGenerateOutput`.
-        tokenizer: The model's.
-        name: What the picture calls it.
-        row: Which row of the batch.
-
-    Raises:
-        ValueError: if `output` is not such an output, or has no such row.
-    """
+    """Read one row of an `MRPGenerateOutput`, which a picture calls by `name`; `ValueError` for anything else."""
     rounds = getattr(getattr(output, "stats", None), "rounds", None)
     if rounds is None:
         raise ValueError(
@@ -160,6 +144,3 @@ def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
 
 def _decoded(ids: list[int], tokenizer: Any) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-__all__ = ["Decode", "Forward", "Token", "read_decode", "token_texts"]

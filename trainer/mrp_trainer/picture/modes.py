@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from ..data.records import check_utf8
 from ..evaluate.command import check_setting
 from ..evaluate.options import generate_options
@@ -14,17 +12,11 @@ from .options import ShowOptions
 
 
 def show_model(options: ShowOptions) -> Picture:
-    """Decode a prompt in every mode that is asked for, draw that, and write it to `options.output`.
-
-    Raises:
-        ValueError: if checkpoint, tokenizer, prompt or an option of `generate` does not fit; nothing is written then.
-        OSError: if there is no such checkpoint, or the file cannot be written.
-    """
+    """Decode a prompt in every mode that is asked for, draw that, and write it to `options.output`."""
     check_utf8(options.prompt)
     for setting in options.drawn({}):
         check_setting(setting, load_config(options.model))
-    model: Any = load_model(options.model, options.dtype)
-    model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model: Any = load_model(options.model, options.dtype, options.device)
     tokenizer: Any = load_tokenizer(options.tokenizer or options.model)
     if options.plain or tokenizer.chat_template is None:
         inputs = tokenizer(options.prompt, return_tensors="pt")
@@ -38,6 +30,3 @@ def show_model(options: ShowOptions) -> Picture:
     picture = show(outputs, tokenizer, prompt=options.prompt, animated=options.animated)
     picture.save(options.output)
     return picture
-
-
-__all__ = ["show_model"]

@@ -13,11 +13,7 @@ _WHAT, _HOW, _OUTPUT = "What is asked", "How it is decoded", "Picture"
 
 @dataclass(kw_only=True)
 class ShowOptions(ModeOptions):
-    """What is decoded and drawn; each field is a flag.
-
-    Raises:
-        ValueError: for a file name that is no picture's.
-    """
+    """What is decoded and drawn; each field is a flag. `ValueError` for a file name that is no picture's."""
 
     decoding: list[str] = flag("Modes, side by side.", [], panel=_HOW, kind=list[Decoding], shown="the target, and its drafts")
     prompt: str = flag("Prompt.", "Sum the numbers of a list that are even, each plus 5.", panel=_WHAT)
@@ -33,15 +29,9 @@ class ShowOptions(ModeOptions):
             raise ValueError(f"--output is {self.output}, and a .png does not move: name an .svg, or leave out --animated")
 
     def drawn(self, own: Mapping[str, Any], has_head: bool = True) -> list[dict[str, Any]]:
-        """List the options of `generate` for each mode that the picture shows, as `settings` does.
-
-        Args:
-            own: The fields of the checkpoint's generation config: its target and states, or 8 for auto, if none are asked for.
-            has_head: Whether the checkpoint has a head to draft with.
+        """List the options of `generate` for each mode that the picture shows, as `settings` does: with target and states of
+        the checkpoint's generation config (`own`), or 8 for auto, if none are asked for.
         """
         options = self.of_checkpoint(own, states=8)
         decoding = self.decoding or [*options.target, "mrp_spec" if has_head else "self_spec"]
         return replace(options, decoding=decoding).settings()
-
-
-__all__ = ["ShowOptions"]

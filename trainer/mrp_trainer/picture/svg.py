@@ -5,6 +5,7 @@ and `decode.svg.jinja` how it is written.
 """
 
 import hashlib
+import unicodedata
 from collections.abc import Sequence
 from colorsys import hls_to_rgb
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from typing import Any
 from rich.cells import cell_len, chop_cells
 
 from .facts import Decode, Token
-from .text import visible
 
 _MARGIN, _GAP, _PANEL = 20.0, 16.0, 472.0
 _INSET = 16.0  # of a panel
@@ -23,6 +23,8 @@ _CHARACTER, _LINE = 7.8, 27.0  # of the fixed-width font, at 13 px
 _UNIT, _MOST = 5.0, 12  # of a bar: a token's height, and how many fit
 _PROMPT_LINES = 3
 _LEGEND = 236.0  # of an entry, at most
+# Joiners stand within words and emoji.
+_SHOWN = {"\n": "↵\n", "\t": "⇥", "\u200c": "\u200c", "\u200d": "\u200d"}
 _ID = "\0"  # stands for the picture's id until that is known; visible texts hold no controls
 _TICK, HOLD = 0.28, 3.0  # seconds that a forward takes, at most, and that the whole text stands
 _ALL, _LEAST = 12.0, 0.04  # seconds of all forwards, if that leaves this much for each
@@ -30,23 +32,13 @@ _ALL, _LEAST = 12.0, 0.04  # seconds of all forwards, if that leaves this much f
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of decodes, which notebooks show as it is.
-
-    Attributes:
-        svg: The SVG.
-        title: In words.
-    """
+    """A picture of decodes, which notebooks show as it is, and what it shows in words."""
 
     svg: str = field(repr=False)
     title: str
 
     def save(self, path: Path | str) -> Path:
-        """Write it to a file.
-
-        Raises:
-            ValueError: if the name does not end in .svg or .png.
-            ImportError: if it ends in .png, and cairosvg is not installed.
-        """
+        """Write it to a file, an .svg, or a .png, for which cairosvg has to be installed."""
         path = Path(path)
         check_name(path)
         drawn = self._png() if path.suffix == ".png" else self.svg.encode()
@@ -71,21 +63,12 @@ def check_name(path: Path | str) -> None:
         raise ValueError(f"{path}: a picture is an SVG or a PNG, give a name that ends in .svg or .png")
 
 
-def draw(decodes: Sequence[Decode] | Decode, *, prompt: str | None = None, animated: bool = False) -> Picture:
+def draw(decodes: Sequence[Decode], *, prompt: str | None = None, animated: bool = False) -> Picture:
     """Draw decodes side by side, two in a row, on one clock: the colours of a forward are the same in all of them.
 
-    Args:
-        decodes: What `read_decode` read.
-        prompt: Is shown above, shortened to three lines.
-        animated: Whether the texts come forward by forward, again and again; where the viewer asks for less motion they stand.
-
-    Returns:
-        The picture, the same for the same decodes.
-
-    Raises:
-        ValueError: if there are no decodes.
+    The same decodes make the same picture. The prompt is shown above, shortened to three lines. If `animated`, the texts come
+    forward by forward, again and again; where the viewer asks for less motion they stand.
     """
-    decodes = [decodes] if isinstance(decodes, Decode) else list(decodes)
     if not decodes:
         raise ValueError("there are no decodes to draw: pass at least one")
     forwards = [one for decode in decodes for one in decode.forwards]
@@ -102,7 +85,7 @@ def draw(decodes: Sequence[Decode] | Decode, *, prompt: str | None = None, anima
         for place, (decode, pieces, blocks) in enumerate(laid):
             at = {"x": _MARGIN + place * (_PANEL + _GAP), "y": top, "base": base, "height": base + below + 26}
             bars = [(one, *map(_height, (one.own, one.accepted, one.refused))) for one in decode.forwards]
-            panels.append({"decode": decode, "told": _header(decode), "pieces": pieces, "blocks": blocks, "bars": bars, **at})
+            panels.append({"decode": decode, "pieces": pieces, "blocks": blocks, "bars": bars, **at})
         top += base + below + 26 + _GAP
     legend = _legend(decodes)
     columns = int((width - 2 * _MARGIN) / _LEGEND)
@@ -170,25 +153,6 @@ def _pieces(decode: Decode, width: float) -> tuple[list[_Piece], list[tuple[floa
     return pieces, begins
 
 
-def _header(decode: Decode) -> str:
-    """Say what a decode cost."""
-    told = [f"{decode.tokens_per_forward:.2f} tokens per forward"]
-    told += [f"{decode.accepted} of {decode.drafted} drafts accepted"] if decode.drafted else []
-    told += [f"{decode.head_forwards} head forwards"] if decode.head_forwards else []
-    back = sum(token.taken_back for token in decode.tokens)
-    return " · ".join([*told, f"{back} taken back"] if back else told)
-
-
-def _told(token: Token) -> str:
-    """Say of a token how it came there."""
-    shown = visible(token.text).replace("\n", "") or "part of a character"
-    if token.forward is None:
-        return f"{shown}: given"
-    how = "an accepted draft" if token.drafted else "the forward's own"
-    back = f", {token.taken_back} taken back here before" if token.taken_back else ""
-    return f"{shown}: forward {token.forward}, step {token.step + 1}, p {token.probability:.2f}, {how}{back}"
-
-
 def _legend(decodes: Sequence[Decode]) -> list[tuple[str, str]]:
     """List what outlines mean, by class, as far as the picture shows it."""
     tokens = [token for decode in decodes for token in decode.tokens]
@@ -203,6 +167,19 @@ def _legend(decodes: Sequence[Decode]) -> list[tuple[str, str]]:
 def _height(count: int) -> float:
     """Give the height of a bar of some tokens."""
     return _UNIT * min(_MOST, count)
+
+
+def visible(text: str) -> str:
+    """Write a text so that everything in it is seen: line ends as ↵ before the break, controls as their code points."""
+    return "".join(map(_shown, text.replace("\r\n", "\n")))
+
+
+def _shown(character: str) -> str:
+    if (shown := _SHOWN.get(character)) is not None:
+        return shown
+    # Categories of what is unseen, unassigned, or not allowed in XML.
+    unseen = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
+    return f"⟨{ord(character):X}⟩" if unseen else character
 
 
 def colour(fraction: float) -> str:
@@ -220,8 +197,5 @@ def _template() -> Any:
     from jinja2 import Environment, StrictUndefined  # help need not wait for it
 
     made = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_short)
-    made.filters |= {"told": _told, "colour": colour, "visible": visible, "spaced": lambda text: text.replace(" ", "\u00a0")}
+    made.filters |= {"colour": colour, "visible": visible, "spaced": lambda text: text.replace(" ", "\u00a0")}
     return made.from_string(Path(__file__).with_name("decode.svg.jinja").read_text(encoding="utf-8") + "\n")
-
-
-__all__ = ["Picture", "draw"]

@@ -35,12 +35,7 @@ _METRICS = {
 
 
 def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
-    """List the measurements in files that `mrp evaluate` wrote; lines that say how a benchmark ran are left out.
-
-    Raises:
-        ValueError: if a line is no measurement, which is named.
-        OSError: if a file is not there.
-    """
+    """List the measurements in files that `mrp evaluate` wrote, without headers; `ValueError` names a line that is none."""
     lines: list[dict[str, Any]] = []
     for path in map(Path, paths):
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -61,11 +56,8 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> str:
-    """Tabulate accuracy and cost of every mode, a row a mode, those of one decoding together, the families side by side.
-
-    Args:
-        lines: Measurements.
-        shape: The published shape at whose rate passes of the head are charged.
+    """Tabulate accuracy and cost of every mode, a row a mode, those of one decoding together, the families side by side; passes
+    of the head are charged as at the published `shape`.
     """
     families, decodings = (list(dict.fromkeys(line[name] for line in lines)) for name in ("family", "decoding"))
     modes: dict[str, dict[str, Mapping[str, Any]]] = {}
@@ -88,12 +80,7 @@ def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> s
 
 
 def eval_results(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> list[EvalResult]:
-    """List accuracy and cost of every measurement, for the card's `model-index`.
-
-    Args:
-        lines: Measurements.
-        shape: The published shape at whose rate passes of the head are charged.
-    """
+    """List accuracy and cost of every measurement, for the card's `model-index`."""
     return [
         EvalResult(
             task_type="text-generation",
@@ -138,17 +125,13 @@ def render_card(
     """Fill the card of a saved checkpoint.
 
     Args:
-        folder: What `save_pretrained` wrote: a full model, a head or an adapter.
-        kind: "full", "head" or "adapter".
+        folder: What `save_pretrained` wrote, of a kind of `folder.KINDS`.
+        kind: Which.
         name: The repository id, or the folder as a user writes it: what the examples load, and the title.
         results: Measurements, as `read_results` gives them.
         about: A Markdown file of what a person says of the checkpoint: its metadata goes before ours, its text opens the card.
         extra_tags: Tags beside those that every card has.
         base: The base model of a head or an adapter, in place of the one that its config names.
-
-    Raises:
-        OSError: if there is no such file.
-        ValueError: if its metadata cannot be read.
     """
     folder = Path(folder)
     config = json_of(folder / CONFIGS[kind])
@@ -206,6 +189,3 @@ def renamed(text: str, name: str) -> str:
 
 def _title(name: str) -> str:
     return name.rstrip("/").split("/")[-1]
-
-
-__all__ = ["FORM", "is_users_card", "markdown_table", "read_results", "render_card", "renamed", "results_table"]

@@ -20,14 +20,8 @@ _STALE = ["model*.safetensors*", "adapter_model*", "*_mrp.py", "custom_generate/
 
 @dataclass(frozen=True)
 class Publication:
-    """What a push sends, or sent.
-
-    Attributes:
-        repo_id: The repository.
-        kind: "full", "head" or "adapter".
-        sizes: Bytes of each file, by path in the repository.
-        left_out: Files of the folder that are not published.
-        commit: The commit; None of a dry run.
+    """What a push sends, or sent: a kind of `KINDS`, bytes of each file by path in the repository, files of the folder that are
+    not published, and the commit, which a dry run has not.
     """
 
     repo_id: str
@@ -67,23 +61,16 @@ def push(
 
     Args:
         folder: What `save_pretrained` wrote: a full model, a head (`head_only=True`) or a peft adapter.
-        repo_id: "org/name", or "name" for a repository of the user's own.
+        repo_id: "org/name", or "name" for a repository of the user's own; a new one is `private`.
         base_model: The repository of the base of a head or an adapter that names another, such as a folder.
         base_revision: The base's commit, branch or tag.
-        private: Whether to create the repository private; one that is there stays as it is.
         revision: The branch, created if it is not there; `main` by default.
         create_pr: Opens a pull request instead of changing `main`.
-        commit_message: The commit's title.
-        token: As `huggingface_hub` takes it; the saved one by default.
         dry_run: Only says what would be sent, without any connection.
         new_card: Renders the card whatever there is. By default it is the folder's README.md, if a person wrote it or nothing
             new is to be told; else one is rendered, which does not replace what a person wrote in the repository.
         results: Result files for the rendered card (`read_results`).
-        about: A file that tells of the checkpoint, for the rendered card (`render_card`).
-        tags: More tags for it.
-
-    Returns:
-        What was sent, with the commit.
+        about: A file that tells of the checkpoint, for the rendered card (`render_card`), which has `tags`, too.
 
     Raises:
         ValueError: if the folder, the card, the base or the id is not fit to be published.
@@ -142,17 +129,7 @@ def _contents(found: Folder, base: str | None, revision: str | None) -> dict[str
     return {**found.files, **code, config: json.dumps(fields, indent=2).encode()}
 
 
-def card(folder: str, name: str | None, results: list[str], about: str | None) -> str:
-    """Render the card of a checkpoint's folder, as a push would.
-
-    Args:
-        folder: The checkpoint.
-        name: What the examples load; by default the folder, written so that it is no Hub id.
-        results: Files of measurements.
-        about: A file that tells of the checkpoint.
-    """
+def card(folder: str, name: str | None = None, results: Sequence[str] = (), about: str | None = None) -> str:
+    """Render the card of a checkpoint's folder, as a push would; its examples load `name`, by default the folder."""
     name = name or (f"./{folder}" if is_hub_id(folder) else folder)
     return str(render_card(folder, read_folder(folder).kind, name, read_results(results), about))
-
-
-__all__ = ["Publication", "card", "push"]

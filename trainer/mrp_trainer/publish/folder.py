@@ -28,8 +28,7 @@ class Folder:
     """A checkpoint's folder that was found fit to be published.
 
     Attributes:
-        path: The folder.
-        kind: "full", "head" or "adapter".
+        kind: One of `KINDS`.
         base: The model that a head or an adapter says it belongs to.
         files: What is to be published, by name.
         code: The remote code that is published beside it, as this package generates it, whatever lies in the folder.
@@ -82,12 +81,7 @@ def _kind_of(path: Path) -> str:
 
 
 def tensors_in(path: Path) -> dict[str, StoredTensor]:
-    """List what a folder's weights hold, from their headers.
-
-    Raises:
-        ValueError: if there are none, or a file is damaged or cut short.
-        OSError: if a shard is not there.
-    """
+    """List what a folder's weights hold, from their headers."""
     adapter = path / "adapter_model.safetensors"
     return stored_tensors([adapter] if adapter.is_file() else weight_files(str(path)))
 
@@ -105,11 +99,7 @@ def _checked_weights(path: Path, kind: str) -> set[str]:
 
 
 def _check_tokenizer(path: Path, kind: str) -> None:
-    """Load the tokenizer once.
-
-    Raises:
-        ValueError: if it cannot be loaded, takes its code from a repository, or has more tokens than the model.
-    """
+    """Load the tokenizer once, without code of a repository, and compare its size with the model's."""
     if (named := json_of(path / "tokenizer_config.json").get("auto_map")) is not None:
         raise ValueError(
             f"{path}/tokenizer_config.json takes code from {named!r}, and only the code of this package is published: remove "
@@ -125,6 +115,3 @@ def _check_tokenizer(path: Path, kind: str) -> None:
 def json_of(path: Path) -> dict[str, Any]:
     """Read what a JSON file holds, nothing if there is none; `ValueError` if that is no object."""
     return json_object(path) if path.is_file() else {}
-
-
-__all__ = ["CONFIGS", "KINDS", "PICTURE", "Folder", "json_of", "read_folder", "tensors_in"]

@@ -14,16 +14,10 @@ _COMMANDS = {"mrp": "head", "block_diffusion": "backbone"}
 
 
 def recipe_of(folder: Path, base: str | None = None) -> str | None:
-    """Describe the run of a folder for its card; None without one.
+    """Describe the run of a folder for its card; None without one. `base` is the model's name on the Hub, if it was trained as
+    a local folder.
 
     What does not change weights is left out, and with it all that belongs to a machine or an account; of paths stay the names.
-
-    Args:
-        folder: What was trained.
-        base: The model's name on the Hub, if it was trained as a local folder.
-
-    Raises:
-        ValueError: if its settings cannot be read.
     """
     if not (folder / RUN_FILE).is_file():
         return None
@@ -52,6 +46,3 @@ def _without_folders(value: Any) -> Any:
 
 def _is_local(name: Any) -> bool:
     return not isinstance(name, str) or not is_hub_id(name) or os.path.exists(name)
-
-
-__all__ = ["model_of", "recipe_of"]

@@ -4,21 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..embedded import EMBEDDED
-from ..evaluate.options import Decoding, ModelOptions, Target
-from ..flags import assigned, flag
+from ..evaluate.options import Decoding, GenerateOptions, Target
+from ..flags import flag
 
 _HOW, _WHERE = "How it is decoded, unless a request says otherwise", "Where it listens"
-# What the answers of the server rest on.
-_FIXED = dict.fromkeys(("return_dict_in_generate", "num_return_sequences", "max_length"), "the server")
 
 
 @dataclass(kw_only=True)
-class ServeOptions(ModelOptions):
-    """What is served, and where; each field is a flag.
-
-    Raises:
-        ValueError: for an assignment that is no NAME=VALUE.
-    """
+class ServeOptions(GenerateOptions):
+    """What is served, and where; each field is a flag."""
 
     model: str = flag(
         "Checkpoint: folder or Hub id; clients ask for it by this name.", EMBEDDED, metavar="MODEL", positional=True
@@ -29,21 +23,7 @@ class ServeOptions(ModelOptions):
     host: str = flag("Address; 0.0.0.0 lets other machines in, unasked.", "127.0.0.1", panel=_WHERE)
     port: int = flag("Port; 0 for any that is free.", 8000, panel=_WHERE, min=0, max=65535)
 
-    def __post_init__(self) -> None:
-        self.extra()
-
-    def extra(self) -> dict[str, Any]:
-        """Read what `set` assigns, the values as YAML writes them.
-
-        Raises:
-            ValueError: as from `assigned`.
-        """
-        return assigned(self.set, {"decoding": "decoding", "target": "target"}, _FIXED)
-
     def setting(self) -> dict[str, Any]:
         """Collect the options of `generate` that were given; those of `set` are together under that name."""
         modes = {name: value for name in ("decoding", "target") if (value := getattr(self, name)) is not None}
         return {**modes, "set": self.extra()}
-
-
-__all__ = ["ServeOptions"]

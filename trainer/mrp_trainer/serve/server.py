@@ -40,13 +40,7 @@ _IDLE |= dict.fromkeys(("logprobs", "top_logprobs", "presence_penalty", "frequen
 
 
 class OneModel(ModelManager):
-    """A loaded model and its tokenizer, in place of any that a request may name.
-
-    Args:
-        name: What clients call it.
-        model: An `MRPForCausalLM`, whose generation config holds for all that a request does not set.
-        tokenizer: Its tokenizer.
-    """
+    """A loaded model and its tokenizer, in place of any that a request may name; clients call it by `name`."""
 
     def __init__(self, name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         self.only, self.listed = (model, tokenizer), {"id": name, "object": "model", "created": int(time.time())}
@@ -58,11 +52,7 @@ class OneModel(ModelManager):
         return model_id
 
     def load_model_and_processor(self, model_id_and_revision: str, progress_callback: Any = None, **others: Any) -> Any:
-        """Return the model and its tokenizer.
-
-        Raises:
-            ValueError: for another model.
-        """
+        """Return the model and its tokenizer; `ValueError` for another model."""
         if model_id_and_revision != self.force_model:
             raise ValueError(f"model is {model_id_and_revision!r}: this server has {self.force_model!r} alone")
         if progress_callback is not None:
@@ -91,11 +81,7 @@ class _Bounded(GenerateManager):
 
 
 def _bound(model: Any, inputs: Any, config: MRPGenerationConfig) -> None:
-    """Check a prompt, [1, length] long, and settle how many tokens come behind it.
-
-    Raises:
-        ValueError: for a prompt or a number of tokens that `generate` refuses.
-    """
+    """Check a prompt, [1, length] long, and settle how many tokens come behind it."""
     ids, positions = inputs["input_ids"], model.config.max_position_embeddings
     check_prompt(ids, None, model.config.mask_token_id, model.config.vocab_size)
     if config.max_new_tokens is None:
@@ -125,11 +111,7 @@ class _Options(BaseHandler):
                 raise HTTPException(400, f"{name} is {body[name]!r}, which is not followed here: leave it out")
 
     def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False) -> Any:
-        """Put what a request sets over the options of the model.
-
-        Raises:
-            ValueError: for an option that `generate` does not know, or refuses.
-        """
+        """Put what a request sets over the options of the model; `ValueError` for what `generate` refuses."""
         model, _ = self.model_manager.only
         given = json.loads(body.get("generation_config") or "{}")
         given.pop("transformers_version", None)
@@ -154,17 +136,14 @@ class _Completions(_Options, CompletionHandler):
 
 
 def application(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, *, loopback: bool = True) -> FastAPI:
-    """Make the application that answers requests.
+    """Make the application that answers requests: OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/models`,
+    `/health`, and `/load_model`, for which `transformers chat` asks first.
 
     Args:
         name: What clients call the model.
         model: An `MRPForCausalLM`, whose generation config holds for all that a request does not set.
         tokenizer: Its tokenizer.
         loopback: Whether only requests to a loopback name are answered, so that no website's can stand for it.
-
-    Returns:
-        An app with OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/models`, `/health`, and `/load_model`, for which
-        `transformers chat` asks first.
     """
     manager, state = OneModel(name, model, tokenizer), _State()
     handlers = _Chats(manager, state), _Completions(manager, state)
@@ -184,22 +163,13 @@ def application(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, *, lo
 
 
 def serve(options: ServeOptions) -> None:
-    """Answer requests until the process ends. All but the weights is checked before these are read.
-
-    Raises:
-        ValueError: for options that `generate` refuses, or a checkpoint that cannot be loaded.
-        OSError: if there is no such checkpoint.
-    """
+    """Answer requests until the process ends. All but the weights is checked before these are read."""
     setting = options.setting()
     check_setting(setting, load_config(options.model))
     tokenizer = load_tokenizer(options.tokenizer or options.model)
-    model: Any = load_model(options.model, options.dtype)
-    model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model: Any = load_model(options.model, options.dtype, options.device)
     model.generation_config = MRPGenerationConfig(**{**model.generation_config.to_dict(), **generate_options(setting)})
     first = tokenizer("Hello", return_tensors="pt").to(model.device)
     model.generate(**first, tokenizer=tokenizer, max_new_tokens=1)  # what the device lacks shows now, not in answers
     app = application(options.model, model, tokenizer, loopback=options.host in _LOOPBACK)
     uvicorn.run(app, host=options.host, port=options.port)
-
-
-__all__ = ["OneModel", "application", "serve"]

@@ -7,7 +7,7 @@ import torch
 from transformers import TrainingArguments
 
 from .objectives import HeadObjective
-from .options import KEPT_CHECKPOINTS, LEARNING_RATES, MIN_RATE, SCHEDULER, TrainerFlags, check_declared
+from .options import TrainerFlags, check_declared
 from .reveals import Reveals
 
 OBJECTIVES = ("block_diffusion", "mrp")
@@ -61,9 +61,9 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
 
     objective: str | None = field(default=None, metadata={"one_of": OBJECTIVES})
     learning_rate: float = None  # type: ignore[assignment]  # the objective decides
-    lr_scheduler_type: str = SCHEDULER
+    lr_scheduler_type: str = "cosine_with_min_lr"
     lr_scheduler_kwargs: dict[str, Any] | str | None = None
-    save_total_limit: int | None = KEPT_CHECKPOINTS
+    save_total_limit: int | None = 2
     inverse_level: bool = False
     noise_per: str = field(default="block", metadata={"one_of": ("block", "sample")})
     eager_share: float = field(default=0.5, metadata={"min": 0, "max": 1})
@@ -89,9 +89,9 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         # Else each of several processes on a CPU would train for itself, all of them alike.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.learning_rate is None:
-            self.learning_rate = LEARNING_RATES[str(self.objective)]
-        if self.lr_scheduler_type == SCHEDULER and self.lr_scheduler_kwargs is None:
-            self.lr_scheduler_kwargs = dict(MIN_RATE)
+            self.learning_rate = 1e-3 if self.objective == "mrp" else 1e-4
+        if self.lr_scheduler_type == "cosine_with_min_lr" and self.lr_scheduler_kwargs is None:
+            self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
         super().__post_init__()
         if self.rows_per_step is not None:
             at_once, given = self.per_device_train_batch_size * self.world_size, vars(self)["gradient_accumulation_steps"]

@@ -6,21 +6,24 @@ The Trainer writes a checkpoint's `trainer_state.json` last: where that cannot b
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
 
 
-@contextmanager
-def saving_head_alone(model: Any) -> Iterator[None]:
-    """Inside, whoever has a model save itself gets a head repository, which names its backbone and loads it."""
-    model.save_pretrained = partial(model.save_pretrained, head_only=True)
-    try:
-        yield
-    finally:
-        del model.save_pretrained
+class LogAtSaves(TrainerCallback):
+    """Logs at every checkpoint, too, so that a resumed run averages over the same steps as one that was not cut off."""
+
+    def on_step_end(  # noqa: D102 - the class says it
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if control.should_save and args.logging_strategy != IntervalStrategy.NO:
+            control.should_log = True
+
+    on_epoch_end = on_step_end
 
 
 @contextmanager

@@ -28,17 +28,12 @@ class DiffusionCollator:
 
     Args:
         block_size: Tokens per block.
-        mask_token_id: The mask's id.
-        pad_token_id: Fills rows up to the longest.
+        mask_token_id: The mask's id; `pad_token_id` fills rows up to the longest.
         copies: Noisy copies per sample, 1 or 2.
         inverse_level: Weight each masked token 1 / t as published (halved with two copies), instead of 1.
         noise_per: Whether a `block` or a `sample` draws its level.
         seed: With a sample's index, decides its noise.
         block_sizes: Each sample draws one of these, all of which divide `block_size`; none: that is everyone's.
-
-    Raises:
-        ValueError: if one of `block_sizes` does not divide `block_size`; on samples with `reveal_step` where `inverse_level` is
-            set.
 
     A batch is the fields of a `PackedBatch`, all columns in whole blocks.
     """

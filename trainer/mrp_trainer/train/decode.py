@@ -7,7 +7,7 @@ user's records with `static` and writes lines that `mrp train` reads (see `mrp_t
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from hashlib import sha256
 from itertools import islice
@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.records import FieldError
 from ..data.sources import checked, open_source
+from ..embedded import located
 from ..evaluate.decoded import pad_left, padding_id
-from .decode_options import DecodeOptions
 from .inputs import check_tokenizer, digest, encoder_of
-from .options import TrainerFlags
+from .options import DecodeOptions, TrainerFlags
 from .runs import run_tokenizer
-from .settings import RunOptions
 
 # Processes that are done wait for the others, longer than what communicates would have it.
 _PATIENCE = timedelta(days=30)
@@ -38,9 +38,6 @@ def decode(options: DecodeOptions) -> str | None:
 
     Under `torchrun` or `accelerate launch` the processes share the batches, and write the file that one alone would: each batch
     is a file of its own, `OUTPUT.part/KEY-BEGIN.jsonl`, which the first process puts together.
-
-    Args:
-        options: What, and how.
 
     Returns:
         What was written, in words; None in all processes but the first.
@@ -56,10 +53,9 @@ def decode(options: DecodeOptions) -> str | None:
     if path.exists():
         raise ValueError(f"{path} is there already: name another file, or remove it")
     source = open_source(options.data, options.split)
-    run = RunOptions(options.model, options.revision, options.tokenizer)
-    tokenizer = run_tokenizer(run)
+    tokenizer = run_tokenizer(options)
     where = {name: value for name, value in (("dtype", options.dtype), ("revision", options.revision)) if value is not None}
-    model = MRPForCausalLM.from_pretrained(run.model, **where).eval()
+    model = MRPForCausalLM.from_pretrained(located(options.model), **where).eval()
     check_tokenizer(tokenizer, model)
     model.to(options.device or state.device)
     block_size, longest = model.config.block_size, model.config.max_position_embeddings - options.max_new_tokens
@@ -82,8 +78,6 @@ def decode(options: DecodeOptions) -> str | None:
         "block_size": block_size,
         "mask_token_id": model.config.mask_token_id,
         "max_new_tokens": options.max_new_tokens,
-        "temperature": options.temperature,
-        "seed": options.seed if options.temperature else None,
     }
     told = json.dumps([prompts, {**decoded_by, "model": None}, options.batch_size])
     key, folder = sha256(told.encode()).hexdigest()[:16], path.with_suffix(".part")
@@ -91,13 +85,9 @@ def decode(options: DecodeOptions) -> str | None:
     batches = {begin: folder / f"{key}-{begin}.jsonl" for begin in range(0, len(prompts), options.batch_size)}
     for begin, batch in tqdm(list(batches.items())[state.process_index :: state.num_processes], "decoding"):
         if not batch.exists():
-            asked = prompts[begin : begin + options.batch_size]
-            how: dict[str, Any] = {"do_sample": False}
-            if options.temperature:
-                seeds = [options.seed + begin + number for number in range(len(asked))]
-                how = {"do_sample": True, "temperature": options.temperature, "seed": seeds}
-            how |= {"max_new_tokens": options.max_new_tokens, "eos_token_id": list(encoder.end_token_ids)}
-            lines = decoded_lines(model, asked, padding_id(tokenizer), decoded_by, **how)
+            inputs = pad_left(prompts[begin : begin + options.batch_size], padding_id(tokenizer))
+            how = {"max_new_tokens": options.max_new_tokens, "eos_token_id": list(encoder.end_token_ids)}
+            lines = _decoded_lines(model, inputs, decoded_by, **how)
             partial = batch.with_suffix(".partial")
             partial.write_text("".join(f"{line}\n" for line in lines))
             partial.replace(batch)
@@ -113,30 +103,15 @@ def decode(options: DecodeOptions) -> str | None:
     return f"wrote {len(made)} texts to {path}{without}"
 
 
-def decoded_lines(
-    model: Any, prompts: Sequence[list[int]], pad_token_id: int, decoded_by: Mapping[str, Any], **options: Any
-) -> list[str]:
-    """What decoding makes of prompts, as lines that training reads.
-
-    Args:
-        model: An `MRPForCausalLM`.
-        prompts: Ids of each.
-        pad_token_id: Fills up shorter ones; it is masked.
-        decoded_by: Put into every line.
-        options: For `generate`.
-    """
-    inputs = pad_left(prompts, pad_token_id)
+def _decoded_lines(model: Any, inputs: dict[str, Tensor], decoded_by: Mapping[str, Any], **options: Any) -> list[str]:
+    """What greedy decoding makes of padded prompts, [rows, length], as lines that training reads."""
+    given = {name: value.to(model.device) for name, value in inputs.items()}
     with torch.inference_mode():
-        out = model.generate(
-            **{name: value.to(model.device) for name, value in inputs.items()},
-            return_dict_in_generate=True,
-            decoding="static",
-            **options,
-        )
-    new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-    lines = []
-    for prompt, ids, steps in zip(prompts, new, out.reveal_step.tolist(), strict=True):
+        out = model.generate(**given, decoding="static", do_sample=False, return_dict_in_generate=True, **options)
+    lines, (_, width) = [], inputs["input_ids"].shape
+    lengths = inputs["attention_mask"].sum(1)
+    for ids, real, steps in zip(out.sequences.tolist(), lengths.tolist(), out.reveal_step.tolist(), strict=True):
         length = sum(step >= 0 for step in steps)
-        line: dict[str, Any] = {"ids": prompt + ids[:length], "response_start": len(prompt), "reveal_step": steps[:length]}
+        line = {"ids": ids[width - real : width + length], "response_start": real, "reveal_step": steps[:length]}
         lines.append(json.dumps({**line, "decoded_by": decoded_by}))
     return lines

@@ -12,7 +12,6 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.chat import RecordEncoder
 from ..data.rows import RecordRows
-from ..data.sampler import rows_of
 from ..data.samples import samples_of
 from ..data.sources import source_of
 from .arguments import MRPTrainingArguments
@@ -102,15 +101,9 @@ def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) 
 
 
 def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tokenizer: Any, held_out: bool = False) -> Any:
-    """The rows of samples of a dataset: records are checked and encoded as `mrp train` does it; all else is rows already.
-
-    Args:
-        dataset: See `source_of`; None stays None. Held out, also a mapping of several by their names.
-        name: What errors call it.
-        model: The model that trains.
-        args: Its options.
-        tokenizer: Encodes records.
-        held_out: Whether it is evaluated on: in its own order, and once.
+    """The rows of samples of a dataset, which errors call by `name`: records (`source_of`) are checked and encoded as `mrp
+    train` does it; all else is rows already. What is held out has an order of its own, and may be a mapping of several by their
+    names.
 
     Raises:
         RecordError: Records are malformed, or there is none.
@@ -133,5 +126,6 @@ def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tok
 
 def prompts_of(rows: Any, count: int) -> list[list[int]]:
     """What stands before the first response in the first samples, as far as something does; at most `count`."""
-    begun = (sample.ids[: int(sample.response.argmax())].tolist() for row in rows_of(rows) for sample in samples_of(row))
+    samples = (sample for number in range(len(rows)) for sample in samples_of(rows[number]))  # numbers may go on behind them
+    begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in samples)
     return list(islice(filter(None, begun), count))

@@ -108,16 +108,8 @@ def weighted_cross_entropy(hidden: Tensor, lm_head_weight: Tensor, targets: Tens
     """Sum of weighted cross-entropies: the block-diffusion loss (SDAR, equation 3).
 
     A `BLANK` target stands for the uniform distribution. A model so trained has no confidence behind the end of its text, and
-    decoding, which reveals the most confident positions first, spends no step there.
-
-    Args:
-        hidden: [tokens, hidden_size] final hidden states at masked positions.
-        lm_head_weight: [vocab, hidden_size].
-        targets: [tokens] long, `BLANK` included.
-        weight: [tokens] float.
-
-    Returns:
-        A scalar, 0 (with a graph) if there are no tokens.
+    decoding, which reveals the most confident positions first, spends no step there. Hidden states, [tokens, hidden_size], are
+    final ones at masked positions, targets and weights [tokens]; without tokens the sum is 0, with a graph.
     """
 
     def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,18 +120,13 @@ def weighted_cross_entropy(hidden: Tensor, lm_head_weight: Tensor, targets: Tens
 
 
 def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Tensor:
-    """How far the student is from the teacher about which position of a block is revealed next, summed over blocks.
+    """How far the student is from the teacher about which position of a block is revealed next, summed over blocks: of log-odds
+    [tokens] of the teacher's tokens under both (`favourite_odds`), and the number of each one's block, [tokens] below `blocks`.
 
     Decoding reveals the most confident position first. Where several tokens are all but certain, `forward_kl` is blind to
     their order, and it is the order that most drafts get wrong. Here each block's positions share a probability of being
     first, in proportion to the odds p / (1 - p) of the teacher's token, and the divergences KL(teacher || student) of
     these are summed.
-
-    Args:
-        student: [tokens] log-odds of the teacher's tokens under the student, see `favourite_odds`.
-        teacher: [tokens] the same under the teacher.
-        block: [tokens] long, a number below `blocks` for each token's block.
-        blocks: More than the largest number.
     """
     wanted = _log_softmax_within(teacher.detach(), block, blocks)
     return (wanted.exp() * (wanted - _log_softmax_within(student, block, blocks))).sum()

@@ -12,8 +12,7 @@ from modeling_mrp.networks.picker import Picker
 
 from .attention import TILES, TRAINING_FLEX, Tiles
 from .losses import BLANK, favourite_odds, forward_kl, order_kl, over_vocabulary, project, weighted_cross_entropy
-from .packed import PackedBatch
-from .packing import CleanCache, noisy_copies, noisy_length, sparse_mask
+from .packed import CleanCache, PackedBatch, noisy_copies, noisy_length, sparse_mask
 from .reveals import Reveals, block_numbers
 
 # By name, a sum and how many it is of.

@@ -12,12 +12,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     On the synthetic tasks Muon needs about a third fewer steps than AdamW for the same loss (benchmarks/NOTES.md).
 
-    Args:
-        model: Its trainable matrices inside `layers` go to Muon, all other trainable parameters to AdamW.
-        lr: AdamW's learning rate.
-        muon_lr: Muon's, in the scale of AdamW's update (`match_rms_adamw`).
-        weight_decay: Of Muon; AdamW decays nothing.
-        adamw: `betas` and `eps` of AdamW.
+    A model's trainable matrices inside `layers` go to Muon, whose rate is in the scale of AdamW's update (`match_rms_adamw`),
+    all other trainable parameters to AdamW, which decays nothing; `adamw` are its `betas` and `eps`.
     """
 
     def __init__(self, model: nn.Module, lr: float, muon_lr: float, weight_decay: float = 0.01, **adamw: Any) -> None:

@@ -3,24 +3,19 @@
 Nothing here imports torch, so that help comes at once.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from ..embedded import located
+from ..evaluate.options import ModelOptions
 from ..flags import flag
 
 RevealRule = Literal["on_policy", "random"]
 HeadInit = Literal["identity", "backbone", "published"]
 
-# By objective.
-LEARNING_RATES = {"mrp": 1e-3, "block_diffusion": 1e-4}
-SCHEDULER = "cosine_with_min_lr"
-# Of that schedule.
-MIN_RATE = {"min_lr_rate": 0.1}
-KEPT_CHECKPOINTS = 2
-
 _RUN, _MODEL, _DATA, _HEAD = "Run", "Model", "Data", "Head"
 _LOSS, _OPTIMIZER, _WATCH = "Objective", "Optimizer", "Watching and saving"
+_ASKED, _HOW, _OUTPUT = "What is asked", "How it is decoded", "Output"
 
 
 @dataclass
@@ -28,7 +23,7 @@ class RunOptions:
     """What a run needs beside `MRPTrainingArguments`; the flags' help says what each is.
 
     `early_stopping_patience` also has the weights of the lowest held-out loss saved. `block_size` and `mask_token_id` are for
-    an autoregressive Qwen3 checkpoint that becomes a block-diffusion model. `head_revision` is the revision of `head`.
+    an autoregressive Qwen3 checkpoint that becomes a block-diffusion model.
     """
 
     model: str = flag("Checkpoint: folder or Hub id.", panel=_MODEL, metavar="PATH")
@@ -45,7 +40,6 @@ class RunOptions:
     eval_data: list[str] = flag("Data to evaluate on.", [], panel=_DATA, metavar="FILE")
     eval_split: str = flag("Split of a folder or id of --eval-data.", "test", panel=_DATA)
     head: str | None = flag("Head to go on from.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp")
-    head_revision: str | None = field(default=None, metadata={"only": "mrp"})
     head_layers: int = flag("Layers of a new head.", 3, panel=_HEAD, only="mrp", min=1)
     head_init: str = flag(
         "A new head's start: A + C = A, the last layers, or random.", "identity", panel=_HEAD, kind=HeadInit, only="mrp"
@@ -86,11 +80,7 @@ class TrainerFlags:
 
 
 def check_declared(options: Any) -> None:
-    """Refuse values that are none of the choices, or outside of the range, that their fields declare.
-
-    Raises:
-        ValueError: for such a value.
-    """
+    """Refuse, with a `ValueError`, values that are none of the choices, or outside of the range, that their fields declare."""
     for one in fields(options):
         flagged = one.metadata.get("flag", {"kind": None, "more": one.metadata})
         value, least, most = getattr(options, one.name), flagged["more"].get("min"), flagged["more"].get("max")
@@ -110,3 +100,16 @@ class TrainCommand:
     set: list[str] = flag("Any other field of MRPTrainingArguments.", [], panel=_RUN, metavar="NAME=VALUE")
     restart: bool = flag("Begin again, instead of going on from the last checkpoint.", False, panel=_RUN)
     dry_run: bool = flag("Only print parameters and memory; nothing is loaded.", False, panel=_RUN)
+
+
+@dataclass(kw_only=True)
+class DecodeOptions(ModelOptions):
+    """What `mrp decode` decodes, and where to; each field is a flag. Without `device` each process takes its own GPU."""
+
+    data: list[str] = flag("JSON lines or a datasets folder, with prompts.", panel=_ASKED, metavar="FILE")
+    output: str = flag("JSON lines that mrp train reads.", panel=_OUTPUT, metavar="FILE")
+    revision: str | None = flag("The model's commit, branch or tag.", None, panel=_MODEL)
+    split: str = flag("Split of a datasets folder.", "train", panel=_ASKED)
+    limit: int | None = flag("Decode only so many records.", None, panel=_ASKED, min=1)
+    max_new_tokens: int = flag("Limit of tokens per prompt.", 256, panel=_HOW, min=1)
+    batch_size: int = flag("Prompts per generate.", 32, panel=_HOW, min=1)

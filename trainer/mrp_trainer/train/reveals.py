@@ -9,8 +9,7 @@ from modeling_mrp.networks.picker import Picker
 
 from .losses import BLANK
 from .options import RevealRule
-from .packed import PackedBatch
-from .packing import uniform
+from .packed import PackedBatch, uniform
 
 # Thresholds of eager reveals are drawn from here.
 _EAGER_FROM, _EAGER_TO = 0.2, 0.95

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from modeling_mrp.model.layouts import stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.sources import open_source
+from ..embedded import located
 from ..heads import with_new_head
 from ..loading import load_tokenizer
 from .checkpoints import last_whole_checkpoint, step_of, under_own_class
-from .settings import RUN_FILE, RunOptions, Settings, read_yaml
+from .options import DecodeOptions, RunOptions
+from .settings import RUN_FILE, Settings, read_yaml
 from .trainer import MRPTrainer
 
 _RESTART = "Name another folder, or begin again with --restart"
@@ -30,13 +32,8 @@ _RESTART = "Name another folder, or begin again with --restart"
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run whose model and data are loaded and checked.
-
-    Attributes:
-        settings: The run.
-        trainer: Its trainer.
-        tokenizer: Saved with what was trained.
-        lock: What the first process holds the folder by; the system takes it back from one that is killed.
+    """A run whose model and data are loaded and checked. Its first process holds the folder by the lock, which the system takes
+    back from one that is killed.
     """
 
     settings: Settings
@@ -70,11 +67,8 @@ class OpenRun:
 
 
 def open_run(settings: Settings, restart: bool = False) -> OpenRun:
-    """Loads what a run needs, and writes its settings to `run.yaml` in its folder.
-
-    Args:
-        settings: The run.
-        restart: Whether to begin again, and remove the checkpoints of the folder.
+    """Loads what a run needs, and writes its settings to `run.yaml` in its folder; with `restart` checkpoints there are
+    removed.
 
     Raises:
         ValueError: if the folder holds a run with other settings or data, or one that goes on; there is no data; what the
@@ -84,8 +78,8 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     options = settings.options
     held_out = open_source(options.eval_data, options.eval_split) if options.eval_data else None
     data = open_source(options.data, options.split)
-    settings = replace(settings, data_digest=_data_digest(options.data))
     arguments, folder = settings.arguments(), Path(settings.training["output_dir"])
+    settings = settings.written_down(arguments, _data_digest(options.data))
     set_seed(arguments.seed)
     tokenizer = run_tokenizer(options)
     trainer = MRPTrainer(load_model(settings), arguments, data, held_out, processing_class=tokenizer)
@@ -111,12 +105,7 @@ def _data_digest(paths: Sequence[str]) -> str | None:
 
 
 def _take(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> None:
-    """Take a folder, made if it is not there, for this process and a run, whose settings are written to it; with `restart`
-    an earlier run's checkpoints are removed.
-
-    Raises:
-        ValueError: if another process has it, or it holds a run with other settings or data.
-    """
+    """Take a folder, made if it is not there, for this process and a run, whose settings are written to it."""
     checkpoints, path = list(folder.glob("checkpoint-*")), folder / RUN_FILE
     if checkpoints and not restart:
         if not path.is_file():
@@ -142,26 +131,16 @@ def _how_to_go_on(folder: Path, settings: Settings) -> str:
     return f" To train its {what} further, give --{flag} {folder} and another --output-dir"
 
 
-def run_tokenizer(options: RunOptions) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run.
-
-    Raises:
-        ValueError: if there is none, or it cannot be read.
-        OSError: if there is no such model.
-    """
-    stored_json(options.model, revision=options.revision)  # or a model that is nowhere would be told of as a tokenizer
+def run_tokenizer(options: RunOptions | DecodeOptions) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run; `OSError` if there is no such model."""
+    stored_json(located(options.model), revision=options.revision)  # or a model that is nowhere would be told of as a tokenizer
     revision = None if options.tokenizer else options.revision
     return load_tokenizer(options.tokenizer or options.model, revision)
 
 
 def load_model(settings: Settings) -> Any:
-    """The model that a run trains.
-
-    What is frozen has the type of the passes, bfloat16 or float32; what trains is always float32: in bfloat16 most updates
-    would be rounded away.
-
-    Raises:
-        ValueError: if what the settings name does not go together.
+    """The model that a run trains. What is frozen has the type of the passes, bfloat16 or float32; what trains is always
+    float32: in bfloat16 most updates would be rounded away.
     """
     options = settings.options
     where: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
@@ -171,7 +150,7 @@ def load_model(settings: Settings) -> Any:
             model.detach_head()  # it belongs to the backbone as it was
         return model
     where["dtype"] = torch.bfloat16 if settings.training.get("bf16") else torch.float32
-    model = MRPForCausalLM.from_backbone(options.model, options.head, options.head_revision, **where)
+    model = MRPForCausalLM.from_backbone(options.model, options.head, **where)
     if options.head is None:
         with_new_head(model, options.head_layers, options.head_init)
     model.mrp_head.to(torch.float32)
@@ -185,11 +164,7 @@ def _of_qwen3(options: RunOptions) -> dict[str, Any]:
 
 
 def dry_run(settings: Settings) -> str:
-    """Tell what a run would need: parameters, bytes of a process without what passes keep, and rows of a step.
-
-    Raises:
-        ValueError, OSError: as from `meta_model`; `ValueError` also if the settings do not go together.
-    """
+    """Tell what a run would need: parameters, bytes of a process without what passes keep, and rows of a step."""
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
     model = meta_model(settings)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -211,13 +186,10 @@ def dry_run(settings: Settings) -> str:
 
 def meta_model(settings: Settings) -> Any:
     """Make the model that would train without its numbers, from configs alone: nothing is allocated, downloaded or written.
-
-    Raises:
-        ValueError: if there is no head to go on from.
-        OSError: if a config is neither here nor in the cache.
+    `OSError` if a config is neither here nor in the cache.
     """
     options = settings.options
-    found = _stored_fields(options.model, options.revision)
+    found = stored_json(options.model, revision=options.revision, local_files_only=True)[1]
     if found.get("model_type") == "qwen3":
         found |= {"model_type": "sdar", **_of_qwen3(options)}
     config = MRPConfig.from_dict(found)
@@ -226,20 +198,16 @@ def meta_model(settings: Settings) -> Any:
     elif options.head is None:
         config.num_nextn_predict_layers = options.head_layers
     else:
-        head = MRPConfig.from_dict(_stored_fields(options.head, options.head_revision))
-        if not head.has_head:
+        of_head = stored_json(options.head, local_files_only=True)[1]
+        if not MRPConfig.from_dict(of_head).has_head:
             raise ValueError(f"{options.head} has no MRP head: name a checkpoint that has one")
-        config.num_nextn_predict_layers = head.num_nextn_predict_layers
+        config.num_nextn_predict_layers = of_head["num_nextn_predict_layers"]
     with torch.device("meta"):
         model: Any = MRPForCausalLM(config)
     if settings.objective == "mrp":
         model.requires_grad_(False)
-        model.mrp_head.requires_grad_(True)
+        model.get_submodule("mrp_head").requires_grad_(True)
     return model
-
-
-def _stored_fields(source: str, revision: str | None) -> dict[str, Any]:
-    return stored_json(source, revision=revision, local_files_only=True)[1]
 
 
 def _save(trainer: MRPTrainer, settings: Settings, folder: Path) -> None:

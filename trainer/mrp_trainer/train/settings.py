@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -11,7 +11,7 @@ from huggingface_hub.dataclasses import type_validator
 
 from ..flags import assigned, parsed
 from .arguments import MRPTrainingArguments
-from .options import KEPT_CHECKPOINTS, LEARNING_RATES, MIN_RATE, SCHEDULER, RunOptions, TrainerFlags, check_declared
+from .options import RunOptions, TrainerFlags, check_declared
 
 RECIPES = Path(__file__).parent / "recipes"
 RUN_FILE = "run.yaml"
@@ -20,23 +20,19 @@ _NOT_SET = {"remove_unused_columns", "resume_from_checkpoint", "do_train", "do_e
 # A resumed run may have others of these: they change what is measured, logged and kept, and not the weights.
 _FREE = {"output_dir", "save", "report_to", "run_name", "project", "disable_tqdm", "push_to_hub", "bf16_full_eval"}
 _FREE_PREFIXES = ("eval_", "save_", "log_", "logging_", "hub_", "trackio_", "dataloader_num", "dataloader_p")
-# Defaults that a run writes down beside what it was given.
-_FLAGS = ("num_train_epochs", "per_device_train_batch_size", "max_length", "packed", "logging_steps", "save_steps")
-_WRITTEN: dict[str, Any] = {name: getattr(TrainerFlags, name) for name in _FLAGS}
-_WRITTEN |= {"lr_scheduler_type": SCHEDULER, "save_total_limit": KEPT_CHECKPOINTS, "report_to": "none"}
+# What a run writes down beside what it was given.
+_WRITTEN = """
+num_train_epochs per_device_train_batch_size max_length packed logging_steps save_steps save_total_limit
+learning_rate lr_scheduler_type lr_scheduler_kwargs
+"""
 # transformers declares the texts alone, whose names it has deprecated.
 _ALSO: dict[str, Any] = {"fsdp": bool | str | None, "report_to": str | list[str] | None, "eval_steps": float | None}
 
 
 @dataclass
 class Settings:
-    """A run, described.
-
-    Attributes:
-        objective: `mrp` or `block_diffusion`.
-        options: See `RunOptions`.
-        training: Fields of `MRPTrainingArguments` that are not as it has them by default.
-        data_digest: Of the files that are trained on; None where they were not read yet, or can be read only once.
+    """A run, described: `training` are the fields of `MRPTrainingArguments` that were given, and `data_digest` is of the files
+    that are trained on, None where they were not read yet, or are a dataset on the Hub.
     """
 
     objective: str
@@ -61,6 +57,12 @@ class Settings:
         """The options of the trainer."""
         return MRPTrainingArguments(objective=self.objective, **{**self.training, **others})
 
+    def written_down(self, arguments: MRPTrainingArguments, data_digest: str | None) -> "Settings":
+        """Add what is known once a run begins: values of its options that may have other defaults one day, and its data."""
+        values = {name: getattr(arguments, name) for name in _WRITTEN.split()}
+        values["lr_scheduler_type"] = str(arguments.lr_scheduler_type.value)  # type: ignore[attr-defined]  # an enum by now
+        return replace(self, training={**values, **self.training}, data_digest=data_digest)
+
 
 def changes_weights(name: str) -> bool:
     """Whether another value makes other weights, rather than other measurements, logs, or places."""
@@ -73,13 +75,8 @@ def read_settings(
     flags: Mapping[str, Any] | None = None,
     assignments: Sequence[str] = (),
 ) -> Settings:
-    """The settings of a run: flags win over the YAML file, and that over the defaults.
-
-    Args:
-        objective: `mrp` or `block_diffusion`.
-        config: A YAML file, or the name of a recipe that the package has.
-        flags: Values by the names of fields of `RunOptions` and `MRPTrainingArguments`; None for what is not given.
-        assignments: "name=value", the values as YAML writes them.
+    """The settings of a run: flags win over assignments "name=value", these over a YAML file, or a recipe that the package has,
+    and that over the defaults. Names are those of fields of `RunOptions` and `MRPTrainingArguments`.
 
     Raises:
         ValueError: for an unknown name, a value of another type, values that do not go together, or an unreadable file.
@@ -100,9 +97,14 @@ def read_settings(
             raise ValueError(f"no {name}: give --{name.replace('_', '-')}, or {name} in the YAML file")
     if given.get("head") is not None and (new := sorted({"head_layers", "head_init"} & given.keys())):
         raise ValueError(f"head is {given['head']!r}, and {', '.join(new)} describe a new one: leave out either")
-    settings = Settings(objective, RunOptions(**given), _with_defaults(found, objective, given))
-    check_declared(settings.options)
-    return settings
+    options = RunOptions(**given)
+    check_declared(options)
+    if options.eval_data:
+        found = {"eval_strategy": "steps", **found}
+    if options.early_stopping_patience:
+        best = {"load_best_model_at_end": True, "restore_callback_states_from_checkpoint": True}
+        found = {"save_steps": found.get("eval_steps", TrainerFlags.eval_steps), **best, **found}
+    return Settings(objective, options, found)
 
 
 def known_names(objective: str) -> tuple[str, ...]:
@@ -120,18 +122,6 @@ def _option_names(objective: str) -> tuple[str, ...]:
     return tuple(f.name for f in fields(RunOptions) if f.metadata["only"] in (None, objective))
 
 
-def _with_defaults(given: dict[str, Any], objective: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    training = {**_WRITTEN, "lr_scheduler_kwargs": dict(MIN_RATE), "learning_rate": LEARNING_RATES[objective], **given}
-    if "lr_scheduler_type" in given and "lr_scheduler_kwargs" not in given:
-        del training["lr_scheduler_kwargs"]  # of the default schedule
-    if options.get("eval_data"):
-        training = {"eval_strategy": "steps", "eval_steps": TrainerFlags.eval_steps, **training}
-    if options.get("early_stopping_patience"):
-        best = {"load_best_model_at_end": True, "restore_callback_states_from_checkpoint": True}
-        training = {**training, "save_steps": training.get("eval_steps"), **best, **given}
-    return training
-
-
 def _config_path(config: str) -> Path:
     path, recipe = Path(config), RECIPES / f"{config}.yaml"
     if not path.is_file() and config not in recipe_names():
@@ -140,11 +130,7 @@ def _config_path(config: str) -> Path:
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
-    """Reads the lines of 'name: value' of a YAML file.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Reads the lines of 'name: value' of a YAML file; `ValueError` for anything else."""
     found = parsed(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds {type(found).__name__}: needed are lines of 'name: value'")

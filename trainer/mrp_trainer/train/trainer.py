@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ from ..evaluate.acceptance import measure_acceptance
 from ..publish import push
 from .arguments import MRPTrainingArguments
 from .attention import TRAINING_FLEX, attending
-from .callbacks import LogAtSaves
-from .checkpoints import last_whole_checkpoint, saving_head_alone, step_of, under_own_class
+from .checkpoints import LogAtSaves, last_whole_checkpoint, step_of, under_own_class
 from .collator import DiffusionCollator
 from .inputs import as_rows, bare_model, check_tokenizer, make_ready, prompts_of
 from .measures import Measures
@@ -113,10 +113,7 @@ class MRPTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """As `Trainer.train`; `resume_from_checkpoint=True` takes up the newest whole checkpoint, if any. Behind one of the
-        last step no further step is made.
-
-        Raises:
-            FloatingPointError: if a gradient norm or a weight is not finite.
+        last step no further step is made. `FloatingPointError` if a gradient norm or a weight is not finite.
         """
         if resume_from_checkpoint is True:
             newest = last_whole_checkpoint(Path(str(self.args.output_dir))) if self.is_world_process_zero() else None
@@ -174,11 +171,7 @@ class MRPTrainer(Trainer):
         return batches, self.accelerator.reduce(total, reduction="sum")
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """As `Trainer._get_grad_norm`.
-
-        Raises:
-            FloatingPointError: if it is not finite, as behind a loss that is not. With float16 a scaler passes over such steps.
-        """
+        """As `Trainer._get_grad_norm`, if it is finite. With float16 a scaler passes over steps in which it is not."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None and not self.args.fp16:
             self._check_finite(f"the gradient norm of step {self.state.global_step + 1}", norm)
@@ -273,26 +266,27 @@ class MRPTrainer(Trainer):
         with self._head_alone(self.args.push_to_hub):
             super()._save_checkpoint(model, trial)
 
-    def _head_alone(self, pushed: bool) -> AbstractContextManager[None]:
-        """Have the model save its head alone while the context is open.
-
-        That needs a frozen backbone which has a name (one on the Hub if the result is `pushed`), and a model that is not
-        sharded; otherwise everything is saved.
+    @contextmanager
+    def _head_alone(self, pushed: bool) -> Iterator[None]:
+        """Have the model save its head alone while the context is open. That needs a frozen backbone which has a name (one on
+        the Hub if the result is `pushed`), and a model that is not sharded; otherwise everything is saved.
         """
-        bare, own = bare_model(self.model), self.args.objective == "mrp" and not self.is_fsdp_enabled
+        bare: Any = bare_model(self.model)
+        own = self.args.objective == "mrp" and not self.is_fsdp_enabled
         source = bare.backbone_source if own and bare is self.model else None
         named = source is not None and (not pushed or is_hub_id(source.name))
-        return saving_head_alone(bare) if named else nullcontext()
+        if named:
+            bare.save_pretrained = partial(bare.save_pretrained, head_only=True)
+        try:
+            yield
+        finally:
+            vars(bare).pop("save_pretrained", None)
 
     def push_to_hub(  # the options of the Trainer say the rest
         self, commit_message: str | None = "End of training", revision: str | None = None, tags: str | Sequence[str] = ()
     ) -> CommitInfo | None:
-        """Save to the output folder and publish that as `mrp_trainer.publish.push` does: one commit, no pickles, with a card.
-
-        It is the head alone where the backbone has a name on the Hub.
-
-        Returns:
-            The commit; None on other processes than the first.
+        """Save to the output folder and publish that as `mrp_trainer.publish.push` does: one commit, no pickles, with a card;
+        the head alone where the backbone has a name on the Hub. Other processes than the first return None.
         """
         if self.hub_model_id is None:
             self.init_hf_repo()
@@ -311,11 +305,7 @@ class MRPTrainer(Trainer):
         return published.commit
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """As `Trainer._issue_warnings_after_load`, of a checkpoint that need not hold what is frozen.
-
-        Raises:
-            ValueError: if it lacks something that trains.
-        """
+        """As `Trainer._issue_warnings_after_load`, of a checkpoint that need not hold what is frozen, but all that trains."""
         frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
         missing = [name for name in load_result.missing_keys if name not in frozen]
         if missing:

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from mrp_trainer.data.corpus import PAD, cut, installed, new_tokenizer, split_packages
 from mrp_trainer.data.tasks import SPLITS, belongs
+
+from benchmarks.corpus import PAD, cut, installed, new_tokenizer, split_packages
 
 BODY = "".join(f"def function_number_{n}(first, second, third):\n    return first + {n} * second\n" for n in range(8))
 

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import PackagePath, distributions
 from pathlib import Path
 
+from mrp_trainer.data.tasks import SPLITS, Split, belongs
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-from .tasks import SPLITS, Split, belongs
 
 # Packages by name, the texts of each.
 Packages = dict[str, list[str]]
@@ -120,6 +119,3 @@ def new_tokenizer(texts: Iterator[str], size: int, length: int) -> PreTrainedTok
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
-
-
-__all__ = ["ENDINGS", "Packages", "cut", "installed", "new_tokenizer", "split_packages"]
