@@ -131,7 +131,7 @@ def _how_to_go_on(folder: Path, settings: Settings) -> str:
 
 def run_tokenizer(options: RunOptions | DecodeOptions) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a run; `OSError` if there is no such model, `ValueError` if its tokenizer cannot be loaded."""
-    stored_json(located(options.model), revision=options.revision)  # or a missing model would be reported as a missing tokenizer
+    stored_json(located(options.model), revision=options.revision)  # else the error for a missing model is about its tokenizer
     revision = None if options.tokenizer else options.revision
     return load_tokenizer(options.tokenizer or options.model, revision)
 
