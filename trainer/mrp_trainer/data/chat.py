@@ -176,5 +176,5 @@ class RecordEncoder:
         """Render the first messages of a chat by the tokenizer's template."""
         try:
             return self.tokenizer.apply_chat_template(record.messages[:count], tools=record.tools, tokenize=False, **options)
-        except (TemplateError, TypeError, ValueError) as error:  # ValueError: there is none
+        except (TemplateError, TypeError, ValueError) as error:  # ValueError: there is no template
             raise FieldError("messages", f"the chat template refuses it: {error}") from error

@@ -23,8 +23,8 @@ class RecordRows(Dataset[list[Sample]]):
     together.
 
     Every record is checked and encoded once; its ids stay in memory, five bytes a token. A row holds the same samples in every
-    epoch. Seed and epoch decide the order of the rows, which without `shuffle` is the records': item `visit` is of epoch `visit
-    // len`. A sample's index is epoch * samples + its number.
+    epoch: item `visit` is of epoch `visit // len`. Seed and epoch decide the order of the rows, which without `shuffle` is the
+    records'. A sample's index is epoch * samples + its number.
 
     Raises:
         RecordError: if records are malformed, or there is none.

@@ -116,7 +116,7 @@ def _load(path: Path, split: str) -> Source:
             table = table[split] if isinstance(table, datasets.DatasetDict) else table
         else:
             table = datasets.load_dataset(str(path), split=split)
-    except Exception as error:  # datasets raises what its readers raise: their errors, OSError, KeyError, ValueError
+    except Exception as error:  # datasets passes errors of its readers on: their own, OSError, KeyError, ValueError
         cause = error.__cause__ or error
         raise RecordError([f"{path}: datasets cannot read split {split!r} of it: {type(cause).__name__}: {cause}"]) from error
     return Source({str(path): table})

@@ -15,7 +15,7 @@ _WHAT, _HOW, _OUTPUT = "Prompt", "Decoding", "Picture"
 class ShowOptions(ModeOptions):
     """Options of `mrp show`; each field is a flag. `ValueError` for a file that is neither an .svg nor a .png."""
 
-    decoding: list[str] = flag("Modes, drawn side by side.", [], panel=_HOW, kind=list[Decoding], shown="the target and its drafts")
+    decoding: list[str] = flag("Modes, side by side.", [], panel=_HOW, kind=list[Decoding], shown="the target, and its drafts")
     prompt: str = flag("Prompt.", "Sum the numbers of a list that are even, each plus 5.", panel=_WHAT)
     plain: bool = flag("No chat template around the prompt.", False, panel=_WHAT)
     max_new_tokens: int = flag("Tokens of the text.", 64, panel=_WHAT, min=1)

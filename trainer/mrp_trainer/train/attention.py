@@ -53,7 +53,7 @@ class Tiles:
 def tiled_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tiles, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend by matrix products over the columns of each tile: on a CPU, whose fused attention also computes masked columns."""
+    """Attend by matrix products over the columns of each tile, for CPUs, where fused attention also computes masked columns."""
     found, heads = [], query.shape[1] // key.shape[1]
     for queries, columns, hidden in attention_mask.parts:
         keys, values = (repeat_kv(states.index_select(2, columns), heads) for states in (key, value))

@@ -28,8 +28,8 @@ class LogAtSaves(TrainerCallback):
 
 @contextmanager
 def under_own_class(model: Any) -> Iterator[None]:
-    """Restore the own class of a model sharded by FSDP2 while the context is open: FSDP2 gives the model another class, and
-    saving writes a class's name and file as the remote code."""
+    """Give a model that FSDP2 has sharded its own class back while the context is open: FSDP2 puts another in its place, and
+    saving writes the name and the file of a model's class as remote code."""
     sharded = type(model)
     own: Any = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
     model.__class__ = own

@@ -36,12 +36,12 @@ _PATIENCE = timedelta(days=30)
 def decode(options: DecodeOptions) -> str | None:
     """Decode the prompts of records, and write texts and reveal steps as JSON lines.
 
-    An interrupted call, repeated with the same options, decodes only the missing batches. Under `torchrun` or `accelerate
-    launch` the processes share the batches and write the same file as one process: each batch is first a file of its own,
+    An interrupted call, repeated with the same options, decodes only the missing batches. Several processes (`torchrun`,
+    `accelerate launch`) share the batches and write the same file as one process: each batch is first a file of its own,
     `OUTPUT.part/KEY-BEGIN.jsonl`, and the main process joins them.
 
     Returns:
-        A message of what was written; None in all processes but the main one.
+        A message about the written file; None in all processes but the main one.
 
     Raises:
         RecordError: if a record is malformed, its prompt is too long, or there is none.

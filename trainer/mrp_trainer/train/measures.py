@@ -1,4 +1,4 @@
-"""Running means of what a training run measures."""
+"""Running means of a training run's measurements."""
 
 from collections.abc import Mapping
 

@@ -118,7 +118,7 @@ class HeadObjective:
             blocks = block_numbers(batch)[where][shown]
             order = order_kl(values[shown, 1], notes[shown, 0], blocks, where.numel())
             loss = loss + order_weight * order
-            # Blocks are counted on the device: each marks its own number.
+            # Count distinct blocks without leaving the device: each sets the entry of its number to 1.
             found["kl_order"] = order, torch.zeros(where.numel(), device=where.device).index_fill(0, blocks, 1.0).sum()
         if not measured:
             return loss, {}

@@ -15,7 +15,7 @@ HeadInit = Literal["identity", "backbone", "published"]
 
 _RUN, _MODEL, _DATA, _HEAD = "Run", "Model", "Data", "Head"
 _LOSS, _OPTIMIZER, _WATCH = "Objective", "Optimizer", "Watching and saving"
-_ASKED, _HOW, _OUTPUT = "What is asked", "How it is decoded", "Output"
+_ASKED, _HOW, _OUTPUT = "Prompts", "Decoding", "Output"
 
 
 @dataclass

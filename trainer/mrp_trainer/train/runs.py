@@ -85,7 +85,7 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
         trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
     lock = FileLock(folder / ".lock")
     with arguments.main_process_first(desc="the run's folder"):
-        if arguments.process_index == 0:  # now that nothing else is wrong
+        if arguments.process_index == 0:  # after all other checks
             _take(folder, lock, settings, restart)
     return OpenRun(settings, trainer, tokenizer, lock)
 

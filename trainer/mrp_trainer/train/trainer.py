@@ -43,8 +43,8 @@ class MRPTrainer(Trainer):
     `FloatingPointError` at a gradient norm, a weight or a held-out loss that is not finite, before anything is saved.
 
     Args:
-        model: The model. Objective `mrp` freezes all but its head, `block_diffusion` freezes its head; a peft model itself says
-            what trains. What trains becomes float32.
+        model: The model. Objective `mrp` freezes all but its head, `block_diffusion` freezes its head; in a peft model, what
+            is trainable stays trainable. Trainable weights become float32.
         args: The options.
         train_dataset: Records: a `datasets.Dataset`, a list or a path (see `source_of`); or rows of samples, by number (see
             `LengthBucketSampler`).
@@ -125,7 +125,7 @@ class MRPTrainer(Trainer):
         if attention == "flex_attention":
             attention = TRAINING_FLEX
         if self.args.objective == "block_diffusion":
-            bare.backbone_source = None  # it is no longer the one that was loaded
+            bare.backbone_source = None  # trained, it is no longer the one of that name
         with attending(bare, attention) as self._decoding_attention:
             output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self._check_trained_weights()
@@ -280,7 +280,7 @@ class MRPTrainer(Trainer):
         finally:
             vars(bare).pop("save_pretrained", None)
 
-    def push_to_hub(  # the options of the Trainer say the rest
+    def push_to_hub(  # fewer arguments than the base's: the options have the rest
         self, commit_message: str | None = "End of training", revision: str | None = None, tags: str | Sequence[str] = ()
     ) -> CommitInfo | None:
         """Save to the output folder and publish that as `mrp_trainer.publish.push` does, with its errors: one commit, no
