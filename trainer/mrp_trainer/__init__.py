@@ -14,7 +14,7 @@ _HOMES = {"MRPTrainer": "train.trainer", "MRPTrainingArguments": "train.argument
 
 
 def __getattr__(name: str) -> Any:
-    """What is exported, imported when it is asked for: torch and transformers take seconds, and `mrp --help` needs neither."""
+    """Import an exported name when it is used: torch and transformers take seconds, and `mrp --help` needs neither."""
     from importlib import import_module
 
     if name not in _HOMES:

@@ -9,5 +9,5 @@ TINY = str(next((at for at in (_HERE / EMBEDDED, _HERE.parents[1] / "hub_configs
 
 
 def located(source: str) -> str:
-    """Locate a checkpoint: a folder or a Hub id stays as it is, and the name of the embedded one becomes its folder."""
+    """Resolve the name of the embedded checkpoint to its folder; return any other folder or Hub id as it is."""
     return TINY if source == EMBEDDED and not os.path.isdir(source) else source

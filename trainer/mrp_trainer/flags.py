@@ -1,6 +1,6 @@
-"""Command-line flags that are declared once: as fields of a dataclass, which carry help and range beside type and default.
+"""Command-line flags declared as fields of a dataclass, with help and range beside type and default.
 
-Nothing here imports torch, so that help comes at once.
+Nothing here imports torch, so that help appears at once.
 """
 
 import inspect
@@ -18,7 +18,7 @@ import yaml
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML 1.2's scalars: 1e-3 is a number, and `no` a text, which `save_strategy` may be."""
+    """A loader with the scalars of YAML 1.2: 1e-3 is a number, and `no` a text, which `save_strategy` may be."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":bool")]
@@ -42,15 +42,15 @@ def flag(
     positional: bool = False,
     **more: Any,
 ) -> Any:
-    """Declare a field of a dataclass that is a flag, too.
+    """Declare a field of a dataclass that is also a flag.
 
     Args:
-        help: Its help.
-        default: The field's, a list's contents; a field without one has to be given.
-        panel: The heading that it is under.
+        help: The flag's help.
+        default: The field's default, a list by its contents; without one the field is required.
+        panel: The heading of the flag in help.
         shown: The default in words, where its value says little.
         name: The flag, where it is not the field's name; "--x/--no-x" for a switch that can be off.
-        kind: Its type, where the field's says less, such as a literal of its choices.
+        kind: The flag's type, where the field's says less, such as a literal of its choices.
         only: The one command that has it; None for all.
         positional: Whether it is given without a flag.
         more: For `typer.Option`: `metavar`, `min`, `max`.
@@ -65,10 +65,10 @@ def flag(
 def takes_flags(
     *groups: type, only: str | None = None, required: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function of keyword arguments a command of typer with the flags of dataclasses: the fields that all commands have,
-    or `only` this one. Those of `required` have to be given, whatever their default.
+    """Turn a function of keyword arguments into a typer command with the flags of dataclasses: fields of all commands and those
+    of `only` this one. Fields in `required` have to be given, whatever their default.
 
-    It gets an argument for each flag that was given; choices are plain texts.
+    The function gets an argument for each flag that was given; choices are plain strings.
     """
     parameters = [
         _parameter(one, hints[one.name], one.name in required)
@@ -96,7 +96,7 @@ def takes_flags(
 
 
 def _parameter(one: Field[Any], hint: Any, required: bool) -> inspect.Parameter:
-    """The parameter of a command for a field."""
+    """Make the parameter of a command for a field."""
     declared = one.metadata["flag"]
     if get_origin(hint) is UnionType:
         hint = next(part for part in get_args(hint) if part is not type(None))
@@ -115,7 +115,7 @@ def _parameter(one: Field[Any], hint: Any, required: bool) -> inspect.Parameter:
 
 
 def shown_default(one: Field[Any]) -> str | None:
-    """What help shows as an option's default; None for nothing."""
+    """Return what help shows as an option's default; None for nothing."""
     declared = one.metadata["flag"]
     default = one.default if one.default_factory is MISSING else one.default_factory()
     if declared["shown"] is not None or default in (None, MISSING, []):
@@ -128,7 +128,7 @@ def shown_default(one: Field[Any]) -> str | None:
 
 
 def for_typer(kind: Any) -> Any:
-    """A type as typer takes it, which knows lists of enums and not of literals."""
+    """Convert a type for typer, which takes lists of enums, but not of literals."""
     inner = get_args(kind)
     if get_origin(kind) is list and get_origin(inner[0]) is Literal:
         return list[StrEnum("Choice", {value: value for value in get_args(inner[0])})]  # type: ignore[misc]
@@ -148,7 +148,7 @@ def reported_errors() -> Iterator[None]:
 def assigned(
     assignments: Sequence[str], flags: Mapping[str, str] = MappingProxyType({}), fixed: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Read assignments NAME=VALUE of `--set`, the values as YAML writes them.
+    """Read the assignments NAME=VALUE of `--set`, with values as YAML writes them.
 
     Raises:
         ValueError: for an assignment without a name or value, a name that is given twice, one that has a flag (`flags`), or one
@@ -170,7 +170,7 @@ def assigned(
 
 
 def parsed(text: str, where: str) -> Any:
-    """Read a text of YAML; `ValueError`, which begins with `where`, if it is none."""
+    """Parse a text of YAML; `ValueError`, which begins with `where`, if it is none."""
     try:
         return yaml.load(text, _Yaml)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

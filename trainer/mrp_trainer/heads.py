@@ -1,4 +1,4 @@
-"""New heads on models: how they start."""
+"""New heads for models, and their initialization."""
 
 import copy
 from typing import Any, get_args
@@ -12,29 +12,30 @@ from modeling_mrp.model.offloading import device_of
 from .train.options import HeadInit
 
 NEW_HEADS = get_args(HeadInit)
-_PUBLISHED_STD = 0.2  # of the published recipe
+_PUBLISHED_STD = 0.2  # in the published recipe
 
 
 def with_new_head(model: Any, layers: int = 3, how: str = "identity") -> Any:
-    """Give a model a new head, in place of its own if it has one, and return the model; see `new_head`."""
+    """Give a model a new head, in place of its own if any, and return the model; arguments and errors as in `new_head`."""
     model.attach_head(new_head(model, layers, how))
     return model
 
 
 @torch.no_grad()
 def new_head(model: Any, layers: int = 3, how: str = "identity") -> MRPHead:
-    """Make a head for a model's backbone, on its device and in its type; torch's generator draws the random part.
+    """Make a head for a model's backbone, on its device and in its dtype; torch's generator draws the random part.
 
     Args:
         model: The model.
         layers: Decoder layers of the head (published: 3).
         how: `identity`: matrices from a normal distribution with the backbone's std, under a last norm of weight zero, so that
-            the head adds nothing. `backbone`: its layers are the backbone's last ones and read h_A through an identity, under
-            the same norm. `published`: as in the published recipe, with std 0.2 and norms one; such a head disturbs until it is
-            trained.
+            the head adds nothing. `backbone`: the layers are copies of the backbone's last ones and read h_A through an
+            identity, under the same norm. `published`: as in the published recipe, with std 0.2 and norms one; such a head adds
+            noise until it is trained.
 
     Raises:
-        ValueError: for another value, and if the backbone's layers cannot be copied.
+        ValueError: if `layers` is not a positive int, `how` is something else, or `backbone` cannot copy its layers: too few,
+            offloaded, quantized, or of another kind than a head's.
     """
     if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
         raise ValueError(f"head_layers is {layers!r}: a head has 1 layer or more (3 are published)")

@@ -1,4 +1,4 @@
-"""Models and tokenizers as the commands load them: whatever code a repository carries, none of it is run."""
+"""Loading of models and tokenizers for the commands, without running any code of a repository."""
 
 import os
 from contextlib import suppress
@@ -17,43 +17,43 @@ from .embedded import located
 
 
 def load_tokenizer(source: str, revision: str | None = None, local_files_only: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, or of an id on the Hub and its revision; `ValueError` if it cannot be loaded."""
+    """Load the tokenizer of a folder, or of a Hub id and its revision; `ValueError` if it cannot be loaded."""
     source = located(source)
-    config = MRPConfig()  # only so that none is read, which may be of a kind that transformers does not know
+    config = MRPConfig()  # else transformers would read the checkpoint's, which it may not know
     where: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     try:
         return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **where)
-    except Exception as error:  # whatever damaged files come to, which libraries read that check little
+    except Exception as error:  # libraries that check little raise anything for damaged files
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = "check the name, save one in the folder, or name another with --tokenizer"
         raise ValueError(f"the tokenizer of {source!r} cannot be loaded: {remedy} ({first_line})") from error
 
 
 def load_config(source: str) -> MRPConfig:
-    """The config of what `load_model` loads, before any weights are read, with its errors."""
+    """Load the config of what `load_model` loads, without weights; errors are those of `load_model`."""
     base, _ = _base_and_adapter(source)
     stored_json(base)  # transformers' own error does not say what it looked for
     return MRPConfig.from_pretrained(base)
 
 
 def load_generation_fields(source: str) -> dict[str, Any]:
-    """The fields of the generation config of what `load_model` loads; none where there is none."""
+    """Read the generation config of what `load_model` loads; empty if there is none."""
     with suppress(OSError):
         return stored_json(_base_and_adapter(source)[0], GENERATION_CONFIG_NAME)[1]
     return {}
 
 
 def load_model(source: str, dtype: str | None = None, device: str | None = "cpu") -> Any:
-    """An `MRPForCausalLM` in evaluation mode.
+    """Load an `MRPForCausalLM` in evaluation mode.
 
     Args:
-        source: A folder or an id on the Hub, of any kind that `MRPForCausalLM.from_pretrained` takes, or with a peft adapter,
-            whose base is then loaded too.
-        dtype: Of the weights; that of the checkpoint if None.
+        source: A folder or a Hub id, of any kind that `MRPForCausalLM.from_pretrained` takes, or of a peft adapter, which is
+            loaded with its base.
+        dtype: Dtype of the weights; that of the checkpoint if None.
         device: None stands for the first GPU, or the CPU.
 
     Raises:
-        ValueError: if the checkpoint or the adapter is damaged, of another kind, or names a base that is not followed.
+        ValueError: if checkpoint or adapter is damaged or of another kind, or an adapter on the Hub names a base elsewhere.
         OSError: if there is no such folder or repository.
     """
     base, adapter = _base_and_adapter(source)
@@ -64,10 +64,10 @@ def load_model(source: str, dtype: str | None = None, device: str | None = "cpu"
 
 
 def _base_and_adapter(source: str) -> tuple[str, str | None]:
-    """Where the model lies, and the adapter on it. A folder that holds both is loaded as one."""
+    """Locate the model, and the adapter on it, if any. A folder that holds both is loaded as a whole."""
     source, found = located(source), None
     if not (Path(source) / "config.json").is_file():
-        with suppress(OSError, ValueError):  # what is wrong is told where the model's config is not found either
+        with suppress(OSError, ValueError):  # the error is raised when the model's config is not found either
             found = find_adapter_config_file(source)
     if found is None:
         return source, None

@@ -1,6 +1,6 @@
 """The console script `mrp`: train, decode, evaluate, show, serve, check a machine, make tasks, publish.
 
-``python -m mrp_trainer.cli`` is the same. Commands import what they need when they run, so that help comes at once.
+``python -m mrp_trainer.cli`` is the same. Commands import what they need when they run, so that help appears at once.
 """
 
 import shlex
@@ -46,7 +46,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the package's version.")
     ] = False,
 ) -> None:
-    """Read the options beside the commands."""
+    """Handle the options before a command."""
 
 
 @train.command("head")
@@ -70,7 +70,7 @@ def train_backbone(**given: Any) -> None:
 
 
 def _train(objective: str, given: dict[str, Any]) -> None:
-    """Train, or only reckon, as the flags say."""
+    """Train a model, or only print what a run needs, as the flags say."""
     command = TrainCommand(**{one.name: given.pop(one.name) for one in fields(TrainCommand) if one.name in given})
     from ..train.runs import dry_run, open_run
     from ..train.settings import read_settings
@@ -87,7 +87,7 @@ def _train(objective: str, given: dict[str, Any]) -> None:
 
 
 def _next_command(objective: str, options: RunOptions, folder: str) -> str:
-    """What to do with what a run has saved: have a backbone's head trained, or look at its drafts."""
+    """Return the command that follows a run: training a head for a new backbone, or showing the decode of a new head."""
     if objective == "mrp":
         return shlex.join(["mrp", "show", "--model", folder])
     data = [word for path in options.data for word in ("--data", path)]
@@ -97,7 +97,7 @@ def _next_command(objective: str, options: RunOptions, folder: str) -> str:
 @app.command()
 @takes_flags(EvaluateOptions)
 def evaluate(**given: Any) -> None:
-    """Measure accuracy, tokens per forward and acceptance, with 95 % intervals: a row of a table per set and mode."""
+    """Measure accuracy, tokens per forward and acceptance, with 95 % intervals: a table row per problem set and mode."""
     options = EvaluateOptions(**given)
     from ..evaluate.command import evaluate as evaluate_model
 
@@ -107,7 +107,7 @@ def evaluate(**given: Any) -> None:
 @app.command()
 @takes_flags(DecodeOptions, required=["model", "data", "output"])
 def decode(**given: Any) -> None:
-    """Have a model answer prompts with static decoding: training data for its head. Run again, it goes on."""
+    """Decode prompts with static decoding, as training data for the model's head; run again, it resumes."""
     options = DecodeOptions(**given)
     from ..train.decode import decode as decode_prompts
 
@@ -128,7 +128,7 @@ def serve(**given: Any) -> None:
 @app.command()
 @takes_flags(ShowOptions)
 def show(**given: Any) -> None:
-    """Decode a prompt, and draw which forward revealed each token: one picture, the modes side by side."""
+    """Decode a prompt, and draw the forward that revealed each token: one picture, the modes side by side."""
     options = ShowOptions(**given)
     from ..picture.modes import show_model
 
@@ -138,7 +138,7 @@ def show(**given: Any) -> None:
 @app.command()
 @takes_flags(DoctorOptions)
 def doctor(**given: Any) -> None:
-    """Check kernels, graphs and drafts on this machine, time a round, and print a page for a report. Status 1: one failed."""
+    """Check kernels, graphs and drafts on this machine, time a round, and print a report page. Status 1 if a check fails."""
     options = DoctorOptions(**given)
     from ..doctor.page import examine
 
@@ -194,6 +194,6 @@ def card(output: str | None = None, **given: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the console script; `SystemExit` where a command fails."""
+    """Run the console script; `SystemExit` if a command fails."""
     if status := app(arguments, prog_name="mrp", standalone_mode=arguments is None):
         raise SystemExit(status)

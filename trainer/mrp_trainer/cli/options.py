@@ -1,30 +1,30 @@
-"""Flags of `mrp push` and `mrp card`, by the names of what `publish.push` and `publish.command.card` take."""
+"""Flags of `mrp push` and `mrp card`, named like the arguments of `publish.push` and `publish.command.card`."""
 
 from dataclasses import dataclass
 
 from ..flags import flag
 
-_KIND, _TARGET, _CARD = "What is pushed", "Where to", "Card"
+_KIND, _TARGET, _CARD = "Checkpoint", "Repository", "Card"
 
 
 @dataclass(kw_only=True)
 class _Rendered:
-    """What is rendered; each field is a flag."""
+    """Options of a rendered card; each field is a flag."""
 
-    folder: str = flag("What training saved.", metavar="FOLDER", positional=True)
-    results: list[str] = flag("Lines of mrp evaluate, for the card.", [], panel=_CARD, metavar="FILE")
-    about: str | None = flag("Markdown that tells of the checkpoint, for the card.", None, panel=_CARD, metavar="FILE")
+    folder: str = flag("Folder that training saved.", metavar="FOLDER", positional=True)
+    results: list[str] = flag("Results of mrp evaluate for the card, JSON lines.", [], panel=_CARD, metavar="FILE")
+    about: str | None = flag("Markdown about the checkpoint, for the card.", None, panel=_CARD, metavar="FILE")
 
 
 @dataclass(kw_only=True)
 class PushOptions(_Rendered):
-    """What is pushed, and where to."""
+    """Options of `mrp push`."""
 
     repo_id: str = flag("Repository: org/name, or a name among your own.", metavar="REPO", positional=True)
     dry_run: bool = flag("Only list files and sizes; no connection is made.", False)
-    base_model: str | None = flag("Of a head or an adapter: its base on the Hub.", None, panel=_KIND, metavar="ID")
+    base_model: str | None = flag("Base of a head or an adapter on the Hub.", None, panel=_KIND, metavar="ID")
     base_revision: str | None = flag("The base's commit, branch or tag.", None, panel=_KIND)
-    private: bool = flag("Who sees a repository that is made.", True, panel=_TARGET, name="--private/--public")
+    private: bool = flag("Visibility of a new repository.", True, panel=_TARGET, name="--private/--public")
     revision: str | None = flag("Push to this branch.", None, panel=_TARGET, name="--branch")
     create_pr: bool = flag("Open a pull request, leave main alone.", False, panel=_TARGET, name="--pull-request")
     commit_message: str | None = flag("The commit's title.", None, panel=_TARGET, name="--message")
@@ -33,7 +33,7 @@ class PushOptions(_Rendered):
 
 @dataclass(kw_only=True)
 class CardOptions(_Rendered):
-    """What card is printed."""
+    """Options of `mrp card`."""
 
-    name: str | None = flag("Repository that the examples load.", None, shown="the folder")
+    name: str | None = flag("Repository that the card's examples load.", None, shown="the folder")
     output: str | None = flag("File to write.", None, metavar="FILE", shown="standard output")

@@ -1,4 +1,4 @@
-"""Records as token ids: chats through the tokenizer's template, and which of their tokens are learned."""
+"""Encoding of records as token ids: chats by the tokenizer's template, and which of their tokens are learned."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,24 +15,25 @@ from .samples import Sample, make_sample
 
 logger = logging.get_logger(__name__)
 
-Piece = tuple[str, bool]  # a text, and whether it is learned
+Piece = tuple[str, bool]  # part of a text, and whether it is learned
 
 
 @dataclass(frozen=True)
 class RecordEncoder:
-    """Makes samples of records.
+    """An encoder that makes samples of records, in whole blocks.
 
-    Of a chat every assistant turn is learned, with the token that ends it, and nothing else. Turns are found by rendering
-    the conversation up to each of them, so that any chat template serves whose later turns leave the earlier text alone;
-    published ones do not mark what the assistant writes.
+    In a chat every assistant turn is learned, with the token that ends it, and nothing else. Turns are found by rendering the
+    conversation up to each of them, as published templates do not mark what the assistant writes: this works with any chat
+    template that renders earlier turns the same whatever follows.
 
     Args:
-        max_length: Longer samples are cut to it, or to fewer whole blocks.
+        max_length: Longer samples are cut to it, or to fewer whole blocks; `ValueError` if it is less than a block.
         mask_token_id: The model's mask, which clean text must not hold.
-        end_token_ids: What ends a turn; the first one is put behind a text that does not end itself. The tokenizer's eos
-            token if there are none; give a model's `generation_config.eos_token_id`.
-        vocab_size: Ids that decoded texts may have; the tokenizer's if None.
-        digest: Of the backbone that decoded texts are for (`train.inputs.digest`); None if it is not known.
+        end_token_ids: Ids that end a turn; the first is appended to a text without one. By default the tokenizer's eos token;
+            better give a model's `generation_config.eos_token_id`. `ValueError` if there is neither, or no pad token.
+        vocab_size: Bound of the ids in decoded texts; the tokenizer's size if None.
+        digest: That of the backbone that trains (`train.inputs.digest`), to compare with that of decoded texts; None if
+            unknown.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -55,13 +56,12 @@ class RecordEncoder:
 
     @property
     def capacity(self) -> int:
-        """The longest a sample can be: `max_length` in whole blocks."""
+        """Return the length of the longest sample: `max_length` in whole blocks."""
         return self.max_length // self.block_size * self.block_size
 
     def prompt(self, row: Any) -> list[int]:
-        """The ids that a decoder is given: of a chat before a last turn of the assistant, or of a `prompt`. A `FieldError` says
-        what is wrong with a record.
-        """
+        """Encode what a decoder is given: a chat without a last turn of the assistant, or a `prompt`. `FieldError` if the
+        record is malformed, asks nothing or holds the mask token, or the chat template refuses it."""
         record = parse_prompt(row)
         if isinstance(record, Chat):
             begin, text = [], self._render(record, len(record.messages), add_generation_prompt=True)
@@ -72,9 +72,10 @@ class RecordEncoder:
         return self._without_mask([*begin, *ids])
 
     def sample(self, row: Any) -> Sample | None:
-        """The sample of a record, of visit 0; None if nothing that is learned lies within `max_length`.
+        """Make the sample of a record, for visit 0; None if nothing that is learned lies within `max_length`.
 
-        A text that was cut has no end, and its sample no `length`. A `FieldError` says what is wrong with a record.
+        A text that was cut has no end, and its sample no `length`. `FieldError` if the record is malformed or holds the mask
+        token, or the chat template does not render it so that its turns are found.
         """
         record = parse(row)
         if isinstance(record, Trajectory):
@@ -89,13 +90,13 @@ class RecordEncoder:
 
     @cached_property
     def _end_tokens(self) -> list[str]:
-        """The texts of the tokens that end a turn and are themselves wherever they stand, as special ones are."""
+        """List the texts of those end tokens that are encoded the same everywhere, as special tokens are."""
         added = self.tokenizer.added_tokens_decoder
         return [added[token].content for token in self.end_token_ids if token in added]
 
     @cached_property
     def _begin_ids(self) -> list[int]:
-        """What the tokenizer puts before a plain text, as it will before a prompt."""
+        """List the ids that the tokenizer puts before a plain text and so before a prompt."""
         begin = self.tokenizer.bos_token_id
         return [begin] if begin is not None and self.tokenizer("a")["input_ids"][0] == begin else []
 
@@ -108,7 +109,7 @@ class RecordEncoder:
         return ids
 
     def _check_decoder(self, record: Trajectory) -> None:
-        """Refuse ids, a block size and a mask that the model that trains does not have."""
+        """Raise `FieldError` for ids, a block size or a mask that the model does not have; warn of another backbone."""
         vocab_size, decoder = self.vocab_size or len(self.tokenizer), record.decoded_by
         if wrong := [token for token in record.ids if not 0 <= token < vocab_size]:
             raise FieldError("ids", f"found {wrong[0]}: needed are ids from 0 to {vocab_size - 1}")
@@ -135,7 +136,7 @@ class RecordEncoder:
         return (ids, learned) if ids and ids[-1] in self.end_token_ids else ([*ids, self.end_token_ids[0]], [*learned, True])
 
     def _pieces(self, record: Chat) -> list[Piece]:
-        """A chat's text in pieces that are encoded one by one, as a decoder is given the prompt alone."""
+        """Cut a chat's text into pieces that are encoded one by one, as decoding encodes the prompt alone."""
         whole = self._render(record, len(record.messages))
         pieces: list[Piece] = []
         done = 0
@@ -158,7 +159,7 @@ class RecordEncoder:
         return pieces
 
     def _span(self, record: Chat, turn: int, whole: str) -> tuple[int, int] | None:
-        """Where an assistant turn begins and ends (behind its end token) in the whole text; None if that cannot be told."""
+        """Find the begin and end (with its end token) of an assistant turn in the whole text; None if they cannot be found."""
         before = self._render(record, turn, add_generation_prompt=True)
         after = whole if turn == len(record.messages) - 1 else self._render(record, turn + 1)
         if not whole.startswith(before) or not after.startswith(before):
@@ -172,8 +173,8 @@ class RecordEncoder:
         return (begin, len(after)) if whole.startswith(after) else None
 
     def _render(self, record: Chat, count: int, **options: Any) -> str:
-        """The text of the first messages of a chat, as the tokenizer's template has it."""
+        """Render the first messages of a chat by the tokenizer's template."""
         try:
             return self.tokenizer.apply_chat_template(record.messages[:count], tools=record.tools, tokenize=False, **options)
-        except (TemplateError, TypeError, ValueError) as error:  # ValueError: there is none
+        except (TemplateError, TypeError, ValueError) as error:  # ValueError: there is no template
             raise FieldError("messages", f"the chat template refuses it: {error}") from error

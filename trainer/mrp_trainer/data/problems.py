@@ -1,4 +1,4 @@
-"""The synthetic problems as token ids."""
+"""Encoding of the synthetic problems."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -8,7 +8,7 @@ from .tasks import Problem
 def encode(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Encode a problem as prompt ids and response ids: a chat turn that ends with the eos token.
 
-    Problems of the family `source` are plain text, without a chat and an eos.
+    Problems of the family `source` are plain text, without a chat and without eos.
     """
     if problem.family == "source":
         return tokenizer.encode(problem.prompt, add_special_tokens=False), tokenizer.encode(

@@ -1,17 +1,17 @@
-"""Records that users train on: their layouts, and errors that say what is wrong with them and where.
+"""Records that users train on: their layouts, and errors that name what is wrong and where.
 
 A record is an object of one of four layouts: `messages`, a chat; `prompt` and `completion`, both texts or both lists of
-messages; `text`, all of which is learned; and what `mrp decode` writes, a text that a model wrote itself:
+messages; `text`, which is learned as a whole; and what `mrp decode` writes, a text that a model wrote itself:
 
     {"ids": [5, 8, 2, 9, 1], "response_start": 2, "reveal_step": [1, 0, 2], "decoded_by": {"model": "org/name", ...}}
 
 ShareGPT's `conversations` (of `from` and `value`) are read as `messages`, and Alpaca's `instruction`, `input` and `output` as a
 chat of two turns, also beside a `text` that repeats them.
 
-`ids` are those of prompt and response, `response_start` is the length of the prompt, and `reveal_step` has for each token of
-the response the step of decoding that revealed it, from 0 on; later blocks have later steps. `decoded_by` may be missing. Its
-`block_size` and `mask_token_id` must be those of the model that trains; where its `digest` is that of another backbone there
-is a warning, since a head learns from the states of the backbone that it is for.
+`ids` are those of prompt and response, `response_start` is the length of the prompt, and `reveal_step` is the step of decoding,
+from 0 on, that revealed each token of the response; later blocks have later steps. `decoded_by` may be missing. Its
+`block_size` and `mask_token_id` must be those of the model that trains. A `digest` of another backbone causes a warning, since
+a head learns best from the states of its own backbone.
 """
 
 import json
@@ -35,8 +35,8 @@ class Chat:
     """A conversation up to its last assistant turn.
 
     Attributes:
-        messages: {role, content, ...} with whatever else the chat template reads.
-        learned_from: Assistant turns from this message on are learned.
+        messages: {role, content, ...}, with any other fields that the chat template reads.
+        learned_from: Number of the first message from which assistant turns are learned.
         tools: Descriptions of tools, for the chat template.
     """
 
@@ -47,7 +47,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Text:
-    """A plain text: what is given (perhaps nothing) and what is learned."""
+    """A plain text: a prompt, which may be empty, and a completion, which is learned."""
 
     prompt: str
     completion: str
@@ -55,7 +55,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A text that a model wrote, with the order in which its tokens were revealed: the fields that `mrp decode` writes."""
+    """A text that a model wrote, with the order of its reveals; its fields are those that `mrp decode` writes."""
 
     ids: list[int]
     response_start: int
@@ -64,7 +64,7 @@ class Trajectory:
 
 
 class FieldError(ValueError):
-    """What is wrong with one field of a record; None stands for the record as a whole."""
+    """An error in one field of a record, or in the record as a whole (`field_name` is None)."""
 
     def __init__(self, field_name: str | None, message: str) -> None:
         super().__init__(message)
@@ -72,7 +72,7 @@ class FieldError(ValueError):
 
 
 class RecordError(ValueError):
-    """Malformed records, each with its file, its line and its field."""
+    """An error that lists malformed records, each with its file, line and field."""
 
     def __init__(self, problems: Sequence[str], more: bool = False) -> None:
         head = f"{'the first ' * more}{len(problems)} malformed records{' (there may be more)' * more}:"
@@ -80,7 +80,7 @@ class RecordError(ValueError):
 
 
 def parse(row: Any) -> Chat | Text | Trajectory:
-    """Parse a row, or the object of a line; `FieldError` if it is malformed."""
+    """Parse a row, or the object of a line, into a record; `FieldError` if it is malformed."""
     given = _given(row)
     layouts = [names for names in _FIELDS if names & given.keys()]
     if len(layouts) != 1:
@@ -101,9 +101,8 @@ def parse(row: Any) -> Chat | Text | Trajectory:
 
 
 def parse_prompt(row: Any) -> Chat | Text:
-    """Parse what a row asks: its messages without a last turn of the assistant, or its `prompt`, a text or messages.
-    `FieldError` if it is malformed, or asks nothing.
-    """
+    """Parse the prompt of a row: its messages without a last turn of the assistant, or its `prompt`, a text or messages.
+    `FieldError` if it is malformed or has no prompt."""
     given = _given(row)
     names = [name for name in ("messages", "prompt") if name in given]
     if len(names) != 1:
@@ -116,7 +115,7 @@ def parse_prompt(row: Any) -> Chat | Text:
 
 
 def _given(row: Any) -> dict[str, Any]:
-    """The fields that hold something; those of ShareGPT and Alpaca as `messages`."""
+    """Collect the fields that are not null; those of ShareGPT and Alpaca as `messages`."""
     if not isinstance(row, Mapping):
         raise FieldError(None, f"found {_found(row)}: a record is an object; {_LAYOUTS}")
     given = {str(name): value for name, value in row.items() if value is not None}
@@ -140,7 +139,7 @@ def _of_sharegpt(message: Any) -> Any:
 
 
 def _trajectory(given: Mapping[str, Any]) -> Trajectory:
-    """Check that there is a step for each id of the response."""
+    """Make a trajectory; `FieldError` unless there is a step for each id of the response."""
     found: Any = [given.get(name) for name in ("ids", "response_start", "reveal_step")]
     ids, start, steps = found
     whole = all(isinstance(one, list) and one and {type(number) for number in one} == {int} for one in (ids, [start], steps))
@@ -154,7 +153,7 @@ def _trajectory(given: Mapping[str, Any]) -> Trajectory:
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages of a conversation; of prompt and completion, of both together."""
+    """Check the messages of a conversation, those of prompt and completion together."""
     if not isinstance(messages, list) or not messages:
         raise FieldError("messages", f"found {_found(messages)}: a list of messages is needed")
     made = []
@@ -162,7 +161,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         at = f"messages[{number}]"
         if not isinstance(message, Mapping):
             raise FieldError(at, f"found {_found(message)}: an object with 'role' and 'content' is needed")
-        # Tables fill what a message lacks with null, which templates would print.
+        # Tables fill missing fields with null, which templates would print.
         message = {key: value for key, value in message.items() if value is not None}
         role, calls = message.get("role"), message.get("tool_calls")
         if role not in ROLES:
@@ -189,7 +188,7 @@ def _learned(name: str, value: Any) -> str:
 
 
 def check_utf8(text: str, name: str | None = None) -> None:
-    """Refuse, with a `FieldError`, a text that tokenizers cannot read."""
+    """Raise `FieldError` for a text that tokenizers cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -198,7 +197,7 @@ def check_utf8(text: str, name: str | None = None) -> None:
 
 
 def decoded_line(line: bytes) -> Any:
-    """The value in a line of JSON in UTF-8, with or without a byte order mark; `FieldError` if it is none."""
+    """Parse a line of JSON in UTF-8, with or without a byte order mark; `FieldError` if it is none."""
     try:
         return json.loads(line.decode("utf-8-sig").strip())
     except (ValueError, RecursionError) as error:
@@ -206,7 +205,7 @@ def decoded_line(line: bytes) -> Any:
 
 
 def _found(value: Any) -> str:
-    """A value as an error names it."""
+    """Format a value for an error message."""
     if value is None:
         return "nothing"
     text = repr(value)

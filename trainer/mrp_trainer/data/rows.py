@@ -1,4 +1,4 @@
-"""Rows of samples by number, one sample each or several, in an order that (seed, epoch) decides."""
+"""Rows of samples by number, one sample each or several, in an order that depends on (seed, epoch) alone."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,22 +14,21 @@ from .sources import Source, checked
 
 logger = logging.get_logger(__name__)
 
-_ORDER = 2 << 32  # keeps these draws apart from the noise's, which use the same seed
+_ORDER = 2 << 32  # keeps these draws apart from those of the noise, which use the same seed
 _WINDOW = 4096  # samples that are packed together
 
 
 class RecordRows(Dataset[list[Sample]]):
-    """Hold the samples of a user's records in rows: one each, or several, at most the encoder's capacity of tokens together.
+    """A dataset of the samples of a user's records in rows: one each, or several, at most the encoder's capacity of tokens
+    together.
 
     Every record is checked and encoded once; its ids stay in memory, five bytes a token. A row holds the same samples in every
-    epoch, and the order of the rows is drawn anew in each: item `visit` belongs to epoch `visit // len`. A sample's index is
-    epoch * samples + its number.
-
-    The seed decides the order with the epoch's number; if they are not shuffled, rows come in the records' order.
+    epoch: item `visit` is of epoch `visit // len`. Seed and epoch decide the order of the rows, which without `shuffle` is the
+    records'. A sample's index is epoch * samples + its number.
 
     Raises:
-        RecordError: Records are malformed, or there is none.
-        ValueError: All records were left out, since their prompts alone fill `max_length`, or cut.
+        RecordError: if records are malformed, or there is none.
+        ValueError: if every record was cut, or left out because its prompt alone fills `max_length`.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class RecordRows(Dataset[list[Sample]]):
         return len(self._rows)
 
     def __iter__(self) -> Iterator[list[Sample]]:
-        return (self[number] for number in range(len(self)))  # numbers go on behind them
+        return (self[number] for number in range(len(self)))  # larger numbers are later epochs
 
     def __getitem__(self, visit: int) -> list[Sample]:
         epoch, row = divmod(visit, len(self))
@@ -70,14 +69,14 @@ class RecordRows(Dataset[list[Sample]]):
 
 
 def pack(lengths: np.ndarray, max_length: int) -> list[np.ndarray]:
-    """Puts samples into rows: the longest first, each into the first row with room.
+    """Put samples into rows: the longest first, each into the first row with room.
 
     Args:
         lengths: [n] int64 tokens, none above `max_length`.
-        max_length: Tokens a row may hold.
+        max_length: Tokens per row, at most.
 
     Returns:
-        Per row the numbers of its samples, ascending; the rows by their first samples.
+        By row the numbers of its samples, ascending; rows are in the order of their first samples.
     """
     room = np.full(len(lengths), max_length)
     rows: list[list[int]] = [[] for _ in lengths]

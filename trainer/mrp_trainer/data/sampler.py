@@ -1,4 +1,4 @@
-"""The order in which rows are visited, and rows to evaluate on, of which several processes get equally many."""
+"""The order in which rows are visited; and evaluation rows padded to equal numbers for several processes."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -12,19 +12,19 @@ from .samples import Sample, samples_of
 
 
 class LengthBucketSampler(Sampler[int]):
-    """Visits the dataset in windows of 16 batches; inside a window rows of like length meet in one batch.
+    """A sampler that visits the dataset in windows of 16 batches, and puts rows of similar length of a window into one batch.
 
-    Yields numbers that go on over the epochs: row i is asked for as i, len + i, 2 * len + i and so on, and carries that number
-    as its `Sample.index`, so that every visit has noise of its own. An epoch is rounded up to whole steps, which take the
-    first rows of the next round: a short step would be filled up by accelerate, with other rows for another number of
-    processes. The order is a function of the window's number alone, so a resumed run sees the same batches; and of the batch
-    over all processes and accumulation steps, so that it does not matter how a step is divided among them.
+    Yielded numbers go on over the epochs: row i is visited as i, len + i, 2 * len + i and so on, and carries that number as its
+    `Sample.index`, so that every visit has noise of its own. An epoch is rounded up to whole steps with the first rows of the
+    next epoch: accelerate would fill up a short step, with other rows for another number of processes. The order depends only
+    on the window's number, so a resumed run sees the same batches, and on the batch over all processes and accumulation steps,
+    so that it does not matter how a step is divided among them.
 
     Args:
         dataset: Rows by number: a sample, or several that share a row.
-        batch_size: Rows that make one step.
-        epoch: Tells which epoch an iteration is when it begins: accelerate's wrappers of a resumed run over several processes
-            would not pass it on.
+        batch_size: Rows of one step.
+        epoch: Returns the epoch of an iteration that begins: accelerate's wrappers would not pass it on in a resumed run over
+            several processes.
     """
 
     def __init__(self, dataset: Any, batch_size: int, epoch: Callable[[], int]) -> None:
@@ -45,7 +45,7 @@ class LengthBucketSampler(Sampler[int]):
                 yield from batch
 
     def _cost(self, visit: int) -> int:
-        """Columns of the row's packed pass, up to a constant factor: clean tokens and the blocks noised twice."""
+        """Count the columns of the row's packed pass, roughly: clean tokens, and response tokens twice."""
         return sum(len(sample.ids) + 2 * int(sample.response.sum()) for sample in samples_of(self.dataset[visit]))
 
 
@@ -53,8 +53,8 @@ Row = Sample | Sequence[Sample]
 
 
 class FilledUp(Dataset[Row]):
-    """The rows of a dataset, and behind them as many with nothing to learn as make it a multiple of the rows that all processes
-    take at once: accelerate would fill the last batches up with first rows, which would count twice."""
+    """A dataset filled up with rows that have nothing to learn, to a multiple of the rows that all processes take at once:
+    accelerate would fill the last batches up with first rows, which would count twice."""
 
     def __init__(self, rows: Any, multiple: int) -> None:
         self.rows = rows

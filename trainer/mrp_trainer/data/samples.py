@@ -1,4 +1,4 @@
-"""What is trained on: token ids of whole blocks, and which of them are learned."""
+"""Samples that are trained on: token ids of whole blocks, and which of them are learned."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ class Sample:
 
     Attributes:
         index: The visit's number (another one in every epoch); with the seed it decides the noise.
-        ids: [tokens] integers, a whole number of blocks.
-        response: [tokens] bool, what is learned: the assistant's turns, and what lies behind the end of the text.
-        length: Where the text ends and padding begins; None if it fills its blocks or goes on behind them.
-        reveal_step: [tokens] when a decoder revealed each token, if one did: higher is later, below 0 in the prompt.
+        ids: [tokens] int32, a whole number of blocks.
+        response: [tokens] bool, what is learned: the assistant's turns, and the padding after the end of the text.
+        length: The number of tokens before padding; None if there is none, as in a text that was cut.
+        reveal_step: [tokens] int32, the step at which a decoder revealed each token, below 0 in the prompt; None if none did.
     """
 
     index: int
@@ -25,7 +25,7 @@ class Sample:
     reveal_step: np.ndarray | None = None
 
     def response_blocks(self, block_size: int) -> np.ndarray:
-        """[n] numbers of the blocks that hold something to learn: the ones a noisy copy repeats."""
+        """Return the numbers [n] of the blocks that hold something to learn, which noisy copies repeat."""
         return np.flatnonzero(self.response.reshape(-1, block_size).any(1))
 
 
@@ -38,12 +38,12 @@ def make_sample(
     capacity: int,
     reveal_step: Sequence[int] | None = None,
 ) -> Sample | None:
-    """Make a sample, of visit 0, of a text: its ids [n], what is learned [n], and when a decoder revealed each token [n].
+    """Make the sample, for visit 0, of a text: its ids [n], what is learned [n], and when a decoder revealed each token [n].
 
-    The last block of a text that `ended` is filled with `pad_token_id`, and learned as what lies behind the end. One that did
-    not is cut to whole blocks: what would have followed in the last one is not known. So is one longer than `capacity`, a
-    number of tokens in whole blocks, which then has no `length`, and whose blocks behind the last that is learned are left out.
-    It is None if nothing that is learned is left.
+    The last block of a text that `ended` is filled with `pad_token_id`, which is learned as padding after the end. Other texts
+    are cut to whole blocks, as the rest of the last one is unknown. So are those longer than `capacity`, a number of tokens in
+    whole blocks: their sample has no `length`, and no blocks after the last with something to learn. None if nothing is left to
+    learn.
     """
     is_cut, length = len(ids) > capacity, min(len(ids), capacity)
     if is_cut or not ended:
@@ -64,5 +64,5 @@ def make_sample(
 
 
 def samples_of(row: Sample | Sequence[Sample]) -> Sequence[Sample]:
-    """The samples that share a row."""
+    """Return the samples of a row, which is one sample or several."""
     return [row] if isinstance(row, Sample) else row

@@ -1,15 +1,15 @@
-"""Judging of small Python functions written by a model, each in a process of its own.
+"""A sandbox for small Python functions that a model wrote: each is called in a process of its own.
 
-`run_functions` starts one bare interpreter (``python -I -S``: no environment, no installed packages, an empty folder to work
-in), which forks a child for every program. The child checks the syntax tree against a list of what is allowed, calls the
-function under the limits of the operating system, and writes its results to a pipe.
+`run_functions` starts one bare interpreter (``python -I -S``: no environment, no installed packages, an empty working folder),
+which forks a child for every program. The child checks the syntax tree against a list of what is allowed, calls the function
+under the limits of the operating system, and writes its results to a pipe.
 
-A hostile program **cannot** name anything but its own variables and nine builtins. Behind the list the limits hold: 1 second
-of CPU time and 10 of wall clock, 256 MiB of memory, no file or socket opened, no byte written to a file, and (for other users
-than root) no process started. What is too slow, too big, or crashes its interpreter fails alone.
+A hostile program **cannot** name anything but its own variables and nine builtins. As a second defence, limits hold: 1 second
+of CPU time and 10 of wall clock, 256 MiB of memory, no file or socket opened, no byte written to a file, and (for users other
+than root) no process started. A program that is too slow, too big, or crashes its interpreter fails alone.
 
-It **can** use up its second and its memory, and answer anything. Who finds a way through both the list and CPython still acts
-as the user who runs the command: run weights that you do not trust as a user with nothing to lose. Needs a POSIX system.
+It **can** use up its second and its memory, and return anything. Whoever finds a way through both the list and CPython acts as
+the user who runs the command: run weights that you do not trust as a user with nothing to lose. Needs a POSIX system.
 """
 
 import ast
@@ -37,7 +37,7 @@ _GRAMMAR = (
 
 
 def run_functions(programs: Sequence[tuple[str, Sequence[Any]]]) -> list[list[Any] | str]:
-    """Call functions that are given as text, none of which can do harm.
+    """Call functions that are given as text, without letting them do harm.
 
     A text is one function of one plain argument. Its body may hold assignments, ``for``, ``if``, ``return``, ``pass``,
     ``break`` and ``continue``; expressions are ``+ - * // %``, ``not and or``, comparisons except ``is``, ``a if b else c``,
@@ -48,7 +48,7 @@ def run_functions(programs: Sequence[tuple[str, Sequence[Any]]]) -> list[list[An
         programs: (text, arguments) of each program, the arguments as JSON has them.
 
     Returns:
-        Of each program the results, one an argument, or the reason why there are none: what is refused or went wrong.
+        By program, a list with the result of each argument, or the reason for having none: what is refused or went wrong.
     """
     if not programs:
         return []
@@ -68,7 +68,7 @@ def _results(line: str) -> list[Any] | str:
 
 
 def _serve() -> None:
-    """Answer the programs of the standard input, each with the line of JSON that its child wrote, as far as it is read."""
+    """Run the programs of the standard input; print for each the line of JSON from its child, as far as it is read."""
     for source, arguments in json.load(sys.stdin):
         reader, writer = os.pipe()
         child = os.fork()
@@ -103,7 +103,7 @@ def _confine(writer: int) -> None:
 
 
 def _answer(source: str, arguments: Sequence[Any]) -> str:
-    """JSON of the results, or of the reason why there are none."""
+    """Format as JSON the results, or the reason for having none."""
     try:
         function = _function(source)
         return json.dumps([function(argument) for argument in arguments])
@@ -112,7 +112,7 @@ def _answer(source: str, arguments: Sequence[Any]) -> str:
 
 
 def _function(source: str) -> Callable[[Any], Any]:
-    """The function that a text defines; `ValueError` for what is not on the list."""
+    """Compile the function of a text; `ValueError` for what is not on the list, `SyntaxError` for no Python."""
     module = ast.parse(source)
     match module.body:
         case [

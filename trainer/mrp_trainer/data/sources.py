@@ -1,4 +1,4 @@
-"""Where records come from: JSON lines, and what `datasets` reads."""
+"""Sources of records: JSON lines, and what `datasets` reads."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,18 +13,18 @@ from modeling_mrp.model.layouts import is_hub_id
 
 from .records import FieldError, RecordError, decoded_line
 
-_MOST = 20  # problems that are collected before they are raised
+_MOST = 20  # malformed records that are collected before an error is raised
 
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of records, or lines of JSON (bytes; blank ones are passed over), by the name that errors give their file."""
+    """Tables of records, by the names that errors use: rows, or lines of JSON (bytes; blank ones are skipped)."""
 
     tables: Mapping[str, Iterable[Any]]
 
 
 def json_lines(paths: Sequence[str]) -> Source:
-    """The source of files of one JSON object a line; it is read once."""
+    """Make the source of files with one JSON object a line; it can be read once."""
     return Source({path: _lines(path) for path in paths})
 
 
@@ -34,13 +34,13 @@ def _lines(path: str) -> Iterator[bytes]:
 
 
 def open_source(paths: Sequence[str], split: str = "train") -> Source:
-    """The source behind files of JSON lines; or behind a split of one folder that `datasets` saved or can load, or of a dataset
-    on the Hub.
+    """Open files of JSON lines as a source; or a split of one folder that `datasets` saved or can load, or of a dataset on the
+    Hub.
 
     Raises:
-        RecordError: A path is missing, or cannot be read.
-        ValueError: These paths do not go together.
-        ImportError: A folder is given and `datasets` is not installed.
+        RecordError: if a path is missing or cannot be read.
+        ValueError: if there is no path, or several that are not all files.
+        ImportError: if a folder or an id is given and `datasets` is not installed.
     """
     if not paths:
         raise ValueError("no data: give --data, or data in the YAML file")
@@ -56,10 +56,11 @@ def open_source(paths: Sequence[str], split: str = "train") -> Source:
 
 
 def source_of(dataset: Any, name: str) -> Source | None:
-    """Make a source of what a caller passed as a dataset, which errors call by `name`: a `datasets.Dataset`; a list of records,
-    or any other dataset by number whose first item is one; a path that `open_source` takes; a source.
+    """Make the source of a dataset, which errors call by `name`: a `datasets.Dataset`; a list of records, or any other dataset
+    by number whose first item is one; a path that `open_source` takes; a source.
 
-    It is None if the first item is no record; `ValueError` if the dataset has no length.
+    Returns None if the first item is no record. `ValueError` if the dataset has no length, `RecordError` if a path cannot be
+    read.
     """
     if isinstance(dataset, str | os.PathLike):
         return open_source([os.fspath(dataset)])
@@ -71,13 +72,13 @@ def source_of(dataset: Any, name: str) -> Source | None:
 
 
 def checked(source: Source, read: Callable[[Any], Any]) -> Iterator[tuple[int, Any]]:
-    """Iterate over the records of a source, each its line from 1 on and what `read` makes of it.
+    """Iterate over the records of a source: the line's number, from 1 on, and what `read` returns for the record.
 
-    Behind the first malformed record, for which `read` raises a FieldError, none is yielded: the others are read only for their
-    problems, which are raised together.
+    `read` raises `FieldError` for a malformed record. After the first one nothing more is yielded: the rest is read only to
+    collect further errors, which are raised together.
 
     Raises:
-        RecordError: Some record is malformed, or a file has none.
+        RecordError: if some record is malformed, or a table has none.
     """
     problems: list[str] = []
     for name, rows in source.tables.items():
@@ -115,7 +116,7 @@ def _load(path: Path, split: str) -> Source:
             table = table[split] if isinstance(table, datasets.DatasetDict) else table
         else:
             table = datasets.load_dataset(str(path), split=split)
-    except Exception as error:  # datasets raises what its readers raise: their errors, OSError, KeyError, ValueError
+    except Exception as error:  # datasets passes errors of its readers on: their own, OSError, KeyError, ValueError
         cause = error.__cause__ or error
         raise RecordError([f"{path}: datasets cannot read split {split!r} of it: {type(cause).__name__}: {cause}"]) from error
     return Source({str(path): table})

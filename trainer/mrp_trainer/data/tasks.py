@@ -6,11 +6,11 @@ Three families, each a pure function of ``(family, split, index)``:
 * ``code``: a one-sentence specification, answered by a small Python function that is run on hidden inputs.
 * ``source``: a stretch of real Python source of the interpreter's standard library, to be continued. It has no right answer.
 
-The answers hold free choices whose pieces must agree (the order of operands, names of one to three tokens that
-recur, loop or comprehension): a decoder that reveals several positions at once without looking has to get them wrong.
+The answers contain free choices that must agree with each other (the order of operands, names of one to three tokens that
+recur, loop or comprehension): a decoder that reveals several positions at once without checking gets them wrong.
 
-A problem belongs to the split that the hash of its prompt selects, so no prompt can occur in two splits; the splits
-also draw from disjoint seeds. `mrp tasks` writes them as JSON lines.
+The hash of a problem's prompt decides its split, so no prompt can occur in two splits; the splits also draw from disjoint
+seeds. `mrp tasks` writes problems as JSON lines.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ Split = Literal["train", "tune", "heldout"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 SPLITS: tuple[Split, ...] = get_args(Split)
 
-# Percents of the hash range that a split owns.
+# Percents of the hash range that belong to a split.
 _SPLIT_RANGES: dict[Split, range] = {"heldout": range(0, 8), "tune": range(8, 16), "train": range(16, 100)}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: what the user says (``source``: the text to continue), and one right answer of several.
+    """A problem: what the user says (``source``: the text to continue), and one right answer of several.
 
     Attributes:
         number: ``math``: the number that must follow ``####``.
@@ -52,7 +52,7 @@ class Problem:
     cases: list[tuple[Any, Any]] = field(default_factory=list)
 
     def messages(self) -> list[dict[str, str]]:
-        """The user's turn as a chat."""
+        """Return the user's turn as a chat."""
         return [{"role": "user", "content": self.prompt}]
 
 
@@ -66,7 +66,7 @@ _OPENINGS = (
     "We write {u} for the {things}.",
     "The {things} are {u}.",
 )
-# By operation, how a step of it is said: of person p, another one q and the number n.
+# By operation, sentences for a step of it, about person p, another one q and the number n.
 _TOLD: dict[str, tuple[str, ...]] = {
     "+": ("{p} buys {n} more.", "{q} gives {p} {n} more.", "{p} finds {n}."),
     "-": ("{p} loses {n}.", "{p} gives {n} to {q}.", "{p} sells {n}."),
@@ -77,7 +77,7 @@ _LARGEST = 30
 
 
 def _name(rng: random.Random, taken: tuple[str, ...] = ()) -> str:
-    """A made-up identifier of one to three words, different from those taken."""
+    """Make up an identifier of one to three words, different from those taken."""
     while True:
         words = [rng.choice(_NAME_HEADS), *rng.sample(_NAME_TAILS, rng.choice((0, 0, 1, 2)))]
         if (name := "_".join(words)) not in taken:
@@ -114,9 +114,8 @@ _EQUATION = re.compile(r"([a-z_]+) = (\d{1,9}) ([-+*]) (\d{1,9}) = (\d{1,9})")
 
 
 def _judge_math(problem: Problem, text: str) -> bool:
-    """The final number is right, every equation is true and takes up the result before it, and all are of the unknown that the
-    opening names.
-    """
+    """Return whether the final number is right, every equation is true and continues from the result before it, and all are
+    about the unknown that the opening names."""
     lines = text.strip().split("\n")
     if len(lines) < 3 or lines[-1] != f"#### {problem.number}":
         return False
@@ -192,7 +191,7 @@ def _code_number(rng: random.Random) -> Problem:
     return Problem("code", prompt, answer, cases=cases)
 
 
-# Prompts, the loop's start and gain, and the comprehension, by what the function has to return.
+# By what the function has to return: prompts, start and increment of the loop, and the comprehension.
 _LOOP = (
     "def {f}({xs}):\n    {acc} = ZERO\n    for {x} in {xs}:\n        if {test}:\n            {acc} += GAIN\n    return {acc}"
 )
@@ -268,7 +267,7 @@ _SOURCE_ANSWER_CHARS = 240
 
 @cache
 def source_modules(split: Split) -> tuple[str, ...]:
-    """The texts of the standard library's top-level modules that belong to a split (by hash of the module's name)."""
+    """Read the texts of the standard library's top-level modules that belong to a split (by hash of the module's name)."""
     folder = Path(sysconfig.get_path("stdlib"))
     return tuple(
         path.read_text(encoding="utf-8")
@@ -287,12 +286,12 @@ def _source(rng: random.Random, split: Split) -> Problem:
 
 
 def belongs(text: str, split: Split) -> bool:
-    """Whether a text or a name is of a split, by its hash."""
+    """Return whether a text or a name belongs to a split, by its hash."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 100 in _SPLIT_RANGES[split]
 
 
 def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Problem:
-    """The ``index``-th problem of a split: always the same for the same arguments."""
+    """Make the ``index``-th problem of a split: always the same for the same arguments."""
     rng = random.Random(f"{family}/{split}/{seed}/{index}")
     while True:
         if family == "code":
@@ -304,7 +303,7 @@ def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Pro
 
 
 def problems(family: Family, split: Split, count: int, seed: int = 0) -> list[Problem]:
-    """The first ``count`` problems of a split with different prompts; `ValueError` if it has not so many."""
+    """List the first ``count`` problems of a split with different prompts; `ValueError` if it has fewer."""
     found: dict[str, Problem] = {}
     index = 0
     while len(found) < count:
@@ -319,8 +318,8 @@ def problems(family: Family, split: Split, count: int, seed: int = 0) -> list[Pr
 def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
     """Judge a text, without special tokens, for each problem; all code together, in a process of its own (`run_functions`).
 
-    ``math``: the chain of equations is true and ends in the right number. ``code``: the text is one function, allowed by the
-    sandbox, that reproduces every hidden case. ``source``: None, since real text has no right continuation.
+    ``math``: True if the chain of equations is true and ends in the right number. ``code``: True if the text is one function,
+    allowed by the sandbox, that reproduces every hidden case. ``source``: None, since real text has no right continuation.
     """
     code = [(p, text) for p, text in zip(asked, texts, strict=True) if p.family == "code"]
     results = iter(run_functions([(text, [argument for argument, _ in p.cases]) for p, text in code]))
@@ -334,7 +333,7 @@ def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
 
 
 def training_lines(family: Family, split: Split, count: int, seed: int = 0) -> Iterator[str]:
-    """Problems as JSON records to train on: chats, or for `source` a prompt and its completion."""
+    """Write problems as JSON records to train on: chats, or for `source` a prompt and its completion."""
     for problem in problems(family, split, count, seed):
         if family == "source":
             yield json.dumps({"prompt": problem.prompt, "completion": problem.answer})

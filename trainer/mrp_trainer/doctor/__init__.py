@@ -1,1 +1,1 @@
-"""`mrp doctor`: what this machine computes, checked against what it should, and what a round takes on it."""
+"""The command `mrp doctor`: checks of the results on this machine, and the time of a round."""

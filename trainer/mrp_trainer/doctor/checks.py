@@ -36,9 +36,9 @@ QUESTIONS = (
     "How many seconds are in a day?",
     "Write a Python function that reverses a list.",
 )
-# New tokens of the texts that are compared, and calls before one counts, so that its rounds are replayed.
+# New tokens of compared texts; and calls before the one that counts, which record its CUDA graphs.
 TOKENS, WARM_UPS = 64, 2
-# By how much the log-probabilities of two texts may differ where they part: a near-tie that sums in another order decide.
+# Log-probabilities of two texts may differ by this much where the texts part: such near-ties are decided by rounding.
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: 0.25, torch.float16: 0.05}
 # Hidden and intermediate size, layers and heads of the published backbones.
 PUBLISHED = {"1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32), "8B": (4096, 12288, 36, 32)}
@@ -46,9 +46,8 @@ PUBLISHED = {"1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32), "8B": (40
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: whether it is as it should be, None where it could not be checked, the largest difference from what is
-    right, and details, or the reason.
-    """
+    """The result of a comparison: `ok` is None if it could not be made, `difference` is the largest from the right values, and
+    `note` has details, or the reason."""
 
     name: str
     ok: bool | None
@@ -57,12 +56,12 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        """Say it in words."""
+        """Return `ok` in words, for Markdown."""
         return "left out" if self.ok is None else "ok" if self.ok else "**failed**"
 
 
 def checked(name: str, check: Callable[[], Check]) -> Check:
-    """Make a check; one that raises has failed, and the others are made all the same."""
+    """Make a check; if it raises, it has failed, and other checks still run."""
     try:
         return check()
     except Exception as error:
@@ -72,7 +71,7 @@ def checked(name: str, check: Callable[[], Check]) -> Check:
 
 @torch.no_grad()
 def random_model(config: MRPConfig, dtype: torch.dtype, device: torch.device) -> MRPForCausalLM:
-    """Make a model with random matrices and norms of one, which never ends a text by itself; every tensor is written once."""
+    """Make a model with random matrices, and norms of one, that never ends a text by itself; every tensor is written once."""
     with torch.device("meta"):
         model = MRPForCausalLM(config)
     model = model.to(dtype).to_empty(device=device).eval()
@@ -82,7 +81,7 @@ def random_model(config: MRPConfig, dtype: torch.dtype, device: torch.device) ->
             parameter.fill_(1)
         else:
             parameter.normal_(0, config.initializer_range, generator=generator)
-    # Its buffers are no parameters, and came out empty.
+    # The buffers of rotary_emb are no parameters, and were left empty.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 1
     return model
@@ -100,7 +99,7 @@ def published_config(size: str) -> MRPConfig:
 
 
 def inputs_of(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase | None, rows: int, length: int) -> dict[str, Tensor]:
-    """Make the inputs of `generate`, [rows, length] each: the questions in turn, or without a tokenizer random tokens."""
+    """Make the inputs of `generate`, [rows, length] long each: the questions in turn, or random tokens without a tokenizer."""
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(2, min(model.config.mask_token_id, model.config.vocab_size), (rows, length), generator=generator)
@@ -129,7 +128,7 @@ def drafters(model: MRPForCausalLM) -> tuple[str, ...]:
 
 
 def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
-    """Look for numbers that are not finite."""
+    """Check that all weights are finite."""
     for part in ("backbone", *["head"] * model.config.has_head):
         named = [pair for pair in model.named_parameters() if pair[0].startswith("mrp_head.") == (part == "head")]
         wrong = [name for name, weight in named if not weight.isfinite().all()]
@@ -157,7 +156,7 @@ def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
 
 
 def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
-    """Compare drafted texts with their targets'."""
+    """Compare drafted texts with those of their targets."""
     plain: dict[str, Any] = {"graphs": False, "kernels": False} if model.device.type == "cpu" else {}
     alone = cache(lambda target: decode(model, inputs, decoding=target, **plain))
 
@@ -172,9 +171,9 @@ def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) 
 
 
 def check_ways(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
-    """Compare texts with graphs, and with kernels, with those without; and name what fell back to PyTorch.
+    """Compare texts with graphs, and texts with kernels, with those without; and report what fell back to PyTorch.
 
-    The kernels' texts are compared on a GPU alone: interpreted, each kernel is compared by itself.
+    The kernels' texts are compared on a GPU only: interpreted kernels are compared one by one instead.
     """
     mode: dict[str, Any] = {"decoding": drafters(model)[0], "num_draft_states": states}
 
@@ -194,7 +193,7 @@ def check_ways(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) ->
 
 
 def compared(name: str, ours: Any, right: Any, dtype: torch.dtype) -> Check:
-    """Compare two outputs whose texts should be equal: they may part at near-ties, which rounding decides, but nowhere else."""
+    """Compare two outputs that should have equal texts; they may part at near-ties, which rounding decides, and only there."""
     found = gaps(ours, right)
     parted = [gap for gap in found if gap is not None]
     if not parted:
@@ -206,11 +205,11 @@ def compared(name: str, ours: Any, right: Any, dtype: torch.dtype) -> Check:
 
 
 def gaps(ours: Any, theirs: Any) -> list[float | None]:
-    """Give by row how far two texts are apart where they part; None if they are equal.
+    """Measure by row the gap between two texts where they part, in log-probability; None if they are equal.
 
-    Kernels round other sums than PyTorch does, and a near-tie can fall either way; what follows it differs rightly. So the mean
-    log-probabilities are compared of what rows revealed in the first step in which they differ. Up to that step both saw the
-    same, so they are close where both are right; the gap is infinite where only one goes on.
+    Kernels round sums differently from PyTorch, so a near-tie can fall either way, and then what follows may differ. So the gap
+    is taken in the first step with different reveals, between the mean log-probabilities of what each text reveals there. Up to
+    that step both saw the same, so the means are close if both are right; the gap is infinite if only one text goes on.
     """
     found: list[float | None] = []
     for row in range(len(ours.sequences)):
@@ -224,7 +223,7 @@ def gaps(ours: Any, theirs: Any) -> list[float | None]:
 
 
 def _revealed(out: Any, row: int) -> dict[int, tuple[int, int, float]]:
-    """List by place the step that revealed it, its token and its log-probability."""
+    """Map each place that was revealed to its step, token and log-probability."""
     steps = out.reveal_step[row].tolist()
     places = zip(steps, out.sequences[row, -len(steps) :].tolist(), out.token_logprobs[row].tolist(), strict=True)
     return {place: one for place, one in enumerate(places) if one[0] >= 0}

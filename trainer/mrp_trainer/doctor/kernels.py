@@ -1,4 +1,4 @@
-"""Arguments on which kernels are compared with their PyTorch twins: small ones, as wide as a model."""
+"""Samples of arguments for comparing kernels with their PyTorch twins: small ones, as wide as a model."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from modeling_mrp.rules.draft import mix_bits, noise_key
 
 
 def scattered(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
-    """Make numbers of a shape, of mean 0 and variance 1, with the device and dtype of a tensor, by a hash."""
+    """Make hashed numbers of a shape, with mean 0 and variance 1, on the device and in the dtype of `like`."""
     numbers = mix_bits(torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=like.device))
     return ((numbers.float() * 2.0**-31 - 1) * 3**0.5).view(shape).to(like.dtype)
 
@@ -27,13 +27,13 @@ def _norm(width: int, like: Tensor, seed: int = 0) -> Qwen3RMSNorm:
 
 
 def _tokens(width: int, like: Tensor, seed: int = 0) -> Tensor:
-    """Two rows of three tokens: a large one, one of usual size, and one that is not large beside a norm's epsilon."""
+    """Make two rows of three tokens: large, of usual size, and with a mean square about as small as a norm's epsilon."""
     return scattered(2, 3, width, like=like, seed=seed) * torch.tensor([9.0, 1.0, 1e-3], device=like.device)[:, None].to(like)
 
 
 def _of_pick(vocab: int, like: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Rows of a whole vocabulary, a few tokens of each far likelier than the others, in one row equally so: greedy, with a
-    bound that only the likeliest reach, and sampled."""
+    """Make rows of a whole vocabulary, with a few tokens far likelier than the others, in one row equally likely: for greedy
+    picks, for a bound that only the likeliest reach, and for sampled picks."""
     rows, like = 12, like.float()
     logits, places = scattered(rows, vocab, like=like), torch.arange(6, device=like.device) * vocab // 6
     logits[:, places] += 9 + 3 * scattered(rows, 6, like=like, seed=1)
@@ -45,8 +45,8 @@ def _of_pick(vocab: int, like: Tensor) -> Iterator[tuple[Any, ...]]:
 
 
 def _of_attention(heads: int, kv_heads: int, dim: int, like: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Three rows of two states, a child and one alone, behind prefixes of 5, 152 and 299 slots, in shares that are merged;
-    twice, as in two layers."""
+    """Make three rows of two states, the second a child of the first, after prefixes of 5, 152 and 299 slots, in shares that
+    are merged; twice, as in two layers."""
     block, used = 4, 512
     parent = torch.arange(-1, 1, device=like.device).repeat(3, 1)
     mask = RoundMask(torch.arange(5, 300, 147, device=like.device), parent, 2, block)
@@ -56,7 +56,7 @@ def _of_attention(heads: int, kv_heads: int, dim: int, like: Tensor) -> Iterator
 
 
 def _of_rotation(heads: int, kv_heads: int, dim: int, like: Tensor) -> tuple[Any, ...]:
-    """Tokens with all heads, and a target where nothing is written yet."""
+    """Make tokens with all heads, and a target that holds NaN."""
     angles = 3 * scattered(2, 3, dim // 2, like=like).repeat(1, 1, 2)
     target = like.new_full((2, 2, kv_heads, 3, dim), torch.nan)
     norms = _norm(dim, like), _norm(dim, like, 1)
@@ -77,7 +77,7 @@ def samples_of(config: Any, like: Tensor) -> dict[Kernel, list[tuple[Any, ...]]]
 
 @torch.no_grad()
 def compared(kernel: Kernel, given: tuple[Any, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Iterate over the results of a kernel and of its twin, pair by pair."""
+    """Yield the results of a kernel, each with that of its twin."""
     made = kernel.launch(*given)
     ours = [one.clone() for one in (made if isinstance(made, tuple) else (made,))]  # both may write to the same places
     right = kernel.twin(*given)

@@ -1,4 +1,4 @@
-"""`mrp doctor`: the machine, the checks, the times, and one page that tells all of it."""
+"""The report of `mrp doctor`: machine, checks and times on one page."""
 
 import copy
 import platform
@@ -29,15 +29,14 @@ from .checks import (
 from .options import DoctorOptions
 from .rounds import Timed, proposed, time_rounds
 
-# Rows of the texts that are compared, and the states of their rounds; parameters up to which a CPU compares in float64.
+# Rows of compared texts, and states per row and round; most parameters with which a CPU compares in float64.
 ROWS, STATES, WIDENED = 3, 8, 500_000_000
 
 
 @dataclass
 class Report:
-    """What was found: versions, device and model; checks; times by batch and K; and by batch the K that made the most tokens a
-    second, none where the weights are random.
-    """
+    """The findings: versions, device and model; checks; times by batch and K; and by batch the K that made the most tokens a
+    second, empty for random weights."""
 
     machine: dict[str, str]
     checks: list[Check] = field(default_factory=list)
@@ -46,11 +45,11 @@ class Report:
 
     @property
     def failed(self) -> list[str]:
-        """Name the checks that failed."""
+        """List the names of the checks that failed."""
         return [check.name for check in self.checks if check.ok is False]
 
     def page(self) -> str:
-        """Write all of it as Markdown."""
+        """Format the report as Markdown."""
         parts = ["# mrp doctor", markdown_table(["", ""], self.machine.items())]
         rows = [
             [check.name, check.verdict, "" if check.difference is None else f"{check.difference:.2g}", check.note]
@@ -81,7 +80,7 @@ class Report:
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
-    """Collect versions and the device."""
+    """Collect versions and the device's name."""
     cuda = device.type == "cuda"
     return {
         "mrp": __version__,
@@ -93,7 +92,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
 
 
 def examine(options: DoctorOptions) -> Report:
-    """Load the model, check it and time it; standard error says what comes."""
+    """Load the model, check and time it, with progress on standard error; errors are those of loading a model."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     report = Report(machine_of(device))
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -126,7 +125,7 @@ def examine(options: DoctorOptions) -> Report:
     gather(check_ways(model, inputs, STATES))
     widened = device.type == "cpu" and model.num_parameters() <= WIDENED
     gather(check_drafts(copy.deepcopy(model).double() if widened else model, inputs, STATES))
-    if not (times := checked("times", timed)).ok:  # what was checked is printed all the same
+    if not (times := checked("times", timed)).ok:  # checks are printed even if timing fails
         gather([times])
     report.proposed = proposed(report.rounds) if tokenizer is not None else {}
     return report

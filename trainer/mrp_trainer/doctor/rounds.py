@@ -1,4 +1,4 @@
-"""A round's time by batch and number of states, and the number of drafts that pays."""
+"""The time of a round by batch and number of states, and the number of drafts that pays."""
 
 import statistics
 import time
@@ -13,15 +13,14 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from .checks import TOKENS, WARM_UPS, decode, drafters
 
-# Tokens of the shorter of two calls; what they differ by is rounds alone.
+# Tokens of the shorter of two calls, which differ in rounds alone.
 SHORT = 16
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Rounds of so many rows of K states each, 1 for the target alone: seconds of one, the median of all turns, and tokens of
-    the whole call, with its prompts.
-    """
+    """Times of rounds with `batch` rows of K states each, 1 for the target alone: seconds of one round, the median over turns,
+    and rates of tokens over the whole call, with its prompts."""
 
     batch: int
     states: int
@@ -31,8 +30,8 @@ class Timed:
 
 
 def time_rounds(model: MRPForCausalLM, inputs: dict[str, Tensor], every: Sequence[int], turns: int) -> Iterator[Timed]:
-    """Time rounds of each width on a batch, in turns: the difference of two calls over that of their rounds, so that prompts
-    drop out. What is drafted is the checkpoint's target, or `static`."""
+    """Time rounds of each width on a batch, in turns: the difference between two calls, divided by that of their rounds, so
+    that prompts drop out. Drafts are those of the checkpoint's target, or of `static`."""
     target = model.generation_config.target or "static"
     found: dict[int, list[tuple[float, float, float]]] = {states: [] for states in every}
     for turn in range(-WARM_UPS if model.device.type == "cuda" else 0, turns):
@@ -65,11 +64,11 @@ def _now(device: torch.device) -> float:
 
 
 def _rounds(out: Any) -> int:
-    """Count the backbone forwards behind the prompt's."""
+    """Count the backbone forwards after the prompt's."""
     return int(out.stats.forwards["denoise"] + out.stats.forwards["verify"])
 
 
 def proposed(timed: Sequence[Timed]) -> dict[int, int]:
-    """Choose by batch the K that made the most tokens a second."""
+    """Choose for each batch the K that made the most tokens a second."""
     by_speed = sorted(timed, key=lambda one: (one.batch, one.tokens_per_second))
     return {one.batch: one.states for one in by_speed}

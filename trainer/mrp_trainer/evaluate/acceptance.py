@@ -1,9 +1,9 @@
-"""How far drafts carry.
+"""Acceptance of drafts: accepted lengths, and acceptance by depth.
 
-Acceptance by depth: in a round the backbone's own reveals lead from a row's next state, which is known, from draft to draft.
-Draft k is accepted if they lead through k drafts. The chance of that, given that k - 1 were accepted, is counted over the
-rounds that had a k-th to offer: some state that was submitted (in this round or, in vain, in the one before) lies k denoising
-steps behind the row's next state and keeps everything that the (k - 1)-th accepted one shows.
+In a round the backbone's own reveals lead from a row's own state, which is known, through one drafted state after another.
+Draft k is accepted if they lead through k drafts. Its acceptance is a share of the rounds in which k - 1 were accepted and a
+k-th was on offer: a submitted state (of this round, or one refused in the round before) that lies k denoising steps after the
+row's own and keeps everything that the (k - 1)-th accepted one shows.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from .intervals import Interval, ratio_of_sums
 
 
 def acceptance_by_depth(decoded: Decoded) -> list[tuple[int, Interval]]:
-    """Count by depth the rounds that had a k-th draft to offer, and give the share of them in which it was accepted.
+    """List by depth k the number of rounds with a k-th draft on offer, and the share of them in which it was accepted.
 
-    Depths that were never offered, and modes without drafts, have none. Intervals are over problems.
+    Depths that were never on offer are left out: all, in modes without drafts. Intervals are over problems.
     """
     offered, accepted = decoded.offered_at_depth.T, decoded.accepted_at_depth.T
     rates = [(int(one.sum()), ratio_of_sums(right, one)) for one, right in zip(offered, accepted, strict=True)]
@@ -28,7 +28,7 @@ def acceptance_by_depth(decoded: Decoded) -> list[tuple[int, Interval]]:
 
 
 def mean_accepted_length(decoded: Decoded) -> Interval | None:
-    """Give the denoising steps that a row takes in a round: the one that every round makes, and one for each accepted draft."""
+    """Compute the mean denoising steps of a row in a round: one, and one more for each accepted draft; None without rounds."""
     steps = [rounds + accepted for rounds, accepted in zip(decoded.rounds, decoded.accepted, strict=True)]
     return ratio_of_sums(steps, decoded.rounds)
 
@@ -41,14 +41,17 @@ def measure_acceptance(
     batch_size: int = 16,
     **options: Any,
 ) -> dict[str, float]:
-    """Decode a few prompts with `mrp_spec`, greedily, and measure how far its drafts carry.
+    """Decode a few prompts, given as ids, with `mrp_spec`, greedily, and measure the acceptance of its drafts.
 
-    For use while training: gradients are off, and no random number is drawn. A row drafts as many states as
-    `num_draft_states` says, or the checkpoint's config; 4 where that says `auto`. `options` are for `generate`.
+    For use while training: gradients are off, and no random number is drawn. `options` are for `generate`. The number of
+    drafted states is their `num_draft_states`, or that of the model's generation config; 4 if it is `auto`.
 
     Returns:
         `mean_accepted_length` (denoising steps per round, 1 where no draft is right), `tokens_per_forward` and
-        `first_draft_acceptance` (of the rounds with a draft, the share in which the first was right; 0 if there were none).
+            `first_draft_acceptance` (of the rounds with a draft, the share in which the first was right; 0 if there were none).
+
+    Raises:
+        ValueError: without a prompt or a head, or for options that `generate` refuses.
     """
     own = getattr(model.generation_config, "num_draft_states", None)
     asked = {"decoding": "mrp_spec", "do_sample": False, "num_draft_states": own if isinstance(own, int) else UNTIMED_STATES}

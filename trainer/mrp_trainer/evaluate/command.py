@@ -1,7 +1,7 @@
 """Accuracy and cost of decoding modes on problems, with 95 % intervals: `mrp evaluate`.
 
 Intervals are fields NAME_95, [low, high]: Wilson's for shares of problems, a bootstrap over problems for all else
-(`intervals`). What is counted by depth of a draft is defined in `acceptance`.
+(`intervals`). The counts by depth of a draft are defined in `acceptance`.
 """
 
 import sys
@@ -26,7 +26,9 @@ from .table import printing
 
 
 def evaluate(options: EvaluateOptions) -> None:
-    """Print a row or a JSON line per problem set and setting. Everything is checked before the model's weights are read."""
+    """Print a row or a JSON line per problem set and setting. All is checked before the model's weights are read: `ValueError`
+    for malformed files, prompts that leave no room for an answer, refused options or a damaged checkpoint, `OSError` for a
+    missing one."""
     options = options.of_checkpoint(load_generation_fields(options.model))
     config = load_config(options.model)
     for setting in options.settings():
@@ -45,7 +47,7 @@ def evaluate(options: EvaluateOptions) -> None:
 
 
 def check_setting(setting: Mapping[str, Any], config: MRPConfig) -> None:
-    """Raise `ValueError` for an option that `generate` does not know, or would refuse of a model with this config."""
+    """Raise `ValueError` for an option that `generate` does not know, or would refuse for a model with this config."""
     for name in setting.get("set", {}):
         if name not in OPTION_NAMES:
             raise ValueError(f"--set {name}: generate has no such option{closest_name(name, OPTION_NAMES)}")
@@ -53,8 +55,8 @@ def check_setting(setting: Mapping[str, Any], config: MRPConfig) -> None:
 
 
 def report(model: Any, tokenizer: Any, options: EvaluateOptions, sets: list[ProblemSet], results: ResultsFile | None) -> None:
-    """Print the measurements that are asked for, and add them to the file of results. Of those that are there already only a
-    table has rows."""
+    """Measure every setting on every problem set, print the results, and add them to the file of results. Those that the file
+    has already are not measured again, and only a table shows them."""
     every = options.settings()
     with printing(options.json) as (print_line, print_text):
         for asked in sets:
@@ -80,7 +82,7 @@ def report(model: Any, tokenizer: Any, options: EvaluateOptions, sets: list[Prob
 
 
 def _question(options: EvaluateOptions, model: Any, asked: ProblemSet) -> dict[str, Any]:
-    """List what identifies a measurement: the model, the problems and the options that change results."""
+    """Collect what identifies a measurement: the model, the problems and the options that change results."""
     names = ("model", "tokenizer", "split", "judge", "chat", "batch_size")
     of_model = {"dtype": str(model.dtype), "device": str(model.device)}
     of_set = {"problems": len(asked.prompts), "max_new_tokens": asked.max_new_tokens, "digest": asked.digest()}
@@ -88,7 +90,7 @@ def _question(options: EvaluateOptions, model: Any, asked: ProblemSet) -> dict[s
 
 
 def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
-    """Make the fields of a line, of one setting beside the first."""
+    """Make the fields of a result line for one setting, compared with the first."""
     line: dict[str, Any] = {"accuracy": None if decoded.accuracy is None else round(decoded.accuracy, 1)}
     if decoded.judged:
         line["accuracy_95"] = wilson(sum(decoded.judged), len(decoded.judged)).rounded(1, 100)

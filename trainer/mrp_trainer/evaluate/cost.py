@@ -1,8 +1,8 @@
-"""What decoding costs: tokens per *unit*, a unit being one backbone forward, with the head's passes charged.
+"""The cost of decoding: tokens per *unit*, where a unit is one backbone forward, and head passes are charged as shares of one.
 
-A head pass is charged the share that it reads of what a backbone forward reads, picks included, at a published shape: 27, 18
-and 16 % at 1.7B, 4B and 8B, and 9, 8 and 8 % where it picks among a shortlist of 16 tokens of each position. A forward costs
-the same whatever its number of states, which holds at small batches on a GPU.
+A head pass is charged what it reads as a share of what a backbone forward reads, picks included, at a published shape: 27, 18
+and 16 % at 1.7B, 4B and 8B, and 9, 8 and 8 % if it picks among a shortlist of 16 tokens per position. A forward is taken to
+cost the same for any number of states, as it does at small batches on a GPU.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ def charged_as(hidden_size: int | None) -> str:
 
 
 def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
-    """Give what a head pass of a line costs, as a share of a forward; its picks read all rows of `lm_head`, or those that the
-    shortlists of its K - 1 states name."""
+    """Compute the cost of a line's head pass, as a share of a forward. Its picks read all rows of `lm_head`, or only those in
+    the shortlists of its K - 1 states."""
     if not (listed := line.get("draft_shortlist")):
         return HEAD_SHARES[shape]
     published = PUBLISHED[shape]
@@ -29,7 +29,7 @@ def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
 
 
 def charge(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
-    """Give the units that a line's decoding takes for each forward; None where it does not say how often the head ran."""
+    """Compute the units that a line's decoding takes per forward; None where it does not count head passes."""
     passes = line.get("head_per_token")
     return None if passes is None else 1 + head_share(line, shape) * passes * line["tokens_per_forward"]
 
@@ -37,7 +37,7 @@ def charge(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
 def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
     """Add `tokens_per_unit` to a measurement, a unit being a backbone forward with its head passes charged.
 
-    The interval of the tokens a forward is divided by the same units: the head's passes a forward hardly vary.
+    The interval of tokens per forward is divided by the same units, as head passes per forward hardly vary.
     """
     units = charge(line, shape)
     speed, interval = line["tokens_per_forward"], line.get("tokens_per_forward_95")
@@ -48,7 +48,7 @@ def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
 
 
 def break_even(drafted: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Give the share of a forward that a head pass may cost at most for drafts to be no slower than those without a head; below
-    0 where they are slower at any cost."""
+    """Compute the largest cost of a head pass, as a share of a forward, at which drafts are no slower than those of `other`,
+    without a head; below 0 if they are slower at any cost."""
     saved = 1 / other["tokens_per_forward"] - 1 / drafted["tokens_per_forward"]
     return float(saved / drafted["head_per_token"])

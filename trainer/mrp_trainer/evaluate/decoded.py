@@ -1,4 +1,4 @@
-"""Decoding lists of prompts with one set of `generate` options, and what it cost, prompt by prompt."""
+"""Decoding of lists of prompts with one set of `generate` options, with its cost by prompt."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,17 +20,18 @@ Judge = Callable[[list[str]], list[bool | None]]
 
 @dataclass
 class Decoded:
-    """What one mode made of a list of problems; lists have an item for each, and `MRPGenerateStats` says what is counted.
+    """The results of one mode on a list of problems. Lists have an item per problem; `MRPGenerateStats` defines what is
+    counted.
 
     Attributes:
         texts: The decoded answers.
-        ids: The generated ids, padding removed.
+        ids: The generated ids, without padding.
         right: Whether the judge accepts each; None where there is no right answer.
         seconds: Wall clock of decoding.
         forwards: Forwards of the batches by role, and drafts, accepted drafts and revoked reveals.
         rounds: Backbone forwards that were rounds (all but the prompt's).
-        offered_at_depth: [problems, depths] rounds in which k - 1 drafts were accepted and there was a k-th behind them.
-        accepted_at_depth: [problems, depths] of these, rounds in which a k-th was accepted.
+        offered_at_depth: [problems, depths] int, the rounds with k - 1 accepted drafts and a k-th on offer.
+        accepted_at_depth: [problems, depths] int, those of them in which the k-th was accepted.
     """
 
     texts: list[str]
@@ -52,31 +53,31 @@ class Decoded:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Divide generated tokens by backbone forwards, each row counting its own, all rows together."""
+        """Divide generated tokens by backbone forwards, both summed over rows."""
         return sum(self.tokens) / sum(self.row_forwards)
 
     @property
     def head_forwards_per_token(self) -> float:
-        """Divide head forwards by generated tokens, all rows together."""
+        """Divide head forwards by generated tokens, both summed over rows."""
         return sum(self.row_head_forwards) / sum(self.tokens)
 
     @property
     def judged(self) -> list[bool]:
-        """List the judgements there are."""
+        """List the judgements that are not None."""
         return [right for right in self.right if right is not None]
 
     @property
     def accuracy(self) -> float | None:
-        """Give the share of problems solved, in percent of those with a right answer; None if there are none."""
+        """Compute the share of problems solved, in percent of those with a right answer; None if there are none."""
         return 100 * sum(self.judged) / len(self.judged) if self.judged else None
 
     def equal(self, other: "Decoded") -> int:
-        """Count the outputs with the same tokens."""
+        """Count the problems with the same tokens in both."""
         return sum(a == b for a, b in zip(self.ids, other.ids, strict=True))
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
-    """Pad prompts of different length: `input_ids` and `attention_mask`, [rows, length]."""
+    """Pad prompts on the left to the longest: `input_ids` and `attention_mask`, [rows, length] long."""
     width = max(map(len, rows))
     return {
         "input_ids": torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in rows]),
@@ -91,7 +92,7 @@ def decode_problems(
     batch_size: int = 32,
     **options: Any,
 ) -> Decoded:
-    """Decode problems of one family and judge the answers; the other arguments are those of `decode_prompts`."""
+    """Decode problems of one family and judge the answers; other arguments and errors are those of `decode_prompts`."""
     prompts = [encode(problem, tokenizer)[0] for problem in asked]
     limit = NEW_TOKENS[asked[0].family]
     return decode_prompts(model, tokenizer, prompts, partial(judge, asked), limit, batch_size, **options)
@@ -106,7 +107,7 @@ def decode_prompts(
     batch_size: int = 32,
     **options: Any,
 ) -> Decoded:
-    """Decode prompts, given as ids, so many per call of `generate`; without `judge_texts` none is judged.
+    """Decode prompts, given as ids, `batch_size` per call of `generate`; without `judge_texts` none is judged.
 
     Raises:
         ValueError: without a prompt, and for options that `generate` refuses.
@@ -142,12 +143,12 @@ def decode_prompts(
 
 
 def _of_rows(stats: Sequence[Any], name: str) -> np.ndarray:
-    """[problems, ...] a count of every row, those of all batches."""
+    """Concatenate a count of each row, [problems, ...], over all batches."""
     return np.concatenate([getattr(part, name).cpu().numpy() for part in stats])
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Choose what rows are padded with; it is masked, so that any id serves."""
+    """Choose the id for padding; it is masked, so that any id serves."""
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 

@@ -1,7 +1,7 @@
-"""Intervals of what is measured on a list of problems.
+"""Confidence intervals of measurements on a list of problems.
 
-Two kinds, used throughout. A share of problems (accuracy, identical texts) has Wilson's score interval, which is no point where
-all or none are. Everything that counts inside problems (tokens over forwards, accepted over offered drafts, ...) is a ratio of
+There are two kinds. A share of problems (accuracy, identical texts) has Wilson's score interval, which is not a point even at 0
+or 100 %. Everything that is counted within problems (tokens over forwards, accepted over offered drafts, ...) is a ratio of
 sums over problems and has the percentile interval of a bootstrap that draws whole problems with replacement.
 """
 
@@ -16,19 +16,19 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Interval:
-    """A measured value and the interval that holds it with the level asked for."""
+    """A measured value and its confidence interval."""
 
     value: float
     low: float
     high: float
 
     def rounded(self, digits: int = 3, times: int = 1) -> list[float]:
-        """[low, high]."""
+        """Return [low, high], multiplied by `times` and rounded."""
         return [round(times * self.low, digits), round(times * self.high, digits)]
 
 
 def wilson(right: int, count: int, level: float = 0.95) -> Interval:
-    """Give the share `right` / `count` with Wilson's score interval; `ValueError` if there is nothing to count."""
+    """Return the share `right` / `count` with Wilson's score interval; `ValueError` if `count` is 0, or less than `right`."""
     if not 0 <= right <= count or count == 0:
         raise ValueError(f"{right} of {count}: a share needs at least one problem, and no more right than there are")
     z = NormalDist().inv_cdf((1 + level) / 2)
@@ -43,8 +43,8 @@ def resampled_sums(columns: np.ndarray, resamples: int, seed: int) -> np.ndarray
 
     Args:
         columns: [problems, counts].
-        resamples: How often as many problems as there are get drawn.
-        seed: Of the draws; the same seed draws the same problems for as many problems.
+        resamples: The number of resamples, each of as many problems as there are.
+        seed: Of the draws; with the same seed and number of problems, the same problems are drawn.
 
     Returns:
         [resamples, counts].
@@ -55,7 +55,7 @@ def resampled_sums(columns: np.ndarray, resamples: int, seed: int) -> np.ndarray
 
 
 def percentiles(value: float, resampled: np.ndarray, level: float = 0.95) -> Interval:
-    """Pair a value with the percentile interval of its resamples."""
+    """Pair a value with the percentile interval of its resamples, [resamples]."""
     low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high))
 
@@ -65,7 +65,7 @@ def ratio_of_sums(
 ) -> Interval | None:
     """Divide the sum of `over` by the sum of `under`, both counted by problem; None where `under` is 0 everywhere.
 
-    Resamples in which nothing is left to divide by do not count.
+    The interval is that of a bootstrap over problems; resamples with a denominator of 0 do not count.
     """
     if sum(under) == 0:
         return None

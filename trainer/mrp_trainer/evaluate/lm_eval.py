@@ -1,4 +1,4 @@
-"""lm-eval with the model `mrp`: its log-likelihood tasks by `score`, and all else as with its own model `hf`.
+"""The model `mrp` of lm-eval: log-likelihood tasks use `score`, and all else is as with lm-eval's own model `hf`.
 
 ``python -m mrp_trainer.evaluate.lm_eval run --model mrp --model_args pretrained=FOLDER,trust_remote_code=True --tasks TASK`` is
 lm-eval's own command line. In Python, import this module and call `lm_eval.simple_evaluate(model="mrp", ...)`.
@@ -17,20 +17,20 @@ from .decoded import pad_left
 
 logger = logging.getLogger(__name__)
 
-# Rows of a batch where lm-eval is given `auto`: `score` bounds the memory of a forward itself.
+# Rows of a batch for lm-eval's `auto`: `score` itself bounds the memory of a forward.
 ROWS = 16
 
-# What lm-eval makes of a request: the request or None, and ids of the context and of what follows.
+# An encoded request of lm-eval: the request or None, ids of the context, and ids of the continuation.
 Encoded = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 @register_model("mrp")
 class MRPLM(HFLM):
-    """lm-eval's `HFLM`, whose log-likelihoods are those of decoding from left to right, one token a step."""
+    """lm-eval's `HFLM` with the log-likelihoods of decoding from left to right, one token a step."""
 
     @property
     def max_length(self) -> int:
-        """Give the most tokens of a text, less one: lm-eval adds one, the last, which an autoregressive model does not read."""
+        """Return the most tokens of a text, less one: lm-eval adds one, for the last, which no autoregressive model reads."""
         length: int = super().max_length
         return length - 1
 
@@ -40,7 +40,7 @@ class MRPLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Score what follows each context: its log-probability, and whether it is what greedy decoding gives."""
+        """Score the continuation of each context: its log-probability, and whether greedy decoding gives it."""
         rows = override_bs or (self.batch_size if isinstance(self.batch_size, int) else ROWS)
         texts = [[*context, *rest] for _, context, rest in requests]
         most = self.max_length + 1

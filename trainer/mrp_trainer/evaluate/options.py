@@ -1,6 +1,6 @@
-"""What `mrp evaluate` is asked to do: every option, once.
+"""Options of `mrp evaluate`, some of which other commands share; each is declared once.
 
-Nothing here imports torch, so that help comes at once.
+Nothing here imports torch, so that help appears at once.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from ..embedded import EMBEDDED
 from ..flags import assigned, flag
 
 _OPTIONS = {option.name: option for option in OPTIONS}
-# Options of `generate` that have a flag for several values, others that have a flag, and those that the measurement rests on.
+# Options of `generate`: those with a flag for several values, all with a flag, and those that a measurement cannot change.
 _SWEPT = {"confidence_threshold": "tau", "num_draft_states": "states", "draft_branches": "branches"}
 _BY_FLAG = {**_SWEPT, "decoding": "decoding", "target": "target", "max_new_tokens": "max-new-tokens"}
 _FIXED = ("return_dict_in_generate", "num_return_sequences", "max_length")
@@ -24,18 +24,18 @@ Judge = Literal["exact", "last_number", "contains"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Decoding: Any = Literal[DECODINGS]
 Target: Any = Literal[TARGETS]
-_WHAT, _HOW, _MODEL, _OUTPUT = "What is asked", "How it is decoded", "Model", "Output"
+_WHAT, _HOW, _MODEL, _OUTPUT = "Problems", "Decoding", "Model", "Output"
 
 
 def _of(name: str) -> dict[str, Any]:
-    """Take the help and the default of an option's flag, which may have several values, from its declaration."""
+    """Make the arguments of a flag, for one or several values of an option, from the option's declaration."""
     option = _OPTIONS[name]
     return {"help": f"{option.help} ({name} of {', '.join(option.modes)}).", "default": [option.default], "panel": _HOW}
 
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """Which model, and where."""
+    """Options of the model and its device."""
 
     model: str = flag("Checkpoint: folder or Hub id.", EMBEDDED, panel=_MODEL, metavar="PATH")
     tokenizer: str | None = flag(
@@ -47,7 +47,7 @@ class ModelOptions:
 
 @dataclass(kw_only=True)
 class GenerateOptions(ModelOptions):
-    """Options of `generate` that have no flag.
+    """Options of `generate` that have no flag, as assignments.
 
     Raises:
         ValueError: for an assignment without a name or value, a name that is given twice, or one that has a flag.
@@ -59,17 +59,17 @@ class GenerateOptions(ModelOptions):
         self.extra()
 
     def extra(self) -> dict[str, Any]:
-        """Read what `set` assigns, the values as YAML writes them."""
+        """Read the assignments of `set`, with values as YAML writes them."""
         flags = {name: one for name, one in _BY_FLAG.items() if hasattr(self, one.replace("-", "_"))}
         return assigned(self.set, flags, _FIXED)
 
 
 @dataclass(kw_only=True)
 class ModeOptions(GenerateOptions):
-    """In which modes a model decodes; each field is a flag."""
+    """Options of the decoding modes; each field is a flag."""
 
     decoding: list[str] = flag("Modes of decoding.", [_OPTIONS["decoding"].default], panel=_HOW, kind=list[Decoding])
-    target: list[str] = flag("Modes whose text is drafted.", [], panel=_HOW, kind=list[Target], shown="the checkpoint's")
+    target: list[str] = flag("Target modes of drafts.", [], panel=_HOW, kind=list[Target], shown="the checkpoint's")
     tau: list[float] = flag(**_of("confidence_threshold"))
     states: list[int | str] = flag(
         **_of("num_draft_states") | {"default": []}, kind=list[str], metavar="K", shown="the checkpoint's; some for auto"
@@ -81,16 +81,15 @@ class ModeOptions(GenerateOptions):
         self.states = [int(one) if str(one).removeprefix("-").isdecimal() else one for one in self.states]
 
     def of_checkpoint(self, own: Mapping[str, Any], states: int = 4) -> Self:
-        """Fill in the target and the number of states of a checkpoint's generation config (`own`) where none is asked for;
-        `states` of them in place of `auto`, with which every run has other counts.
-        """
+        """Fill in missing targets and numbers of states from a checkpoint's generation config (`own`); `states` replaces
+        `auto`, which would count differently in every run."""
         width = own.get("num_draft_states")
         width = width if isinstance(width, int) else states
         target = own.get("target") or _OPTIONS["target"].default
         return replace(self, target=self.target or [target], states=self.states or [width])
 
     def settings(self) -> list[dict[str, Any]]:
-        """List the options of `generate`, one mapping a setting; those of `set` are together under that name."""
+        """List the options of `generate`, one mapping per setting; those of `set` are together under that name."""
         if not (self.target and self.states):
             return self.of_checkpoint({}).settings()
         extra = self.extra()
@@ -105,26 +104,26 @@ class ModeOptions(GenerateOptions):
 
 @dataclass(kw_only=True)
 class EvaluateOptions(ModeOptions):
-    """What is measured, and how; each field is a flag."""
+    """Options of `mrp evaluate`; each field is a flag."""
 
     prompts: list[str] = flag("JSON lines: prompt or messages, and answer.", [], panel=_WHAT, metavar="FILE")
     judge: str = flag("How answers to --prompts are compared.", "exact", panel=_WHAT, kind=Judge)
     chat: bool = flag("Chat template around each prompt of --prompts.", False, panel=_WHAT)
-    family: list[str] = flag("Synthetic problems.", [], panel=_WHAT, kind=list[Family], shown="math, code")
+    family: list[str] = flag("Families of synthetic problems.", [], panel=_WHAT, kind=list[Family], shown="math, code")
     split: str = flag("Split of the synthetic problems.", "heldout", panel=_WHAT, kind=Split)
-    count: int | None = flag("Problems of each set.", None, panel=_WHAT, min=1, shown="500 of a family, all of a file")
+    count: int | None = flag("Problems per set.", None, panel=_WHAT, min=1, shown="500 of a family, all of a file")
     max_new_tokens: int | None = flag("Tokens per answer.", None, panel=_HOW, min=1, shown="the family's, or 256")
     batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)
     json: bool = flag("JSON lines, not a table.", False, panel=_OUTPUT)
-    output: str | None = flag("Append JSON lines here; what is there is skipped.", None, panel=_OUTPUT, metavar="FILE")
-    show: int = flag("Answers to print.", 0, panel=_OUTPUT, min=0)
+    output: str | None = flag("Append JSON lines here; skip results it has already.", None, panel=_OUTPUT, metavar="FILE")
+    show: int = flag("Number of answers to print.", 0, panel=_OUTPUT, min=0)
 
     @property
     def families(self) -> list[str]:
-        """List the families of synthetic problems that are asked."""
+        """List the families of synthetic problems to decode."""
         return self.family or ([] if self.prompts else ["math", "code"])
 
 
 def generate_options(setting: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a setting as keyword arguments of `generate`."""
+    """Flatten a setting into keyword arguments of `generate`."""
     return {**{name: value for name, value in setting.items() if name != "set"}, **setting.get("set", {})}

@@ -1,7 +1,7 @@
-"""What is asked, and who judges the texts: problems of a synthetic family, or a file of prompts with answers.
+"""Problem sets, each with its judge: problems of a synthetic family, or a file of prompts with answers.
 
 The file has JSON lines. A record has `prompt` (text to be continued, or a user's turn with a chat template) or `messages`, a
-chat, whose last turn is left out if it is the assistant's; and it may have `answer`. Other fields are left alone.
+chat without its last turn if that is the assistant's; it may have `answer`. Other fields are ignored.
 """
 
 import hashlib
@@ -22,18 +22,18 @@ from ..data.tasks import Family, Split, judge, problems
 from .decoded import NEW_TOKENS, Judge
 
 FILE_NEW_TOKENS, FAMILY_COUNT = 256, 500
-# A minus behind a word or a digit is one between two numbers.
+# A minus right after a word or a digit is not a sign.
 _NUMBER = re.compile(r"(?:(?<!\w)-)?\$?\d[\d,]*(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """Problems of one kind, ready to be asked.
+    """Problems of one kind, ready to be decoded and judged.
 
     Attributes:
-        name: The field of a line that says which: {"family": ...} or {"file": ...}.
-        where: What errors call each.
-        shown: What was asked, as text; `prompts` are ids.
+        name: The field that identifies the set in a result line: {"family": ...} or {"file": ...}.
+        where: The name of each problem in errors.
+        shown: The prompts as text; `prompts` are ids.
         answers: The right answers; None where there is none.
     """
 
@@ -46,7 +46,7 @@ class ProblemSet:
     max_new_tokens: int
 
     def check_room(self, max_positions: int) -> None:
-        """Raise `ValueError` for the first prompt that leaves no room for the text behind it."""
+        """Raise `ValueError` for the first prompt that leaves no room for `max_new_tokens`."""
         for where, prompt in zip(self.where, self.prompts, strict=True):
             if len(prompt) + self.max_new_tokens > max_positions:
                 raise ValueError(
@@ -55,7 +55,7 @@ class ProblemSet:
                 )
 
     def digest(self) -> str:
-        """Make a digest of all that is asked."""
+        """Return a digest of prompts, answers and `max_new_tokens`."""
         return hashlib.sha256(json.dumps([self.prompts, self.answers, self.max_new_tokens]).encode()).hexdigest()[:16]
 
 
@@ -66,7 +66,7 @@ def family_set(
     count: int | None = None,
     max_new_tokens: int | None = None,
 ) -> ProblemSet:
-    """Take the first problems of a synthetic family, 500 unless `count` says otherwise."""
+    """Make a set of the first problems of a synthetic family, 500 unless `count` says otherwise."""
     asked = problems(family, split, FAMILY_COUNT if count is None else count)
     return ProblemSet(
         {"family": family},
@@ -87,13 +87,13 @@ def file_set(
     count: int | None = None,
     max_new_tokens: int | None = None,
 ) -> ProblemSet:
-    """Read the first records of a file, all unless `count` says otherwise; with `chat` the chat template goes around each
-    `prompt`, too.
+    """Make a set of the first records of a file, all unless `count` says otherwise; with `chat` the chat template goes around
+    each `prompt`, too.
 
     Raises:
-        OSError: for a file that is not there.
-        ValueError: for one without a record, and for malformed records (also behind `count`), naming file, line and field;
-            and if the tokenizer has no chat template where one is needed, or a prompt comes to no token.
+        OSError: if the file is not there.
+        ValueError: for a file without a record, and for malformed records (also after `count`), with file, line and field; if
+            the tokenizer has no chat template where one is needed, or a prompt has no token.
     """
 
     def read(row: Any) -> tuple[Chat | Text, str | None]:
@@ -144,7 +144,7 @@ def _answer(answer: Any, judge: str) -> str | None:
 
 
 def _prompt_ids(where: str, asked: Chat | Text, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
-    """Encode what the model continues: through the chat template for messages, and for a prompt if `chat`; else plain."""
+    """Encode a prompt: messages, and with `chat` also a text, through the chat template; otherwise as plain text."""
     text = asked.prompt if isinstance(asked, Text) else ""
     if chat or isinstance(asked, Chat):
         if not tokenizer.chat_template:

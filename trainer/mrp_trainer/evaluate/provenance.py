@@ -1,4 +1,4 @@
-"""What a measurement was made with: the header of a file of results, and digests of weights and of the code that decides."""
+"""Provenance of measurements: headers of files of results, and digests of weights and of the code that decides."""
 
 import ast
 import hashlib
@@ -17,15 +17,15 @@ import modeling_mrp
 
 ROOT = Path(__file__).parents[3]
 _DIGITS = 12
-# What decides which tokens a decode reveals, drafts and accepts, and so all counts: files of `modeling_mrp`.
+# Files of `modeling_mrp` that decide which tokens are revealed, drafted and accepted, and so all counts.
 _DECIDING = ("rules/*.py", "generate/loop.py", "generate/refine.py", "networks/picker.py")
 
 
 def digests(model: nn.Module) -> dict[str, str | None]:
-    """Return the digests of a model's two parts, `backbone` and `head`, in hexadecimal; None for a head that it has not.
+    """Return the digests of a model's two parts, `backbone` and `head`, in hexadecimal; None for a missing head.
 
-    They are of the tensors' names, shapes and values, in the names' order. Floating values are taken as float32, so that the
-    same weights have the same digest also where they compute in float64.
+    They are of the tensors' names, shapes and values, in the names' order. Floating values are taken as float32, so that
+    weights have the same digest after a cast to float64.
     """
     parts = {"backbone": hashlib.sha256(), "head": hashlib.sha256()}
     tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
@@ -43,7 +43,7 @@ def digests(model: nn.Module) -> dict[str, str | None]:
 
 @cache
 def deciding(package: Path = Path(modeling_mrp.__file__).parent) -> str:
-    """Return the digest, in hexadecimal, of the code that decides what is counted, without docstrings and lines of comment."""
+    """Return a digest, in hexadecimal, of the code that decides all counts, without docstrings and comment lines."""
     digest = hashlib.sha256()
     for path in (path for pattern in _DECIDING for path in sorted(package.glob(pattern))):
         text, said = path.read_text(encoding="utf-8"), set[int]()
@@ -56,7 +56,7 @@ def deciding(package: Path = Path(modeling_mrp.__file__).parent) -> str:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, "with changes" behind it where code or weights differ from it; None outside of one."""
+    """Return the checkout's commit, followed by "with changes" if code or weights differ from it; None without a checkout."""
     if not (ROOT / ".git").exists():
         return None
     git = ["git", "-C", str(ROOT)]
@@ -69,9 +69,8 @@ def commit() -> str | None:
 
 
 def header(benchmark: str, options: object, model: nn.Module | None = None) -> dict[str, Any]:
-    """Return the first line of a command's output, which alone has a field `benchmark`: the command, versions, date, options,
-    which are attributes of `options`, and digests of the weights that are measured, if any.
-    """
+    """Make the header, the first line of a command's output: the command (in the field `benchmark`, which no other line has),
+    versions, date, options (the attributes of `options`), and digests of the measured weights, if any."""
     asked = {
         name: str(value).replace(f"{ROOT}/", "") if isinstance(value, str | Path) else value
         for name, value in vars(options).items()

@@ -1,7 +1,7 @@
-"""Files of results, one JSON line a measurement: written line by line, resumed behind the last complete line, and read again.
+"""Files of results, one JSON line per measurement: written line by line, resumed after the last complete line, and read again.
 
-A line with a field `benchmark` is a header (`provenance`): it says what the lines behind it, up to the next one,
-were measured with, the weights among it.
+A line with a field `benchmark` is a header (`provenance`): it describes what the lines after it, up to the next header, were
+measured with, weights included.
 """
 
 import json
@@ -23,7 +23,7 @@ def mode_name(line: Mapping[str, Any]) -> str:
 
 
 def with_headers(lines: Iterable[Line]) -> Iterator[tuple[Line, Line]]:
-    """Pair each measurement with the nearest header before it, which is empty where there is none."""
+    """Pair each measurement with the last header before it, which is empty if there is none."""
     header: Line = {}
     for line in lines:
         if "benchmark" in line:
@@ -33,11 +33,11 @@ def with_headers(lines: Iterable[Line]) -> Iterator[tuple[Line, Line]]:
 
 
 def other_weights(header: Mapping[str, Any], line: Mapping[str, Any], weights: Mapping[str, Any]) -> str | None:
-    """Name the part of today's model, `backbone`, `head` or `deciding` (code), with which a stored line was not measured.
+    """Name the first part (`backbone`, `deciding` code, `head`) that is not that of today's `weights`; None if all are.
 
-    A line that counts no head pass (`head_per_token`) is not about the head. A header whose `backbone` is None measured no
-    checkpoint, and one whose `head` is None had none or several of its own; one that has no such field measured other weights.
-    The code is not compared where either side does not say it, as no header did before it was noted.
+    A line without head passes (`head_per_token`) does not depend on the head. In a header, `backbone` is None if no checkpoint
+    was measured, and `head` is None if there was no head, or several; a header without `backbone` is of other weights. The code
+    is compared only if both sides have it; old headers do not.
     """
     if "backbone" not in header:
         return "backbone"
@@ -50,18 +50,17 @@ def other_weights(header: Mapping[str, Any], line: Mapping[str, Any], weights: M
 
 
 def check_clean(path: str | Path, header: Mapping[str, Any]) -> None:
-    """Raise `ValueError` where a measurement of code that no commit holds would go into `benchmarks/results`."""
+    """Raise `ValueError` for a measurement in `benchmarks/results` that was made with uncommitted code."""
     if Path(path).resolve().parent.parts[-2:] == ("benchmarks", "results") and "with changes" in str(header.get("commit")):
         raise ValueError(f"{path}: the code has changes that no commit holds: commit them first, or name another file")
 
 
 class ResultsFile:
-    """The lines that earlier runs of a command left, and those that this one adds.
+    """A file of results: lines of earlier runs of a command, and those that this run adds.
 
-    A line that was cut short (the process was killed, the disk was full) is removed when the file is opened again.
-
-    It is made with its folders if it is not there. `key` is a field that every line has, headers excepted: a `ValueError` names
-    a line without, and the file is left as it is.
+    The file is made with its folders if it is not there. A line that was cut short (the process was killed, the disk was full)
+    is removed when the file is opened again. Every line but headers has the field `key`: a `ValueError` names a line without,
+    and the file is left as it is.
     """
 
     def __init__(self, path: str | Path, key: str) -> None:
@@ -80,7 +79,7 @@ class ResultsFile:
             self.path.write_text(whole + newline, encoding="utf-8")
 
     def begin(self, header: Line) -> None:
-        """Say what is measured with from here on: `find` looks for its lines alone, and the first `add` writes it down."""
+        """Set the header of further lines: `find` returns only lines that match it, and the first `add` writes it."""
         check_clean(self.path, header)
         self.header = header
 
@@ -107,7 +106,7 @@ class ResultsFile:
 
 
 def _record(line: str) -> Line:
-    """Read a line; what is no JSON object is empty."""
+    """Parse a line; anything but a JSON object becomes an empty dict."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

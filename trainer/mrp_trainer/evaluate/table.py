@@ -1,4 +1,4 @@
-"""What `mrp evaluate` prints: a table that grows with every measurement, or JSON lines."""
+"""Output of `mrp evaluate`: a table that grows with every measurement, or JSON lines."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from rich.table import Table
 from .cost import CHARGED, charged
 from .results import mode_name
 
-# Heading, field and digits of the columns behind those of what was asked and how it was decoded.
+# Heading, field and digits of the columns after problem set and mode.
 _COLUMNS = (
     ("right %", "accuracy", 1),
     ("tokens / unit", "tokens_per_unit", 2),
@@ -29,9 +29,9 @@ _CAPTION = "in brackets: 95 % intervals; a unit is a forward of the backbone, pa
 
 @contextmanager
 def printing(as_json: bool) -> Iterator[tuple[Callable[[Mapping[str, Any]], None], Callable[[str], None]]]:
-    """Lend functions that print a measurement, as a JSON line or as a row of a table, and a text above it.
+    """Yield two functions: one prints a measurement as a JSON line or as a row of a table, the other a text above the table.
 
-    The table has the terminal's width, 160 columns where there is none, and grows on a terminal with every row.
+    The table is as wide as the terminal, or 160 columns without one; on a terminal it grows with every row.
     """
     if as_json:
         yield lambda line: print(json.dumps(line), flush=True), print
@@ -53,7 +53,7 @@ def printing(as_json: bool) -> Iterator[tuple[Callable[[Mapping[str, Any]], None
 
 
 def row_of(line: Mapping[str, Any]) -> list[str]:
-    """Write a measurement as cells; "-" for what it does not have."""
+    """Format a measurement as cells; "-" for missing values."""
     line = charged(line, line.get("charged_as", CHARGED))
     asked = line["family"] if "family" in line else Path(line["file"]).name
     return [asked, mode_name(line), *(_value(line, name, digits) for _, name, digits in _COLUMNS)]

@@ -1,4 +1,4 @@
-"""Pictures of decodes: facts out of what `generate` returns, and a self-contained SVG of them. Nothing here imports torch."""
+"""Pictures of decodes: facts from the output of `generate`, and a self-contained SVG of them. Nothing here imports torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,14 +8,17 @@ from .svg import Picture, draw
 
 
 def show(outputs: Any, tokenizer: Any, *, prompt: str | None = None, row: int = 0, animated: bool = False) -> Picture:
-    """Draw what `generate(..., return_dict_in_generate=True)` returned; a notebook shows it, `save` writes it to a file.
+    """Draw the output of `generate(..., return_dict_in_generate=True)`; a notebook shows the picture, its `save` writes a file.
 
     Args:
-        outputs: An output, or several by name, to be drawn side by side on one clock.
+        outputs: An output, or a mapping of several by name, to be drawn side by side on one clock.
         tokenizer: The model's.
-        prompt: Is shown above the text.
-        row: Which row of a batch.
-        animated: Whether the text comes forward by forward, again and again.
+        prompt: Text to show above.
+        row: Number of the batch's row.
+        animated: Whether the text appears forward by forward, again and again.
+
+    Raises:
+        ValueError: if there is no output, or one is something else or has no such row.
     """
     several = isinstance(outputs, Mapping) and not hasattr(outputs, "sequences")
     named = outputs if several else {"decode": outputs}

@@ -1,4 +1,4 @@
-"""Facts of one decode, read from the output of `generate`: which forward revealed each token, and what became of the drafts."""
+"""Facts of one decode, from the output of `generate`: the forward that revealed each token, and the outcome of drafts."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-_NOT_WHOLE = "\ufffd"  # what a tokenizer makes of bytes that are no whole character
-_LONGEST = 8  # tokens that one character may take
+_NOT_WHOLE = "\ufffd"  # a tokenizer's text for an incomplete character
+_LONGEST = 8  # tokens of one character, at most
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a text, and how it came there.
+    """A token of a text, and how it was revealed.
 
     Attributes:
         text: As the tokenizer decodes it; "" where its bytes are shown at a later token, which completes the character.
-        forward: The forward that revealed it, from 1; None of a given token.
-        step: The denoising step that it belongs to; -1 of a given token.
-        drafted: A state that was drafted revealed it: without drafts it would have taken a forward of its own.
-        taken_back: How often a reveal at this place went back to a mask.
+        forward: The forward that revealed it, from 1; None for a given token.
+        step: The denoising step that revealed it; -1 for a given token.
+        drafted: Whether a drafted state revealed it: without drafts it would have taken another forward.
+        probability: Its probability when it was revealed.
+        taken_back: The number of reveals at its place that went back to a mask.
     """
 
     text: str
@@ -34,12 +35,12 @@ class Token:
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward of the backbone that the row took part in.
+    """A backbone forward in which the row took part.
 
     Attributes:
-        own: Tokens that it revealed at the row's next state.
+        own: Tokens that it revealed at the row's own state.
         accepted: Tokens that it revealed at drafted states.
-        refused: Drafted states that it scored in vain; what a later forward still finds of use is not told apart.
+        refused: Drafted states that were not accepted, including those that a later forward can use.
     """
 
     own: int
@@ -49,11 +50,11 @@ class Forward:
 
 @dataclass(frozen=True)
 class Decode:
-    """One row's decode: the tokens of its text, and the backbone's forwards in order.
+    """The decode of one row: the tokens of its text, and the backbone's forwards in order.
 
     Attributes:
         drafted: Drafted states that were submitted.
-        accepted: Those that were right.
+        accepted: Drafted states that were accepted.
         blocks: Columns of the text at which a block begins.
     """
 
@@ -67,12 +68,12 @@ class Decode:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Generated tokens (not given ones) over forwards."""
+        """Divide generated tokens (not given ones) by forwards."""
         return sum(token.forward is not None for token in self.tokens) / max(1, len(self.forwards))
 
 
 def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0) -> Decode:
-    """Read one row of an `MRPGenerateOutput`, which a picture calls by `name`; `ValueError` for anything else."""
+    """Read a row of an `MRPGenerateOutput` as the decode `name`; `ValueError` for other outputs and missing rows."""
     rounds = getattr(getattr(output, "stats", None), "rounds", None)
     if rounds is None:
         raise ValueError(
@@ -108,14 +109,14 @@ def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0)
 
 
 def _revealed_by(of_row: dict[str, list[int]], step: int) -> tuple[int, bool]:
-    """Find the forward that took a step, and whether it took another one before it: then a draft was accepted."""
+    """Find the forward that took a step, and whether it took an earlier one, too: then the step was an accepted draft."""
     at = min(bisect_right(of_row["steps"], step), len(of_row["steps"]) - 1)
     first = of_row["steps"][at - 1] if at else 0
     return of_row["row_forwards"][at], step > first
 
 
 def _forwards(of_row: dict[str, list[int]], tokens: Sequence[Token]) -> tuple[Forward, ...]:
-    """List every forward of a row; those of a long prefill but the last revealed nothing."""
+    """List every forward of a row; of a long prefill only the last can have revealed something."""
     own = Counter(token.forward for token in tokens if not token.drafted)
     accepted = Counter(token.forward for token in tokens if token.drafted)
     refused: Counter[int] = Counter()
@@ -127,7 +128,7 @@ def _forwards(of_row: dict[str, list[int]], tokens: Sequence[Token]) -> tuple[Fo
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Decode each token. A character whose bytes are several tokens stands at the last of them, and "" at the others."""
+    """Decode each token. A character with the bytes of several tokens is at the last of them, and "" at the others."""
     texts: list[str] = []
     begun: list[int] = []
     for one in ids:
@@ -136,7 +137,7 @@ def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
         if not text.endswith(_NOT_WHOLE):
             texts += [""] * (len(begun) - 1) + [text]
             begun = []
-        elif len(begun) == _LONGEST:  # no character takes so many
+        elif len(begun) == _LONGEST:  # no character is longer
             texts += [_decoded([each], tokenizer) for each in begun]
             begun = []
     return texts + [_decoded([each], tokenizer) for each in begun]

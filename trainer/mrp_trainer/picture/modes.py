@@ -1,4 +1,4 @@
-"""A picture of a decode, side by side in several modes: the command `mrp show`."""
+"""The command `mrp show`: a picture of a decode in several modes, side by side."""
 
 from typing import Any
 
@@ -12,7 +12,8 @@ from .options import ShowOptions
 
 
 def show_model(options: ShowOptions) -> Picture:
-    """Decode a prompt in every mode that is asked for, draw that, and write it to `options.output`."""
+    """Decode a prompt in the modes of `options`, draw the decodes, and write the picture to `options.output`. `ValueError` if
+    checkpoint, tokenizer, prompt or options do not fit, `OSError` if there is no such checkpoint."""
     check_utf8(options.prompt)
     for setting in options.drawn({}):
         check_setting(setting, load_config(options.model))

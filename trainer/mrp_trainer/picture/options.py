@@ -1,4 +1,4 @@
-"""What `mrp show` is asked to draw: every option, once. Nothing here imports torch, so that help comes at once."""
+"""Options of `mrp show`, each declared once. Nothing here imports torch, so that help appears at once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,18 +8,18 @@ from ..evaluate.options import Decoding, ModeOptions
 from ..flags import flag
 from .svg import check_name
 
-_WHAT, _HOW, _OUTPUT = "What is asked", "How it is decoded", "Picture"
+_WHAT, _HOW, _OUTPUT = "Prompt", "Decoding", "Picture"
 
 
 @dataclass(kw_only=True)
 class ShowOptions(ModeOptions):
-    """What is decoded and drawn; each field is a flag. `ValueError` for a file name that is no picture's."""
+    """Options of `mrp show`; each field is a flag. `ValueError` for a file that is neither an .svg nor a .png."""
 
     decoding: list[str] = flag("Modes, side by side.", [], panel=_HOW, kind=list[Decoding], shown="the target, and its drafts")
     prompt: str = flag("Prompt.", "Sum the numbers of a list that are even, each plus 5.", panel=_WHAT)
     plain: bool = flag("No chat template around the prompt.", False, panel=_WHAT)
     max_new_tokens: int = flag("Tokens of the text.", 64, panel=_WHAT, min=1)
-    animated: bool = flag("The text comes forward by forward.", False, panel=_OUTPUT)
+    animated: bool = flag("The text appears forward by forward.", False, panel=_OUTPUT)
     output: str = flag("File, an .svg or .png.", "decode.svg", panel=_OUTPUT, metavar="FILE")
 
     def __post_init__(self) -> None:
@@ -29,9 +29,8 @@ class ShowOptions(ModeOptions):
             raise ValueError(f"--output is {self.output}, and a .png does not move: name an .svg, or leave out --animated")
 
     def drawn(self, own: Mapping[str, Any], has_head: bool = True) -> list[dict[str, Any]]:
-        """List the options of `generate` for each mode that the picture shows, as `settings` does: with target and states of
-        the checkpoint's generation config (`own`), or 8 for auto, if none are asked for.
-        """
+        """List the options of `generate` for each mode in the picture, as `settings` does. Missing targets and numbers of
+        states are those of the checkpoint's generation config (`own`), with 8 states for `auto`."""
         options = self.of_checkpoint(own, states=8)
         decoding = self.decoding or [*options.target, "mrp_spec" if has_head else "self_spec"]
         return replace(options, decoding=decoding).settings()

@@ -1,7 +1,7 @@
-"""An SVG of decodes: tokens where they stand, coloured by the forward that revealed them, and forwards counted.
+"""An SVG of decodes: tokens in their places, coloured by the forward that revealed them, and bars of tokens per forward.
 
-It refers to nothing outside of itself and runs no script; the animated form moves by CSS. This module says what stands where,
-and `decode.svg.jinja` how it is written.
+It refers to nothing outside of itself and runs no script; the animated form moves by CSS. This module computes the layout, and
+`decode.svg.jinja` writes it.
 """
 
 import hashlib
@@ -18,27 +18,28 @@ from rich.cells import cell_len, chop_cells
 from .facts import Decode, Token
 
 _MARGIN, _GAP, _PANEL = 20.0, 16.0, 472.0
-_INSET = 16.0  # of a panel
-_CHARACTER, _LINE = 7.8, 27.0  # of the fixed-width font, at 13 px
-_UNIT, _MOST = 5.0, 12  # of a bar: a token's height, and how many fit
+_INSET = 16.0  # within a panel
+_CHARACTER, _LINE = 7.8, 27.0  # width and height in the fixed-width font, at 13 px
+_UNIT, _MOST = 5.0, 12  # height of a token in a bar, and tokens of the highest bar
 _PROMPT_LINES = 3
-_LEGEND = 236.0  # of an entry, at most
-# Joiners stand within words and emoji.
+_LEGEND = 236.0  # width of an entry, at most
+# How some characters are shown. Joiners stay as they are, within words and emoji.
 _SHOWN = {"\n": "↵\n", "\t": "⇥", "\u200c": "\u200c", "\u200d": "\u200d"}
-_ID = "\0"  # stands for the picture's id until that is known; visible texts hold no controls
-_TICK, HOLD = 0.28, 3.0  # seconds that a forward takes, at most, and that the whole text stands
-_ALL, _LEAST = 12.0, 0.04  # seconds of all forwards, if that leaves this much for each
+_ID = "\0"  # placeholder of the picture's id, which is a hash of the rest; visible texts hold no controls
+_TICK, HOLD = 0.28, 3.0  # longest seconds per forward, and seconds that the whole text stays
+_ALL, _LEAST = 12.0, 0.04  # longest seconds of all forwards, and shortest per forward
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of decodes, which notebooks show as it is, and what it shows in words."""
+    """A picture of decodes as an SVG, which notebooks show, with a title that sums it up."""
 
     svg: str = field(repr=False)
     title: str
 
     def save(self, path: Path | str) -> Path:
-        """Write it to a file, an .svg, or a .png, for which cairosvg has to be installed."""
+        """Write the picture to an .svg or a .png, and return the path; `ValueError` for other names, `ImportError` for a .png
+        without cairosvg."""
         path = Path(path)
         check_name(path)
         drawn = self._png() if path.suffix == ".png" else self.svg.encode()
@@ -58,7 +59,7 @@ class Picture:
 
 
 def check_name(path: Path | str) -> None:
-    """Refuse, with a `ValueError`, a file name that is no picture's."""
+    """Raise `ValueError` for a file name that ends neither in .svg nor in .png."""
     if Path(path).suffix not in (".svg", ".png"):
         raise ValueError(f"{path}: a picture is an SVG or a PNG, give a name that ends in .svg or .png")
 
@@ -66,8 +67,8 @@ def check_name(path: Path | str) -> None:
 def draw(decodes: Sequence[Decode], *, prompt: str | None = None, animated: bool = False) -> Picture:
     """Draw decodes side by side, two in a row, on one clock: the colours of a forward are the same in all of them.
 
-    The same decodes make the same picture. The prompt is shown above, shortened to three lines. If `animated`, the texts come
-    forward by forward, again and again; where the viewer asks for less motion they stand.
+    The same decodes give the same picture. The prompt is shown above, shortened to three lines. If `animated`, the texts appear
+    forward by forward, again and again, but stay whole if the viewer asks for less motion. `ValueError` without decodes.
     """
     if not decodes:
         raise ValueError("there are no decodes to draw: pass at least one")
@@ -101,7 +102,7 @@ def draw(decodes: Sequence[Decode], *, prompt: str | None = None, animated: bool
 
 
 def _prompt(prompt: str, wide: int) -> list[str]:
-    """Break a prompt into lines of `wide` cells, the last of which says if there are more."""
+    """Break a prompt into lines of `wide` cells; an ellipsis ends the last if there are more."""
     lines = [part.lstrip() for line in visible(prompt).splitlines() for part in chop_cells(line, wide)]
     if len(lines) > _PROMPT_LINES:
         lines = [*lines[: _PROMPT_LINES - 1], f"{lines[_PROMPT_LINES - 1][:-1]}…"]
@@ -110,7 +111,7 @@ def _prompt(prompt: str, wide: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a token on one line: where it stands within the text, and what is written there."""
+    """A part of a token on one line, with its position in the text."""
 
     token: Token
     text: str
@@ -120,17 +121,17 @@ class _Piece:
 
     @property
     def kind(self) -> str:
-        """Name the class of its box."""
+        """Return the class of its box."""
         return "given" if self.token.forward is None else "draft" if self.token.drafted else "own"
 
     @property
     def text_length(self) -> float | None:
-        """Give the width that several characters take, whatever the font."""
+        """Return the width of several characters, which holds for any font; None for a single one."""
         return cell_len(self.text) * _CHARACTER if cell_len(self.text) > 1 else None
 
 
 def _pieces(decode: Decode, width: float) -> tuple[list[_Piece], list[tuple[float, int]]]:
-    """Lay out a text's tokens, with a break behind each line end; and the places at which blocks begin."""
+    """Lay out a text's tokens, with a break after each line end; also return the places (x, line) at which blocks begin."""
     pieces: list[_Piece] = []
     begins: list[tuple[float, int]] = []
     x, line = 0.0, 0
@@ -154,7 +155,7 @@ def _pieces(decode: Decode, width: float) -> tuple[list[_Piece], list[tuple[floa
 
 
 def _legend(decodes: Sequence[Decode]) -> list[tuple[str, str]]:
-    """List what outlines mean, by class, as far as the picture shows it."""
+    """List the kinds of boxes and marks in the picture, by class, with their labels."""
     tokens = [token for decode in decodes for token in decode.tokens]
     entries = [("own", "revealed without a draft", True)]
     entries += [("draft", "revealed by an accepted draft", any(token.drafted for token in tokens))]
@@ -165,36 +166,36 @@ def _legend(decodes: Sequence[Decode]) -> list[tuple[str, str]]:
 
 
 def _height(count: int) -> float:
-    """Give the height of a bar of some tokens."""
+    """Return the height of a bar for a number of tokens."""
     return _UNIT * min(_MOST, count)
 
 
 def visible(text: str) -> str:
-    """Write a text so that everything in it is seen: line ends as ↵ before the break, controls as their code points."""
+    """Make every character of a text visible: line ends as ↵ before the break, controls as their code points."""
     return "".join(map(_shown, text.replace("\r\n", "\n")))
 
 
 def _shown(character: str) -> str:
     if (shown := _SHOWN.get(character)) is not None:
         return shown
-    # Categories of what is unseen, unassigned, or not allowed in XML.
+    # Categories that are invisible, unassigned, or not allowed in XML.
     unseen = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
     return f"⟨{ord(character):X}⟩" if unseen else character
 
 
 def colour(fraction: float) -> str:
-    """Give the colour of a moment: warm at the first forward (0), cold at the last (1)."""
+    """Return the colour of a forward by its fraction of the clock: warm at the first (0), cold at the last (1)."""
     return "#" + "".join(f"{round(255 * part):02x}" for part in hls_to_rgb((38 - 183 * fraction) / 360 % 1, 0.56, 0.78))
 
 
 def _short(value: object) -> object:
-    """Write numbers short."""
+    """Shorten floats."""
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
 @cache
 def _template() -> Any:
-    from jinja2 import Environment, StrictUndefined  # help need not wait for it
+    from jinja2 import Environment, StrictUndefined  # imported late, as help does not need it
 
     made = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_short)
     made.filters |= {"colour": colour, "visible": visible, "spaced": lambda text: text.replace(" ", "\u00a0")}

@@ -1,4 +1,4 @@
-"""Publishing: which folders are fit for it, their cards, and one commit with everything in it, or none."""
+"""Publishing: checked folders of checkpoints, their cards, and one commit with everything in it, or none."""
 
 from .command import Publication, push
 

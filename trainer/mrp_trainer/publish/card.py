@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: a template, filled out of what lies in its folder, without any connection."""
+"""The model card of a checkpoint: a template filled from the files of its folder, without any connection."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from .recipe import model_of, recipe_of
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 _RENDERED = re.compile(r"<!-- Rendered from a template for (.+); without this line, pushing keeps the card as it is\. -->")
-FORM = "[More Information Needed]"  # in the card of peft, and of a model that pushed itself; nobody's word
+FORM = "[More Information Needed]"  # marks cards that peft or transformers generated and nobody filled in
 _SUMMARIES = {
     "full": "{} block-diffusion language model with an MRP head.",
     "backbone": "{} block-diffusion language model without an MRP head.",
@@ -35,7 +35,7 @@ _METRICS = {
 
 
 def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
-    """List the measurements in files that `mrp evaluate` wrote, without headers; `ValueError` names a line that is none."""
+    """Read the measurements in files that `mrp evaluate` wrote, without headers; `ValueError` names a line that is none."""
     lines: list[dict[str, Any]] = []
     for path in map(Path, paths):
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -51,14 +51,13 @@ def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a Markdown table."""
+    """Format a Markdown table."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> str:
-    """Tabulate accuracy and cost of every mode, a row a mode, those of one decoding together, the families side by side; passes
-    of the head are charged as at the published `shape`.
-    """
+    """Format a Markdown table of accuracy and cost: a row per mode, modes of one decoding together, the families side by side.
+    Head passes are charged as at the published `shape`."""
     families, decodings = (list(dict.fromkeys(line[name] for line in lines)) for name in ("family", "decoding"))
     modes: dict[str, dict[str, Mapping[str, Any]]] = {}
     for line in sorted(lines, key=lambda line: decodings.index(line["decoding"])):
@@ -80,7 +79,7 @@ def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> s
 
 
 def eval_results(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> list[EvalResult]:
-    """List accuracy and cost of every measurement, for the card's `model-index`."""
+    """List accuracy and cost of every measurement, for the card's `model-index`; head passes are charged as at `shape`."""
     return [
         EvalResult(
             task_type="text-generation",
@@ -97,7 +96,7 @@ def eval_results(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> li
 
 
 def _facts(folder: Path, config: Mapping[str, Any]) -> str:
-    """Tabulate what the folder holds."""
+    """Format a table of what the folder holds."""
     tensors = tensors_in(folder)
     counts = {name: math.prod(of.shape) for name, of in tensors.items() if "F" in of.dtype}
     head = sum(count for name, count in counts.items() if HEAD in name)
@@ -122,14 +121,14 @@ def render_card(
     extra_tags: Sequence[str] = (),
     base: str | None = None,
 ) -> ModelCard:
-    """Fill the card of a saved checkpoint.
+    """Render the card of a saved checkpoint.
 
     Args:
-        folder: What `save_pretrained` wrote, of a kind of `folder.KINDS`.
-        kind: Which.
+        folder: What `save_pretrained` wrote.
+        kind: A key of `folder.KINDS`: "full", "head" or "adapter".
         name: The repository id, or the folder as a user writes it: what the examples load, and the title.
-        results: Measurements, as `read_results` gives them.
-        about: A Markdown file of what a person says of the checkpoint: its metadata goes before ours, its text opens the card.
+        results: Measurements, as `read_results` returns them.
+        about: A Markdown file that describes the checkpoint: its metadata wins over ours, its text opens the card.
         extra_tags: Tags beside those that every card has.
         base: The base model of a head or an adapter, in place of the one that its config names.
     """
@@ -175,12 +174,12 @@ def render_card(
 
 
 def is_users_card(text: str) -> bool:
-    """Tell if a user wrote or edited this card: it is neither as this package rendered it, nor an empty form."""
+    """Return whether a user wrote or edited this card: it is neither one that this package rendered, nor an empty form."""
     return _RENDERED.search(text) is None and FORM not in text
 
 
 def renamed(text: str, name: str) -> str:
-    """Put another name into a card that this package rendered: its title, and what its examples load."""
+    """Replace the name in a card that this package rendered: its title, and what its examples load."""
     if (found := _RENDERED.search(text)) is None:
         return text
     text = text.replace(found[0], found[0].replace(found[1], name)).replace(f'"{found[1]}"', f'"{name}"')

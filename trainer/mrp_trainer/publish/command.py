@@ -1,4 +1,4 @@
-"""`mrp push` and `mrp card`: a checkpoint's folder goes to the Hub in one commit, or none; a card is rendered."""
+"""The commands `mrp push`, which pushes a checkpoint's folder to the Hub in one commit, or none, and `mrp card`."""
 
 import json
 from collections.abc import Sequence
@@ -14,15 +14,14 @@ from modeling_mrp.model.layouts import is_hub_id
 from .card import FORM, is_users_card, read_results, renamed, render_card
 from .folder import CONFIGS, KINDS, Folder, json_of, read_folder
 
-# What an earlier push left, and this one does not have, is removed in the same commit.
+# Files of an earlier push that are removed in the same commit, unless this one sends them.
 _STALE = ["model*.safetensors*", "adapter_model*", "*_mrp.py", "custom_generate/*"]
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What a push sends, or sent: a kind of `KINDS`, bytes of each file by path in the repository, files of the folder that are
-    not published, and the commit, which a dry run has not.
-    """
+    """The result of a push, or of a dry run: the kind (of `KINDS`), the bytes of each file by path in the repository, files of
+    the folder that are not published, and the commit, None after a dry run."""
 
     repo_id: str
     kind: str
@@ -62,15 +61,15 @@ def push(
     Args:
         folder: What `save_pretrained` wrote: a full model, a head (`head_only=True`) or a peft adapter.
         repo_id: "org/name", or "name" for a repository of the user's own; a new one is `private`.
-        base_model: The repository of the base of a head or an adapter that names another, such as a folder.
+        base_model: The base of a head or an adapter on the Hub, if the folder names another, such as a local folder.
         base_revision: The base's commit, branch or tag.
         revision: The branch, created if it is not there; `main` by default.
-        create_pr: Opens a pull request instead of changing `main`.
-        dry_run: Only says what would be sent, without any connection.
-        new_card: Renders the card whatever there is. By default it is the folder's README.md, if a person wrote it or nothing
-            new is to be told; else one is rendered, which does not replace what a person wrote in the repository.
+        create_pr: Open a pull request instead of changing `main`.
+        dry_run: Only return what would be sent, without any connection.
+        new_card: Render the card in any case. By default the folder's README.md is the card if a person wrote it or no other
+            argument changes it; else one is rendered, which does not replace what a person wrote in the repository.
         results: Result files for the rendered card (`read_results`).
-        about: A file that tells of the checkpoint, for the rendered card (`render_card`), which has `tags`, too.
+        about: A description of the checkpoint for the rendered card (`render_card`), which also has `tags`.
 
     Raises:
         ValueError: if the folder, the card, the base or the id is not fit to be published.

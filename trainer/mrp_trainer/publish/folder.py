@@ -1,4 +1,4 @@
-"""What a folder holds that may be published: its kind, the declared files, and nothing else."""
+"""Checkpoint folders to be published: their kind, checks, and which of their files are published."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from ..loading import load_tokenizer
 
 KINDS = {"full": "a full model", "head": "an MRP head", "adapter": "an adapter"}
 CONFIGS = {"full": "config.json", "head": "config.json", "adapter": "adapter_config.json"}
-PICTURE = "decode.svg"  # which the card shows
+PICTURE = "decode.svg"  # shown in the card
 _NAMES = """
 generation_config.json README.md LICENSE .gitattributes
 tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json merges.txt
@@ -25,14 +25,14 @@ _DECLARED = frozenset((*_NAMES.split(), PICTURE))
 
 @dataclass(frozen=True)
 class Folder:
-    """A checkpoint's folder that was found fit to be published.
+    """A checkpoint's folder that is fit to be published.
 
     Attributes:
-        kind: One of `KINDS`.
+        kind: A key of `KINDS`.
         base: The model that a head or an adapter says it belongs to.
-        files: What is to be published, by name.
-        code: The remote code that is published beside it, as this package generates it, whatever lies in the folder.
-        left_out: What else lies there.
+        files: The files to publish, by name.
+        code: The remote code to publish beside them, as this package generates it, whatever code the folder holds.
+        left_out: The folder's other files.
     """
 
     path: Path
@@ -44,7 +44,7 @@ class Folder:
 
 
 def read_folder(path: Path | str) -> Folder:
-    """Sort a folder's files and check them; changes nothing.
+    """Check a folder's files and sort them; nothing is changed.
 
     Raises:
         ValueError: if it is not a folder, holds no checkpoint of this package, weights that are cut short or do not fit its
@@ -81,19 +81,19 @@ def _kind_of(path: Path) -> str:
 
 
 def tensors_in(path: Path) -> dict[str, StoredTensor]:
-    """List what a folder's weights hold, from their headers."""
+    """List the tensors of a folder's weights, by name, from the headers of the files."""
     adapter = path / "adapter_model.safetensors"
     return stored_tensors([adapter] if adapter.is_file() else weight_files(str(path)))
 
 
 def _checked_weights(path: Path, kind: str) -> set[str]:
-    """Compare weights with their config, and name their files."""
+    """Compare weights with their config, and return the names of their files."""
     tensors = tensors_in(path)
     names = {tensor.file.name for tensor in tensors.values()}
     if kind == "adapter":
         return names
     config = MRPConfig.from_pretrained(path)
-    if getattr(config, "quantization_config", None) is None:  # or it has the tensors that its quantizer makes
+    if getattr(config, "quantization_config", None) is None:  # else it has the tensors that its quantizer makes
         check_tensors(config, tensors, HEAD if kind == "head" else "")
     return names | ({"model.safetensors.index.json"} if "model.safetensors" not in names else set())
 
@@ -113,5 +113,5 @@ def _check_tokenizer(path: Path, kind: str) -> None:
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """Read what a JSON file holds, nothing if there is none; `ValueError` if that is no object."""
+    """Read a JSON file, empty if it is missing; `ValueError` if it holds no object."""
     return json_object(path) if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""How a checkpoint was trained, for its card: from the settings that its run left in the folder."""
+"""The training recipe in a checkpoint's card, from the settings that the run left in the folder."""
 
 import os
 from pathlib import Path
@@ -14,10 +14,10 @@ _COMMANDS = {"mrp": "head", "block_diffusion": "backbone"}
 
 
 def recipe_of(folder: Path, base: str | None = None) -> str | None:
-    """Describe the run of a folder for its card; None without one. `base` is the model's name on the Hub, if it was trained as
-    a local folder.
+    """Describe the run of a folder for its card; None without one. `base` is the model's name on the Hub, in place of a local
+    folder.
 
-    What does not change weights is left out, and with it all that belongs to a machine or an account; of paths stay the names.
+    Settings that do not change weights are left out, and so is everything about a machine or an account; paths become names.
     """
     if not (folder / RUN_FILE).is_file():
         return None
@@ -31,7 +31,7 @@ def recipe_of(folder: Path, base: str | None = None) -> str | None:
 
 
 def model_of(folder: Path) -> str | None:
-    """Name the model on the Hub that a folder's run began with; None if there was no run, or a local folder."""
+    """Return the name on the Hub of the model that a folder's run began with; None without a run, or for a local folder."""
     found = read_yaml(folder / RUN_FILE).get("model") if (folder / RUN_FILE).is_file() else None
     return None if _is_local(found) else str(found)
 

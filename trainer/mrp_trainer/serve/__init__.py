@@ -1,1 +1,1 @@
-"""One model behind the API of OpenAI."""
+"""A server of one model with OpenAI's API."""

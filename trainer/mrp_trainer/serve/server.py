@@ -1,4 +1,4 @@
-"""`mrp serve`: one model behind transformers' own server, with the options of `generate` that this package adds."""
+"""The command `mrp serve`: one model behind transformers' own server, with this package's options of `generate`."""
 
 import copy
 import json
@@ -28,13 +28,13 @@ from ..evaluate.options import generate_options
 from ..loading import load_config, load_model, load_tokenizer
 from .options import ServeOptions
 
-_NEW_TOKENS = 1024  # of a text, if neither the request nor the checkpoint says how many
+_NEW_TOKENS = 1024  # per text, if neither the request nor the checkpoint sets a limit
 _LOOPBACK = ["127.0.0.1", "localhost"]
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/load_model", "/health")
-# Options of `generate`, for fields of a request that say the same.
+# Options of `generate`, by the fields of a request that mean the same.
 _SAME = {"temperature": "temperature", "top_p": "top_p", "seed": "seed", "stop": "stop_strings"}
 _SAME |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-# Fields that transformers' server leaves out of account, and which change an answer: the values that ask for nothing.
+# Values without effect, of fields that would change an answer but are ignored by transformers' server.
 _IDLE: dict[str, Any] = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "echo": False, "suffix": ""}
 _IDLE |= dict.fromkeys(("logprobs", "top_logprobs", "presence_penalty", "frequency_penalty"), 0)
 
@@ -48,7 +48,7 @@ class OneModel(ModelManager):
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
-        """Keep a name as it is: a folder has no revisions."""
+        """Return a name as it is: folders have no revisions."""
         return model_id
 
     def load_model_and_processor(self, model_id_and_revision: str, progress_callback: Any = None, **others: Any) -> Any:
@@ -68,20 +68,20 @@ class _Bounded(GenerateManager):
     """The thread that decodes, one request at a time, each within the model's positions."""
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **others: Any) -> Any:
-        """Stream a text, once the prompt and its options were checked; an error would come in the stream otherwise."""
+        """Stream a text after checking prompt and options; otherwise errors would come within the stream."""
         _bound(model, inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, *args, **others)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **others: Any
     ) -> Any:
-        """Decode a text."""
+        """Decode a text after checking prompt and options."""
         _bound(model, inputs, gen_config)
         return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **others)
 
 
 def _bound(model: Any, inputs: Any, config: MRPGenerationConfig) -> None:
-    """Check a prompt, [1, length] long, and settle how many tokens come behind it."""
+    """Check a prompt, [1, length] long, and set the limit of new tokens if there is none; `ValueError` if it does not fit."""
     ids, positions = inputs["input_ids"], model.config.max_position_embeddings
     check_prompt(ids, None, model.config.mask_token_id, model.config.vocab_size)
     if config.max_new_tokens is None:
@@ -90,7 +90,7 @@ def _bound(model: Any, inputs: Any, config: MRPGenerationConfig) -> None:
 
 
 class _State(GenerationState):
-    """The one thread of all requests, so that texts are decoded one after the other."""
+    """The state of the server: one thread for all requests, so that texts are decoded one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _State(GenerationState):
 
 
 class _Options(BaseHandler):
-    """Requests whose options are those of `generate`."""
+    """A handler that takes the options of `generate` from requests."""
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
@@ -111,7 +111,7 @@ class _Options(BaseHandler):
                 raise HTTPException(400, f"{name} is {body[name]!r}, which is not followed here: leave it out")
 
     def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False) -> Any:
-        """Put what a request sets over the options of the model; `ValueError` for what `generate` refuses."""
+        """Override the model's options by those of a request; `ValueError` for what `generate` refuses."""
         model, _ = self.model_manager.only
         given = json.loads(body.get("generation_config") or "{}")
         given.pop("transformers_version", None)
@@ -128,22 +128,22 @@ class _Options(BaseHandler):
 
 
 class _Chats(_Options, ChatCompletionHandler):
-    """Answers chats."""
+    """The handler of chats."""
 
 
 class _Completions(_Options, CompletionHandler):
-    """Continues prompts."""
+    """The handler of completions."""
 
 
 def application(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, *, loopback: bool = True) -> FastAPI:
     """Make the application that answers requests: OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/models`,
-    `/health`, and `/load_model`, for which `transformers chat` asks first.
+    `/health`, and `/load_model`, which `transformers chat` calls first.
 
     Args:
-        name: What clients call the model.
-        model: An `MRPForCausalLM`, whose generation config holds for all that a request does not set.
+        name: The model's name for clients.
+        model: An `MRPForCausalLM`; its generation config holds for all that a request does not set.
         tokenizer: Its tokenizer.
-        loopback: Whether only requests to a loopback name are answered, so that no website's can stand for it.
+        loopback: Whether only requests to a loopback name are answered, which keeps out requests of websites.
     """
     manager, state = OneModel(name, model, tokenizer), _State()
     handlers = _Chats(manager, state), _Completions(manager, state)
@@ -163,13 +163,14 @@ def application(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, *, lo
 
 
 def serve(options: ServeOptions) -> None:
-    """Answer requests until the process ends. All but the weights is checked before these are read."""
+    """Answer requests until the process ends. All but the weights is checked before they are read: `ValueError` for options
+    that `generate` refuses and for damaged files, `OSError` if there is no such checkpoint."""
     setting = options.setting()
     check_setting(setting, load_config(options.model))
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     model: Any = load_model(options.model, options.dtype, options.device)
     model.generation_config = MRPGenerationConfig(**{**model.generation_config.to_dict(), **generate_options(setting)})
     first = tokenizer("Hello", return_tensors="pt").to(model.device)
-    model.generate(**first, tokenizer=tokenizer, max_new_tokens=1)  # what the device lacks shows now, not in answers
+    model.generate(**first, tokenizer=tokenizer, max_new_tokens=1)  # a device that cannot decode fails now, not in an answer
     app = application(options.model, model, tokenizer, loopback=options.host in _LOOPBACK)
     uvicorn.run(app, host=options.host, port=options.port)

@@ -1,1 +1,1 @@
-"""Training of heads and backbones: settings, the Trainer, what it minimises, and runs that go on where they stopped."""
+"""Training of heads and backbones: settings, the Trainer, its objectives, and runs that resume where they stopped."""

@@ -1,4 +1,4 @@
-"""The options of training, checked where they enter."""
+"""The arguments of the trainer, checked when they are made."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ from .reveals import Reveals
 
 OBJECTIVES = ("block_diffusion", "mrp")
 ATTENTIONS = ("auto", "flex_attention", "sdpa", "tiles")
-# Options of `TrainingArguments` that would do nothing, and why.
+# Options of `TrainingArguments` that have no effect here, and why.
 _COMPILED = "the objectives run in place of the forward that it compiles"
 _LEFT_OUT = {
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILED),
@@ -25,38 +25,38 @@ _LEFT_OUT = {
 
 @dataclass
 class MRPTrainingArguments(TrainerFlags, TrainingArguments):
-    """`TrainingArguments` plus what block diffusion and the head need; the defaults are those of `mrp train`.
+    """`TrainingArguments` with the options of block diffusion and of the head; the defaults are those of `mrp train`.
 
     Attributes:
-        objective: `block_diffusion` trains the backbone, `mrp` trains the head on a frozen backbone. It has to be given.
+        objective: `block_diffusion` trains the backbone, `mrp` trains the head on a frozen backbone. Required.
         learning_rate: AdamW's; by default 1e-3 for a head and 1e-4 for a backbone.
-        max_length: Tokens of a row of records; longer samples are cut.
-        packed: Whether rows of records hold several samples.
-        noisy_copies: Noisy copies of a sample in one pass, 1 (published) or 2 that complement each other.
-        inverse_level: Weigh each masked token by 1 / t (published).
-        noise_per: Whether a `block` or a `sample` (published) draws its noise level t.
-        unroll: K, the head steps unrolled in training; their losses are averaged (MRP, section 4). The leave-one-out loss of
-            the first step counts as a part of that step's.
+        max_length: Tokens per row of records; longer samples are cut.
+        packed: Whether a row of records holds several samples.
+        noisy_copies: Noisy copies of a sample in one pass: 1 (published), or 2 with complementary masks.
+        inverse_level: Weigh each masked token by 1 / t, where t is its noise level (published).
+        noise_per: Whether each `block` or each `sample` (published) draws its noise level t.
+        unroll: K, the head steps unrolled in training; their losses are averaged (MRP, section 4). The leave-one-out loss is
+            added to that of the first step.
         reveal_rule: `on_policy` reveals as decoding does, `random` one true token of each block (published).
-        eager_share: The share of blocks in which `on_policy` reveals all that is above a random threshold, as `dynamic` does.
-        order_weight: Weight of the divergence of which position comes next.
-        reread_weight: Weight of the leave-one-out loss.
-        packed_attention: How the packed pass attends while training: `flex_attention`, `sdpa` or `tiles`, matrix products of
-            what the mask leaves; `auto` is flex attention on CUDA, which never holds a mask of [length, length], and what the
-            model has elsewhere. Decoding is not touched.
-        muon_learning_rate: Trains layer matrices with Muon at this rate, and all else with AdamW at `learning_rate`; None
-            leaves everything to `optim`.
-        eval_prompts: How many prompts of the evaluation dataset every evaluation decodes with `mrp_spec`, to report accepted
-            drafts and tokens per forward, and beside it those with the backbone's stale drafts; 0 for none.
-        eval_new_tokens: How many tokens each of them may get.
-        block_sizes: Block sizes to train for, divisors of the model's; each sample draws one at each visit. What is trained so
+        eager_share: The share of blocks in which `on_policy` reveals everything above a random threshold, as `dynamic` does.
+        order_weight: Weight of the divergence in the order of reveals (`order_kl`).
+        reread_weight: Weight of the leave-one-out loss (`HeadObjective`).
+        packed_attention: Attention of packed passes in training: `flex_attention`, `sdpa` or `tiles`, matrix products over the
+            unmasked columns. `auto` is flex attention on CUDA, which never holds a mask of [length, length], and the model's
+            own attention elsewhere. Decoding is not affected.
+        muon_learning_rate: Train layer matrices with Muon at this rate, and all else with AdamW at `learning_rate`; None leaves
+            everything to `optim`.
+        eval_prompts: Prompts of the evaluation dataset that every evaluation decodes with `mrp_spec` and, for comparison, with
+            `self_spec`, to report accepted drafts and tokens per forward; 0 for none.
+        eval_new_tokens: Limit of new tokens per prompt.
+        block_sizes: Block sizes to train for, divisors of the model's; each sample draws one at each visit. The trained model
             decodes with any of them: set `model.config.block_size`. None: the model's alone.
-        rows_per_step: Rows of a step over all processes and passes: sets `gradient_accumulation_steps` to as many passes of
-            `per_device_train_batch_size` rows on each process as make them, so that a recipe's step is the same on any number
-            of devices.
+        rows_per_step: Rows of a step over all processes and passes; sets `gradient_accumulation_steps` to match
+            `per_device_train_batch_size` and the number of processes, so that a recipe's step is the same on any number of
+            devices.
 
     Raises:
-        ValueError: on values out of range or that do not go together.
+        ValueError: for values out of range, without effect or in conflict; for several GPUs in one process; with DeepSpeed.
     """
 
     objective: str | None = field(default=None, metadata={"one_of": OBJECTIVES})
@@ -113,7 +113,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             raise ValueError("deepspeed was never run with this trainer: use FSDP2, which shards the frozen backbone, too")
 
     def head_objective(self) -> HeadObjective:
-        """The head's loss that these options describe."""
+        """Return the objective of the head that these options describe."""
         return HeadObjective(
             Reveals(self.reveal_rule, self.eager_share),  # type: ignore[arg-type]  # checked above
             self.unroll,

@@ -1,4 +1,4 @@
-"""How models attend in training passes."""
+"""Implementations of attention for training passes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,34 +14,34 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from modeling_mrp.modeling import MRPForCausalLM
 
 TRAINING_FLEX, TILES = "flex_attention_of_one_type", "tiles"
-_QUERIES = 128  # of a tile
+_QUERIES = 128  # per tile
 
 
 def flex_attention_of_one_type(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Flex attention with queries and keys in the type of the values.
+    """Run flex attention with queries and keys in the dtype of the values.
 
-    Under autocast the float32 weights of q_norm and k_norm make queries and keys float32 beside bfloat16 values, of which flex
-    attention on CUDA has no backward pass.
+    Under autocast the float32 weights of q_norm and k_norm make queries and keys float32 beside bfloat16 values; flex attention
+    on CUDA has no backward pass for mixed dtypes.
     """
     return flex_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, attention_mask, **kwargs)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """A mask for some queries at a time.
+    """A mask cut into tiles: groups of queries, with only the columns that some of them see.
 
     Attributes:
-        parts: Which queries; the columns [n] that one of them sees in some row; those of them that each query does not see,
-            [rows, 1, queries, n] bool.
+        parts: By tile: the queries; the columns [n] that one of them sees in some row; and True where a query does not see one
+            of these, [rows, 1, queries, n] bool.
     """
 
     parts: Sequence[tuple[slice, Tensor, Tensor]]
 
     @classmethod
     def of(cls, mask: Tensor) -> "Tiles":
-        """Take a dense mask [rows, 1, queries, columns] bool apart."""
+        """Cut a dense mask [rows, 1, queries, columns] bool into tiles."""
         parts = []
         for begin in range(0, mask.shape[2], _QUERIES):
             seen = mask[:, :, begin : begin + _QUERIES]
@@ -53,7 +53,7 @@ class Tiles:
 def tiled_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tiles, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend by matrix products of what a mask leaves, on a CPU, whose fused attention computes what it hides, too."""
+    """Attend by matrix products over the columns of each tile, for CPUs, where fused attention also computes masked columns."""
     found, heads = [], query.shape[1] // key.shape[1]
     for queries, columns, hidden in attention_mask.parts:
         keys, values = (repeat_kv(states.index_select(2, columns), heads) for states in (key, value))
@@ -64,7 +64,7 @@ def tiled_attention(
 
 @contextmanager
 def attending(model: MRPForCausalLM, implementation: str | None) -> Iterator[str]:
-    """Runs a model with another implementation of attention, if one is given; yields the one it had."""
+    """Give a model another attention implementation, if one is named, while the context is open; yield the one it had."""
     AttentionInterface.register(TRAINING_FLEX, flex_attention_of_one_type)
     AttentionInterface.register(TILES, tiled_attention)
     before = model.config._attn_implementation

@@ -1,6 +1,6 @@
-"""Checkpoints of training runs: what they hold, and which of them is whole.
+"""Checkpoints of training runs: finding the last complete one, logging at each, and saving sharded models.
 
-The Trainer writes a checkpoint's `trainer_state.json` last: where that cannot be read the checkpoint was cut off.
+The Trainer writes a checkpoint's `trainer_state.json` last: a checkpoint where it cannot be read is incomplete.
 """
 
 import json
@@ -15,7 +15,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 
 class LogAtSaves(TrainerCallback):
-    """Logs at every checkpoint, too, so that a resumed run averages over the same steps as one that was not cut off."""
+    """A callback that logs at every checkpoint, too: a resumed run averages over the same steps as an uninterrupted one."""
 
     def on_step_end(  # noqa: D102 - the class says it
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -28,8 +28,8 @@ class LogAtSaves(TrainerCallback):
 
 @contextmanager
 def under_own_class(model: Any) -> Iterator[None]:
-    """Inside, a model that FSDP2 has sharded is of its own class: FSDP2 puts another in its place, by whose name and file the
-    remote code would be saved."""
+    """Give a model that FSDP2 has sharded its own class back while the context is open: FSDP2 puts another in its place, and
+    saving writes the name and the file of a model's class as remote code."""
     sharded = type(model)
     own: Any = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
     model.__class__ = own
@@ -40,13 +40,13 @@ def under_own_class(model: Any) -> Iterator[None]:
 
 
 def last_whole_checkpoint(folder: Path) -> Path | None:
-    """Find the checkpoint of the greatest step in a run's folder, or None; those that were cut off are passed over."""
+    """Find the complete checkpoint of the greatest step in a run's folder; None if there is none."""
     whole = {step: path for path in folder.glob("checkpoint-*") if (step := step_of(path)) is not None}
     return whole[max(whole)] if whole else None
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Where a checkpoint goes on; None of one that was cut off."""
+    """Read the global step of a checkpoint; None if it is incomplete."""
     try:
         return int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -14,28 +14,29 @@ from .packed import CLEAN_VIEW, NO_VIEW, PackedBatch
 
 @dataclass(frozen=True)
 class DiffusionCollator:
-    """Noises samples and packs them as [x_t^1 | ... | x_t^n | x_0]; a row is one sample or several, which never see each other.
+    """A collator that adds noise to samples and packs them as [x_t^1 | ... | x_t^n | x_0].
 
-    Only the blocks that hold response tokens are repeated as noisy copies. Each block of each sample draws its own
-    level t ~ U(0, 1] (or each sample one for all its blocks, as published); with two copies the second masks exactly what the
-    first reveals (at level 1 - t), so that every response token is learned once a pass. What lies behind the end of the text is
-    always masked and learned as blank, as decoding leaves it; what stands in the same block behind a turn that is not the
-    last one is masked, too, and not learned.
+    A row holds one sample, or several that do not see each other. Only blocks with response tokens are repeated as noisy
+    copies. Each block of each sample draws its noise level t ~ U(0, 1] (or each sample one for all its blocks, as published);
+    with two copies the second masks exactly what the first reveals (at level 1 - t), so that every response token is learned
+    once a pass. Positions after the end of the text are always masked, as in decoding, with the target `BLANK`. So are those
+    after an earlier turn, up to the end of its block, but these are not learned.
 
-    Of a sample with `reveal_step` each copy shows every block as some step of its decoding left it (without what was
-    revealed behind the end): the steps that reveal a number of tokens, uniform from 0 to all but one, or fewer; two copies
-    lie half the range apart.
+    A copy of a sample with `reveal_step` shows each block after some step of its decoding, without what was revealed after the
+    end: the last step with at most n tokens revealed, n uniform from 0 to all but one. The n of two copies are half the range
+    apart.
 
     Args:
         block_size: Tokens per block.
-        mask_token_id: The mask's id; `pad_token_id` fills rows up to the longest.
+        mask_token_id, pad_token_id: Ids of the mask, and of the padding of rows up to the longest.
         copies: Noisy copies per sample, 1 or 2.
-        inverse_level: Weight each masked token 1 / t as published (halved with two copies), instead of 1.
-        noise_per: Whether a `block` or a `sample` draws its level.
-        seed: With a sample's index, decides its noise.
-        block_sizes: Each sample draws one of these, all of which divide `block_size`; none: that is everyone's.
+        inverse_level: Weigh each masked token by 1 / t as published (halved with two copies), instead of 1.
+        noise_per: Whether each `block` or each `sample` draws its level.
+        seed: Decides the noise, together with a sample's index.
+        block_sizes: Divisors of `block_size`; each sample draws one of them. If empty, all have `block_size`.
 
-    A batch is the fields of a `PackedBatch`, all columns in whole blocks.
+    Returns the fields of a `PackedBatch`, all columns in whole blocks. `ValueError` if one of `block_sizes` does not divide
+    `block_size`, and for samples with `reveal_step` if `inverse_level` is set.
     """
 
     block_size: int
@@ -76,7 +77,7 @@ class DiffusionCollator:
         return vars(PackedBatch(**tensors, response_tokens=torch.tensor(response_tokens)))
 
     def _noisy_and_clean(self, sample: Sample) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The columns of the noisy copies, and those of the clean text."""
+        """Make the columns of a sample's noisy copies, and those of its clean text."""
         random = np.random.Generator(np.random.Philox(key=[self.seed + (1 << 32), sample.index]))
         size = int(random.choice(self.block_sizes)) if self.block_sizes else self.block_size
         blocks = sample.response_blocks(size)
@@ -112,7 +113,7 @@ class DiffusionCollator:
         return copies, {**clean, "view": CLEAN_VIEW, "noise_key": key}
 
     def _left_by_decoding(self, sample: Sample, where: np.ndarray, size: int, share: np.ndarray) -> np.ndarray:
-        """[tokens] bool: tokens still masked before the step that reveals more than a `share` of each block's response."""
+        """Mark tokens, [tokens] bool, masked before the step that reveals more than a `share` of each block's response."""
         assert sample.reveal_step is not None
         masked = np.zeros(len(where), dtype=bool)
         end = len(sample.ids) if sample.length is None else sample.length

@@ -1,7 +1,7 @@
-"""Texts that a model writes itself, step by step, as training data for a head: the command `mrp decode`.
+"""The command `mrp decode`: texts that a model decodes itself, with the order of their reveals, as training data for its head.
 
-Randomly masked text has the wrong states for a head. Decoding goes from the surest positions to the least sure, so that what is
-still masked is what the backbone cannot know yet, and it writes the backbone's own words. The command decodes the prompts of a
+Random masks show a head states that decoding does not reach. Decoding reveals the most confident positions first, so that what
+is still masked is what the backbone cannot know yet, and the text is the backbone's own. The command decodes the prompts of a
 user's records with `static` and writes lines that `mrp train` reads (see `mrp_trainer.data.records`).
 """
 
@@ -29,24 +29,24 @@ from .inputs import check_tokenizer, digest, encoder_of
 from .options import DecodeOptions, TrainerFlags
 from .runs import run_tokenizer
 
-# Processes that are done wait for the others, longer than what communicates would have it.
+# How long finished processes wait for the others, in place of the short default of their communication.
 _PATIENCE = timedelta(days=30)
 
 
 def decode(options: DecodeOptions) -> str | None:
-    """Decode and write; run again with the same options, an interrupted call makes the batches that are not there.
+    """Decode the prompts of records, and write texts and reveal steps as JSON lines.
 
-    Under `torchrun` or `accelerate launch` the processes share the batches, and write the file that one alone would: each batch
-    is a file of its own, `OUTPUT.part/KEY-BEGIN.jsonl`, which the first process puts together.
+    An interrupted call, repeated with the same options, decodes only the missing batches. Several processes (`torchrun`,
+    `accelerate launch`) share the batches and write the same file as one process: each batch is first a file of its own,
+    `OUTPUT.part/KEY-BEGIN.jsonl`, and the main process joins them.
 
     Returns:
-        What was written, in words; None in all processes but the first.
+        A message about the written file; None in all processes but the main one.
 
     Raises:
-        RecordError: Records are malformed, or there is none.
-        ValueError: The file is there already; the tokenizer is another model's; or the model has no room for a block of new
-            tokens.
-        OSError: There is no such checkpoint.
+        RecordError: if a record is malformed, its prompt is too long, or there is none.
+        ValueError: if the output exists, the tokenizer is another model's, or `max_new_tokens` is less than a block.
+        OSError: if there is no such checkpoint.
     """
     state = PartialState(cpu=options.device == "cpu" or not torch.cuda.is_available(), timeout=_PATIENCE)
     path = Path(options.output)
@@ -104,7 +104,7 @@ def decode(options: DecodeOptions) -> str | None:
 
 
 def _decoded_lines(model: Any, inputs: dict[str, Tensor], decoded_by: Mapping[str, Any], **options: Any) -> list[str]:
-    """What greedy decoding makes of padded prompts, [rows, length], as lines that training reads."""
+    """Decode padded prompts greedily, inputs [rows, length] long, into lines that training reads."""
     given = {name: value.to(model.device) for name, value in inputs.items()}
     with torch.inference_mode():
         out = model.generate(**given, decoding="static", do_sample=False, return_dict_in_generate=True, **options)

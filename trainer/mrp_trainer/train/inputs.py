@@ -1,4 +1,4 @@
-"""What `MRPTrainer` is given, made ready: the model, and datasets of records or of rows."""
+"""Preparation of what `MRPTrainer` is given: the model, and datasets of records or of rows."""
 
 import hashlib
 from collections.abc import Mapping
@@ -16,21 +16,21 @@ from ..data.samples import samples_of
 from ..data.sources import source_of
 from .arguments import MRPTrainingArguments
 
-_DIGESTED = 256  # of each tensor's values
+_DIGESTED = 256  # values of each tensor
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def bare_model(model: Any) -> MRPForCausalLM:
-    """The model inside a peft model."""
+    """Return the model inside a peft model, or else the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def make_ready(model: Any, args: MRPTrainingArguments) -> None:
-    """Freeze what the objective does not train, and have what trains in float32: in bfloat16 most updates would be rounded
-    away. A model that gets a head decodes with it, unless its generation config says otherwise.
+    """Freeze what the objective does not train, and cast what it trains to float32: in bfloat16 most updates would be rounded
+    away. With objective `mrp` the model decodes with `mrp_spec` by default, unless its generation config names a mode.
 
     Raises:
-        ValueError: if the objective is `mrp` and there is no head, or what is frozen has 16 bits and the passes have not.
+        ValueError: if `mrp` or `eval_prompts` is given without a head, or frozen weights have 16 bits and the passes do not.
     """
     bare = bare_model(model)
     if args.objective == "mrp" and bare.mrp_head is None:
@@ -47,22 +47,22 @@ def make_ready(model: Any, args: MRPTrainingArguments) -> None:
         model.requires_grad_(False)
         bare.get_submodule("mrp_head").requires_grad_(True)
         if getattr(bare.generation_config, "decoding", None) is None:
-            bare.generation_config.decoding = "mrp_spec"  # what the head is for
+            bare.generation_config.decoding = "mrp_spec"  # or the head would not be used
     elif bare is model and bare.mrp_head is not None:
-        bare.get_submodule("mrp_head").requires_grad_(False)  # DDP waits for gradients of all that trains
+        bare.get_submodule("mrp_head").requires_grad_(False)  # DDP would wait for its gradients
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in _HALF:
             parameter.data = parameter.data.float()
 
 
 def ends_of(model: MRPForCausalLM) -> list[int]:
-    """The ids that end a text."""
+    """List the ids that end a text."""
     ends = model.generation_config.eos_token_id
     return [] if ends is None else ends if isinstance(ends, list) else [ends]
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: MRPForCausalLM) -> None:
-    """Refuse, with a `ValueError`, a tokenizer that is another model's: its size, its mask and its eos tell."""
+    """Raise `ValueError` for the tokenizer of another model, by its size, mask and eos token."""
     config, ends = model.config, ends_of(model)
     mask, eos, size = tokenizer.mask_token_id, tokenizer.eos_token_id, len(tokenizer)
     wrong = []
@@ -82,9 +82,9 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: MRPForCausalLM) -
 
 
 def digest(model: Any) -> str | None:
-    """Changes with a backbone's weights, and not with the type they were loaded in; None where there are none.
+    """Return a digest of a backbone's weights that does not depend on the dtype they are loaded in; None on the meta device.
 
-    It reads the first values of every tensor, rounded to bfloat16, without those of adapters.
+    It covers the first values of every tensor, rounded to bfloat16, without those of adapters.
     """
     weights = [weight for name, weight in model.model.named_parameters() if "lora_" not in name]
     if any(weight.is_meta for weight in weights):
@@ -94,20 +94,20 @@ def digest(model: Any) -> str | None:
 
 
 def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) -> RecordEncoder:
-    """What makes samples and prompts of records for a model."""
+    """Make the encoder of samples and prompts for a model."""
     bare, config = bare_model(model), bare_model(model).config
     ids = config.mask_token_id, ends_of(bare), config.vocab_size
     return RecordEncoder(tokenizer, config.block_size, max_length, *ids, digest(bare))
 
 
 def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tokenizer: Any, held_out: bool = False) -> Any:
-    """The rows of samples of a dataset, which errors call by `name`: records (`source_of`) are checked and encoded as `mrp
-    train` does it; all else is rows already. What is held out has an order of its own, and may be a mapping of several by their
-    names.
+    """Return a dataset as rows of samples: records (see `source_of`) are checked and encoded as `mrp train` does it; anything
+    else is returned as it is, None included. Held-out records keep their order, and `held_out` also takes a mapping of
+    datasets. Errors call the dataset `name`.
 
     Raises:
-        RecordError: Records are malformed, or there is none.
-        ValueError: There are records and no tokenizer; a mapping is to be trained on; or no record is short enough.
+        RecordError: if records are malformed, or there is none.
+        ValueError: for records without a tokenizer, a mapping to train on, and records that are all too long.
     """
     if dataset is None:
         return None
@@ -125,7 +125,7 @@ def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tok
 
 
 def prompts_of(rows: Any, count: int) -> list[list[int]]:
-    """What stands before the first response in the first samples, as far as something does; at most `count`."""
-    samples = (sample for number in range(len(rows)) for sample in samples_of(rows[number]))  # numbers may go on behind them
+    """List up to `count` prompts, as ids: what precedes the first response of each sample, where that is not empty."""
+    samples = (sample for number in range(len(rows)) for sample in samples_of(rows[number]))  # later epochs have larger numbers
     begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in samples)
     return list(islice(filter(None, begun), count))

@@ -1,7 +1,7 @@
-"""Losses over the vocabulary, without ever holding the logits of all tokens.
+"""Losses over the vocabulary that never hold the logits of all tokens.
 
-Each loss is a plain function of logits [n, vocab]; `over_vocabulary` applies it to hidden states, a chunk of tokens at a
-time, so that the logits of student and teacher, their softmaxes and gradients exist for one chunk only.
+Each loss is a plain function of logits [n, vocab]; `over_vocabulary` applies it to hidden states, a chunk of tokens at a time,
+so that logits of student and teacher, their softmaxes and gradients exist for one chunk only.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from modeling_mrp.kernels.pick import log_odds
 
-BLANK = -1  # the target behind the end of a text: no token is more likely than another
-# Elements of a logits matrix that are alive at once: 64 MB in float32.
+BLANK = -1  # the target after the end of a text: the uniform distribution
+# Logits of the student that exist at once: 64 MB in float32.
 _LOGITS_AT_ONCE = 1 << 24
 
-# From the student's logits [n, vocab] and a slice of each further argument: values [n, m], which have gradients, and notes
-# [n, k].
+# (the student's logits [n, vocab], chunks of further arguments) -> values [n, m] with gradients, notes [n, k] without.
 TokenLoss = Callable[..., tuple[Tensor, Tensor]]
 
 
 def project(hidden: Tensor, lm_head_weight: Tensor) -> Tensor:
-    """Logits [n, vocab] of hidden states [n, hidden_size], in at least float32."""
+    """Compute logits [n, vocab] of hidden states [n, hidden_size], in at least float32."""
     logits = F.linear(hidden, lm_head_weight)
     return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -32,18 +31,18 @@ def project(hidden: Tensor, lm_head_weight: Tensor) -> Tensor:
 def over_vocabulary(
     loss: TokenLoss, hidden: Tensor, lm_head_weight: Tensor, *others: Tensor, at_once: int = _LOGITS_AT_ONCE
 ) -> tuple[Tensor, Tensor]:
-    """A loss of logits applied to hidden states in chunks of tokens.
+    """Apply a loss of logits to hidden states, in chunks of tokens.
 
-    Under a frozen vocabulary matrix a token's values depend on its own hidden state alone, so that their derivatives, [n, m,
-    hidden_size], are taken while the chunk's logits are there and nothing is computed twice. A matrix that trains makes each
-    chunk run again in the backward pass.
+    With a frozen vocabulary matrix, a token's values depend on its own hidden state alone: their derivatives, [n, m,
+    hidden_size], are computed while the chunk's logits exist, and nothing is computed twice. With a trainable one, each chunk
+    is computed again in the backward pass.
 
     Args:
-        loss: See `TokenLoss`; what it holds besides its arguments gets no gradient.
+        loss: See `TokenLoss`; tensors that it closes over get no gradient.
         hidden: [n, hidden_size], the student's.
         lm_head_weight: [vocab, hidden_size].
         others: [n, ...] each, cut into the same chunks: targets, the teacher's hidden states.
-        at_once: How many logits of the student exist at a time.
+        at_once: The number of the student's logits that exist at a time.
 
     Returns:
         Values [n, m] with gradients and notes [n, k] without.
@@ -65,7 +64,7 @@ def over_vocabulary(
 
 
 class _FrozenVocabulary(torch.autograd.Function):
-    """Values of each token, and their derivatives by its own hidden state, from one look at its logits."""
+    """Values of each token and their derivatives by its own hidden state, from a single computation of its logits."""
 
     @staticmethod
     def forward(ctx: Any, apply: TokenLoss, chunks: list[slice], hidden: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,23 +92,24 @@ class _FrozenVocabulary(torch.autograd.Function):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """[n] cross-entropy of targets [n] long; a `BLANK` one stands for the uniform distribution."""
+    """Compute the cross-entropy [n] of targets [n] long; a `BLANK` target stands for the uniform distribution."""
     log_probs = logits.log_softmax(-1)
     of_target = log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
     return -torch.where(targets == BLANK, log_probs.mean(-1), of_target)
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """[n] KL( softmax(teacher) || softmax(student) ) of logits [n, vocab] (MRP, section 3)."""
+    """Compute KL( softmax(teacher) || softmax(student) ), [n], of logits [n, vocab] (MRP, section 3)."""
     return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
 
 
 def weighted_cross_entropy(hidden: Tensor, lm_head_weight: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-    """Sum of weighted cross-entropies: the block-diffusion loss (SDAR, equation 3).
+    """Sum weighted cross-entropies: the block-diffusion loss (SDAR, equation 3).
 
-    A `BLANK` target stands for the uniform distribution. A model so trained has no confidence behind the end of its text, and
-    decoding, which reveals the most confident positions first, spends no step there. Hidden states, [tokens, hidden_size], are
-    final ones at masked positions, targets and weights [tokens]; without tokens the sum is 0, with a graph.
+    A `BLANK` target is the uniform distribution: it leaves a model without confidence after the end of its text, so that
+    decoding, which reveals the most confident positions first, spends no step there. Final hidden states at masked positions
+    are [tokens, hidden_size], targets [tokens] long, weights [tokens] float; the sum is a scalar, 0 (with a graph) without
+    tokens.
     """
 
     def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,20 +120,20 @@ def weighted_cross_entropy(hidden: Tensor, lm_head_weight: Tensor, targets: Tens
 
 
 def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Tensor:
-    """How far the student is from the teacher about which position of a block is revealed next, summed over blocks: of log-odds
-    [tokens] of the teacher's tokens under both (`favourite_odds`), and the number of each one's block, [tokens] below `blocks`.
+    """Compute the divergence between teacher and student in which position of a block is revealed next, summed over blocks.
 
-    Decoding reveals the most confident position first. Where several tokens are all but certain, `forward_kl` is blind to
-    their order, and it is the order that most drafts get wrong. Here each block's positions share a probability of being
-    first, in proportion to the odds p / (1 - p) of the teacher's token, and the divergences KL(teacher || student) of
-    these are summed.
+    Arguments are the log-odds [tokens] of the teacher's tokens under both (`favourite_odds`), and the block number of each
+    token, [tokens] long below `blocks`. Decoding reveals the most confident position first. Where several tokens are nearly
+    certain, `forward_kl` is blind to their order, but it is the order that most drafts get wrong. Here a position is the first
+    of its block with a probability in proportion to the odds p / (1 - p) of the teacher's token; the result is KL(teacher ||
+    student).
     """
     wanted = _log_softmax_within(teacher.detach(), block, blocks)
     return (wanted.exp() * (wanted - _log_softmax_within(student, block, blocks))).sum()
 
 
 def favourite_odds(student: Tensor, teacher: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
-    """Log-odds [n] of the teacher's likeliest token under both, from logits [n, vocab]; the mask id is outside the softmax."""
+    """Compute the log-odds [n] of the teacher's likeliest token under both, from logits [n, vocab] without the mask's."""
     mask = torch.tensor([mask_token_id], device=teacher.device)
     teacher, student = (logits.index_fill(1, mask, -torch.inf) for logits in (teacher, student))
     token = teacher.argmax(-1)
@@ -141,7 +141,7 @@ def favourite_odds(student: Tensor, teacher: Tensor, mask_token_id: int) -> tupl
 
 
 def _log_softmax_within(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """[n] log-softmax of values [n] over the members of each one's group [n]."""
+    """Compute the log-softmax of values [n] over those with the same group, [n] long below `groups`."""
     largest = values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values.detach(), "amax")
     total = values.new_zeros(groups).index_add(0, group, (values - largest[group]).exp())
     return values - largest[group] - total[group].log()

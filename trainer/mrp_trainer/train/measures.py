@@ -1,4 +1,4 @@
-"""What a training run measures on the way."""
+"""Running means of a training run's measurements."""
 
 from collections.abc import Mapping
 
@@ -8,19 +8,19 @@ from torch import Tensor
 
 
 class Measures:
-    """For each name a running sum and how many it is of, kept on the device until they are asked for."""
+    """Running sums and counts by name, kept on the device until they are taken."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, measured: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Adds sums and counts (scalars) by name."""
+        """Add sums and counts (scalars) by name."""
         for name, (total, count) in measured.items():
             both = torch.stack([total.detach().double(), count.to(total.device).double()])
             self._sums[name] = self._sums.get(name, 0) + both
 
     def take(self, accelerator: Accelerator) -> dict[str, tuple[float, float]]:
-        """Sums and counts over all processes since the last call. Every process has to call it, with the same names."""
+        """Return sums and counts over all processes since the last call. Every process has to call it, with the same names."""
         if not self._sums:
             return {}
         names = sorted(self._sums)

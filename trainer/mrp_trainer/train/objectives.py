@@ -15,12 +15,12 @@ from .losses import BLANK, favourite_odds, forward_kl, order_kl, over_vocabulary
 from .packed import CleanCache, PackedBatch, noisy_copies, noisy_length, sparse_mask
 from .reveals import Reveals, block_numbers
 
-# By name, a sum and how many it is of.
+# By name, a sum and the number of its terms.
 Measured = dict[str, tuple[Tensor, Tensor]]
 
 
 def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
-    """Masks for all columns, and for the noisy ones as queries over all, in the form that the model's attention takes."""
+    """Make the masks of all columns, and of noisy queries over all columns, in the form that the model's attention takes."""
     rule = batch.rule()
     if model.config._attn_implementation in ("flex_attention", TRAINING_FLEX):
         return sparse_mask(rule, batch.input_ids.shape[1]), sparse_mask(rule, noisy_length(batch))
@@ -30,7 +30,7 @@ def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
 
 
 def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
-    """The backbone's loss, summed over the masked positions (SDAR, equation 3)."""
+    """Compute the backbone's loss, a scalar summed over the masked positions (SDAR, equation 3)."""
     hidden = model.backbone(batch.input_ids, batch.position_ids, packed_masks(model, batch)[0])
     if model.model.shifted:
         hidden = taken_from(hidden, batch.before())
@@ -42,15 +42,15 @@ def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, 
 class HeadObjective:
     """The head's loss: divergence of its estimated logits from those that the backbone computes after each of K reveals.
 
-    In the symbols of MRP, section 4: A are the backbone's logits before the reveals, A + C the estimate, and B the
-    backbone's own behind a reveal.
+    In the symbols of MRP, section 4: A are the backbone's logits before the reveals, A + C the head's estimate, and B the
+    backbone's logits after a reveal.
 
     Attributes:
-        reveals: Chooses what each reveal shows, and so the states at which both are compared.
+        reveals: Chooses the reveals, and so the states at which both are compared.
         unroll: K; the losses are averaged.
         order_weight: Weight of `order_kl`.
-        reread_weight: Weight of the leave-one-out loss: what the head should say at a token that it was shown is what the
-            backbone would, had this one token been left masked. Each block teaches one, behind the first reveal.
+        reread_weight: Weight of the leave-one-out loss: at a token that it was shown, the head learns what the backbone would
+            say if this one token were still masked. Each block contributes one such token, after the first reveal.
     """
 
     reveals: Reveals
@@ -59,7 +59,7 @@ class HeadObjective:
     reread_weight: float = 1.0
 
     def __call__(self, model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
-        """Pass 1 gives h_A, a reveal and pass 2 give h_B; K times, from the accumulated estimate."""
+        """Compute the loss, a scalar, and measurements: h_A in pass 1; then K reveals, each with h_B and an estimate."""
         passes = _Passes(model, batch)
         noisy, sampler = passes.noisy, Picker(model.lm_head.weight, model.config.mask_token_id)
         ids, masked, estimate = noisy.input_ids, noisy.supervised, passes.h_a
@@ -91,8 +91,8 @@ class HeadObjective:
         order_weight: float = 0.0,
         measured: bool = True,
     ) -> tuple[Tensor, Measured]:
-        """The loss at some positions [batch, length] bool; if it is to be `measured`, with KL(B||A), KL(B||A+C), how often A+C
-        names B's token, and the order's divergence."""
+        """Compute the loss at positions `where`, [batch, length] bool; if `measured`, also KL(B||A), KL(B||A+C), how often A+C
+        and B name the same token, and the divergence of the order."""
         weight, config = passes.model.lm_head.weight, passes.model.config
 
         def token_loss(student: Tensor, teacher: Tensor, stale: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ class HeadObjective:
             blocks = block_numbers(batch)[where][shown]
             order = order_kl(values[shown, 1], notes[shown, 0], blocks, where.numel())
             loss = loss + order_weight * order
-            # Blocks are counted on the device: each marks its own number.
+            # Count distinct blocks without leaving the device: each sets the entry of its number to 1.
             found["kl_order"] = order, torch.zeros(where.numel(), device=where.device).index_fill(0, blocks, 1.0).sum()
         if not measured:
             return loss, {}
@@ -128,8 +128,8 @@ class HeadObjective:
 
 @dataclass
 class _Passes:
-    """Passes over one batch. The clean half is only looked at: all passes but each network's first hold the noisy copies
-    alone."""
+    """The passes over one batch. Each network computes the clean half in its first pass only; later passes hold the noisy
+    copies alone."""
 
     model: MRPForCausalLM
     batch: PackedBatch
@@ -151,14 +151,14 @@ class _Passes:
 
     @torch.no_grad()
     def backbone(self, ids: Tensor) -> Tensor:
-        """[batch, noisy length, hidden_size] h_B at other contents of the noisy copies."""
+        """Compute h_B, [batch, noisy length, hidden_size], for other ids in the noisy copies."""
         hidden = self.model.backbone(ids, self.noisy.position_ids, self._noisy_mask, self._of_backbone)
         if self._before is None:
             return hidden
         return taken_from(torch.cat([hidden, self._clean], 1), self._before[:, : self._length])
 
     def head(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """[batch, noisy length, hidden_size] h_C, with gradients."""
+        """Compute h_C, [batch, noisy length, hidden_size], with gradients."""
         if self._of_head.filled:
             return self.model.residual(ids, hidden, self.noisy.position_ids, self._noisy_mask, self._of_head)
         ids = torch.cat([ids, self.batch.input_ids[:, self._length :]], 1)

@@ -8,12 +8,13 @@ from torch import nn
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Two torch optimizers behind the interface of one, so that the HF Trainer schedules, saves and resumes both.
+    """Muon and AdamW as one optimizer, so that the HF Trainer schedules, saves and resumes both.
 
     On the synthetic tasks Muon needs about a third fewer steps than AdamW for the same loss (benchmarks/NOTES.md).
 
-    A model's trainable matrices inside `layers` go to Muon, whose rate is in the scale of AdamW's update (`match_rms_adamw`),
-    all other trainable parameters to AdamW, which decays nothing; `adamw` are its `betas` and `eps`.
+    Muon trains a model's trainable matrices inside `layers`, at rate `muon_lr` in the scale of AdamW's updates
+    (`match_rms_adamw`) and with `weight_decay`. AdamW trains all other trainable parameters, without decay; `adamw` are its
+    `betas` and `eps`.
     """
 
     def __init__(self, model: nn.Module, lr: float, muon_lr: float, weight_decay: float = 0.01, **adamw: Any) -> None:
@@ -32,18 +33,18 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of both."""
+        """Make one step of both."""
         loss = closure() if closure is not None else None
         for part in self.parts:
             part.step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Both states."""
+        """Return both states."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores both states."""
+        """Restore both states."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = [group for part in self.parts for group in part.param_groups]

@@ -1,6 +1,6 @@
-"""What `mrp train` is asked to do: every option that has a flag, with its type, range, default and help, once.
+"""Options of `mrp train` and `mrp decode`: type, range, default and help of each flag, declared once.
 
-Nothing here imports torch, so that help comes at once.
+Nothing here imports torch, so that help appears at once.
 """
 
 from dataclasses import dataclass, fields
@@ -15,14 +15,14 @@ HeadInit = Literal["identity", "backbone", "published"]
 
 _RUN, _MODEL, _DATA, _HEAD = "Run", "Model", "Data", "Head"
 _LOSS, _OPTIMIZER, _WATCH = "Objective", "Optimizer", "Watching and saving"
-_ASKED, _HOW, _OUTPUT = "What is asked", "How it is decoded", "Output"
+_ASKED, _HOW, _OUTPUT = "Prompts", "Decoding", "Output"
 
 
 @dataclass
 class RunOptions:
-    """What a run needs beside `MRPTrainingArguments`; the flags' help says what each is.
+    """Options of a run beside `MRPTrainingArguments`; the help of each flag describes it.
 
-    `early_stopping_patience` also has the weights of the lowest held-out loss saved. `block_size` and `mask_token_id` are for
+    With `early_stopping_patience` the weights with the lowest held-out loss are saved. `block_size` and `mask_token_id` are for
     an autoregressive Qwen3 checkpoint that becomes a block-diffusion model.
     """
 
@@ -30,24 +30,24 @@ class RunOptions:
     revision: str | None = flag("Commit, branch or tag of the model.", None, panel=_MODEL)
     tokenizer: str | None = flag("Another tokenizer.", None, panel=_MODEL, metavar="PATH", shown="the model's")
     block_size: int | None = flag(
-        "Tokens per block, of a Qwen3 checkpoint.", None, panel=_MODEL, shown="16", only="block_diffusion"
+        "Tokens per block, for a Qwen3 checkpoint.", None, panel=_MODEL, shown="16", only="block_diffusion"
     )
     mask_token_id: int | None = flag(
-        "Mask id, of a Qwen3 checkpoint of another vocabulary.", None, panel=_MODEL, only="block_diffusion"
+        "Mask id, for a Qwen3 checkpoint of another vocabulary.", None, panel=_MODEL, only="block_diffusion"
     )
     data: list[str] = flag("JSON lines, a datasets folder or Hub id.", [], panel=_DATA, metavar="FILE")
-    split: str = flag("Split of a folder or id of --data.", "train", panel=_DATA)
+    split: str = flag("Split to read of a --data folder or Hub id.", "train", panel=_DATA)
     eval_data: list[str] = flag("Data to evaluate on.", [], panel=_DATA, metavar="FILE")
-    eval_split: str = flag("Split of a folder or id of --eval-data.", "test", panel=_DATA)
-    head: str | None = flag("Head to go on from.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp")
+    eval_split: str = flag("Split to read of an --eval-data folder or Hub id.", "test", panel=_DATA)
+    head: str | None = flag("Head to train further.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp")
     head_layers: int = flag("Layers of a new head.", 3, panel=_HEAD, only="mrp", min=1)
     head_init: str = flag(
-        "A new head's start: A + C = A, the last layers, or random.", "identity", panel=_HEAD, kind=HeadInit, only="mrp"
+        "Start of a new head: adds nothing, copies layers, or random.", "identity", panel=_HEAD, kind=HeadInit, only="mrp"
     )
     save: str = flag(
         "Save the head alone, or with the backbone.", "head", panel=_HEAD, kind=Literal["head", "full"], only="mrp"
     )
-    early_stopping_patience: int = flag("Evaluations without a lower loss before the end, 0: no end.", 0, panel=_WATCH, min=0)
+    early_stopping_patience: int = flag("Evaluations without a lower loss before stopping; 0: never.", 0, panel=_WATCH, min=0)
 
     def __post_init__(self) -> None:
         self.model = located(self.model)
@@ -60,17 +60,17 @@ class TrainerFlags:
 
     output_dir: str | None = flag("Folder for checkpoints and the result.", None, panel=_RUN, metavar="FOLDER")
     seed: int = flag("Seed of noise, order and new weights.", 42, panel=_RUN)
-    max_length: int = flag("Tokens of a row.", 2048, panel=_DATA, min=1)
-    packed: bool = flag("Several samples a row.", True, panel=_DATA, name="--packed/--not-packed")
-    unroll: int = flag("Head steps trained in a chain.", 1, panel=_LOSS, only="mrp", min=1)
-    reveal_rule: str = flag("What is revealed before the head is asked.", "on_policy", panel=_LOSS, kind=RevealRule, only="mrp")
-    noisy_copies: int = flag("Noisy copies of a sample.", 2, panel=_LOSS, min=1, max=2)
+    max_length: int = flag("Tokens per row.", 2048, panel=_DATA, min=1)
+    packed: bool = flag("Several samples per row.", True, panel=_DATA, name="--packed/--not-packed")
+    unroll: int = flag("Head steps unrolled in training.", 1, panel=_LOSS, only="mrp", min=1)
+    reveal_rule: str = flag("Reveals before each head step.", "on_policy", panel=_LOSS, kind=RevealRule, only="mrp")
+    noisy_copies: int = flag("Noisy copies per sample.", 2, panel=_LOSS, min=1, max=2)
     num_train_epochs: float = flag("Passes over the data.", 1.0, panel=_OPTIMIZER, name="--epochs")
-    max_steps: int = flag("Steps of training.", -1, panel=_OPTIMIZER, name="--steps", shown="by epochs")
+    max_steps: int = flag("Training steps.", -1, panel=_OPTIMIZER, name="--steps", shown="by epochs")
     per_device_train_batch_size: int = flag("Rows per device and pass.", 4, panel=_OPTIMIZER, name="--batch-size")
     gradient_accumulation_steps: int = flag("Forward and backward passes per step.", 1, panel=_OPTIMIZER, name="--accumulate")
     learning_rate: float | None = flag("Learning rate of AdamW.", None, panel=_OPTIMIZER, shown="1e-3 head, 1e-4 backbone")
-    muon_learning_rate: float | None = flag("Trains layer matrices with Muon.", None, panel=_OPTIMIZER, shown="no Muon")
+    muon_learning_rate: float | None = flag("Muon's learning rate for layer matrices.", None, panel=_OPTIMIZER, shown="no Muon")
     bf16: bool = flag("bfloat16 for passes and frozen weights.", False, panel=_OPTIMIZER, name="--bf16/--no-bf16")
     eval_steps: float = flag("Steps between evaluations.", 500, panel=_WATCH)
     eval_prompts: int = flag("Held-out prompts decoded at each evaluation.", 0, panel=_WATCH, only="mrp", min=0)
@@ -80,7 +80,7 @@ class TrainerFlags:
 
 
 def check_declared(options: Any) -> None:
-    """Refuse, with a `ValueError`, values that are none of the choices, or outside of the range, that their fields declare."""
+    """Raise `ValueError` for a value outside of the choices or the range that its field declares."""
     for one in fields(options):
         flagged = one.metadata.get("flag", {"kind": None, "more": one.metadata})
         value, least, most = getattr(options, one.name), flagged["more"].get("min"), flagged["more"].get("max")
@@ -94,22 +94,22 @@ def check_declared(options: Any) -> None:
 
 @dataclass
 class TrainCommand:
-    """What `mrp train` does with the settings of a run."""
+    """Options of `mrp train` that are no settings of the run itself."""
 
     config: str | None = flag("YAML file, or a recipe's name: sdar-4b-mrp, ...", None, panel=_RUN, metavar="FILE")
     set: list[str] = flag("Any other field of MRPTrainingArguments.", [], panel=_RUN, metavar="NAME=VALUE")
-    restart: bool = flag("Begin again, instead of going on from the last checkpoint.", False, panel=_RUN)
-    dry_run: bool = flag("Only print parameters and memory; nothing is loaded.", False, panel=_RUN)
+    restart: bool = flag("Remove checkpoints and begin again, instead of resuming.", False, panel=_RUN)
+    dry_run: bool = flag("Only print parameters and memory; no weights are loaded.", False, panel=_RUN)
 
 
 @dataclass(kw_only=True)
 class DecodeOptions(ModelOptions):
-    """What `mrp decode` decodes, and where to; each field is a flag. Without `device` each process takes its own GPU."""
+    """Options of `mrp decode`; each field is a flag. Without `device` each process takes its own GPU."""
 
     data: list[str] = flag("JSON lines or a datasets folder, with prompts.", panel=_ASKED, metavar="FILE")
     output: str = flag("JSON lines that mrp train reads.", panel=_OUTPUT, metavar="FILE")
     revision: str | None = flag("The model's commit, branch or tag.", None, panel=_MODEL)
     split: str = flag("Split of a datasets folder.", "train", panel=_ASKED)
-    limit: int | None = flag("Decode only so many records.", None, panel=_ASKED, min=1)
+    limit: int | None = flag("Limit of records.", None, panel=_ASKED, min=1)
     max_new_tokens: int = flag("Limit of tokens per prompt.", 256, panel=_HOW, min=1)
-    batch_size: int = flag("Prompts per generate.", 32, panel=_HOW, min=1)
+    batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)

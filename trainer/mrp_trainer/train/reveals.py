@@ -1,4 +1,4 @@
-"""Which masked positions of a noisy copy are revealed next, and with what: the states a head is trained on."""
+"""Reveals in noisy copies, which make the states that a head is trained on: which positions, and with which tokens."""
 
 from dataclasses import dataclass
 
@@ -11,25 +11,25 @@ from .losses import BLANK
 from .options import RevealRule
 from .packed import PackedBatch, uniform
 
-# Thresholds of eager reveals are drawn from here.
+# Range of the random thresholds of eager reveals.
 _EAGER_FROM, _EAGER_TO = 0.2, 0.95
 
 
 def block_numbers(batch: PackedBatch) -> Tensor:
-    """[batch, length] a number below batch * length for every block of every copy."""
+    """Number the blocks of all copies, [batch, length] long, each below batch * length."""
     begins = batch.begins
     return begins.flatten().cumsum(0).view_as(begins) - 1
 
 
 @dataclass(frozen=True)
 class Reveals:
-    """How a block goes on from a state; nothing behind the end of a text is ever revealed.
+    """The rule of what is revealed next in each block; nothing after the end of a text is ever revealed.
 
     Attributes:
-        rule: `on_policy`: what decoding reveals, the most confident position with the model's own token. `random`: one
-            position with its true token (as published).
+        rule: `on_policy`: as in decoding, the most confident position with the model's own token. `random`: one position with
+            its true token (as published).
         eager_share: Under `on_policy`, the share of blocks in which everything above a threshold is revealed, as `dynamic`
-            does: what drafts for it meet, and `mrp_remask` and `mrp_direct`.
+            does: such states occur in its drafts, in `mrp_remask` and in `mrp_direct`.
     """
 
     rule: RevealRule
@@ -39,15 +39,15 @@ class Reveals:
     def __call__(
         self, batch: PackedBatch, ids: Tensor, masked: Tensor, hidden: Tensor, sampler: Picker, step: int
     ) -> tuple[Tensor, Tensor]:
-        """The next state.
+        """Reveal the next positions of each block.
 
         Args:
             batch: The noisy copies.
             ids: [batch, length] long, the state.
-            masked: [batch, length] bool, what may be revealed.
-            hidden: [batch, length, hidden_size], what the model makes of the state.
-            sampler: Gives the model's own token and its confidence.
-            step: Each step draws anew what is drawn, but not how a block goes on.
+            masked: [batch, length] bool, the positions that may be revealed.
+            hidden: [batch, length, hidden_size], the model's hidden states at the state.
+            sampler: Picks the model's own token and its log-odds.
+            step: Number of the reveal: `random` draws anew at each, but a block's threshold for eager reveals stays.
 
         Returns:
             ids and masked of the state after the reveal.
@@ -71,7 +71,7 @@ class Reveals:
         return ids, masked
 
     def one_per_block(self, batch: PackedBatch, where: Tensor) -> Tensor:
-        """[batch, length] bool: one of the marked positions of each block, at random."""
+        """Choose one of the marked positions of each block at random, [batch, length] bool."""
         marked = where.nonzero(as_tuple=True)
         lot = uniform(batch, 3, batch.position_ids)[marked]
         first = _rank(lot, block_numbers(batch)[marked], where.numel()) < 1
@@ -79,7 +79,7 @@ class Reveals:
 
 
 def _rank(score: Tensor, group: Tensor, groups: int) -> Tensor:
-    """[n] how many of the same group come before: those of a higher score, and of equals those further left."""
+    """Rank scores [n] within their groups [n], from 0 for the highest; equal scores from left to right."""
     order = score.argsort(descending=True, stable=True)
     order = order[group[order].argsort(stable=True)]
     size = torch.zeros(groups, dtype=torch.long, device=group.device).index_add(0, group, torch.ones_like(group))

@@ -1,4 +1,4 @@
-"""Training runs as the command line describes them: carried out, resumed, or only estimated."""
+"""Training runs of the command line: opened, trained or resumed, and saved; or only estimated."""
 
 import hashlib
 import json
@@ -32,9 +32,8 @@ _RESTART = "Name another folder, or begin again with --restart"
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run whose model and data are loaded and checked. Its first process holds the folder by the lock, which the system takes
-    back from one that is killed.
-    """
+    """A training run with its model and data loaded and checked. Its main process holds a lock on the folder, which the system
+    releases if the process is killed."""
 
     settings: Settings
     trainer: MRPTrainer
@@ -43,11 +42,11 @@ class OpenRun:
 
     @property
     def folder(self) -> Path:
-        """Where everything goes."""
+        """Return the output folder."""
         return Path(self.settings.training["output_dir"])
 
     def train(self) -> Path:
-        """Trains from the last whole checkpoint on, and saves what came out; gives the folder."""
+        """Train from the last complete checkpoint on, save the result, and return the folder."""
         newest = last_whole_checkpoint(self.folder)
         if newest is not None and self.trainer.args.process_index == 0:
             print(f"resuming from {newest.name}")
@@ -67,12 +66,11 @@ class OpenRun:
 
 
 def open_run(settings: Settings, restart: bool = False) -> OpenRun:
-    """Loads what a run needs, and writes its settings to `run.yaml` in its folder; with `restart` checkpoints there are
-    removed.
+    """Load what a run needs, and write its settings to `run.yaml` in its folder; `restart` removes the folder's checkpoints.
 
     Raises:
-        ValueError: if the folder holds a run with other settings or data, or one that goes on; there is no data; what the
-            settings name does not go together, the tokenizer included.
+        ValueError: if the folder holds a run that has other settings or data, or is still running; if there is no data; if
+            model, data, tokenizer and settings do not fit together.
         OSError: if a checkpoint is not there.
     """
     options = settings.options
@@ -87,13 +85,13 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
         trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
     lock = FileLock(folder / ".lock")
     with arguments.main_process_first(desc="the run's folder"):
-        if arguments.process_index == 0:  # now that nothing else is wrong
+        if arguments.process_index == 0:  # after all other checks
             _take(folder, lock, settings, restart)
     return OpenRun(settings, trainer, tokenizer, lock)
 
 
 def _data_digest(paths: Sequence[str]) -> str | None:
-    """What tells data from others; None of a dataset on the Hub."""
+    """Return a digest of data files; None for a dataset on the Hub."""
     if not all(map(os.path.exists, paths)):
         return None
     files = {file for path in map(Path, paths) for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()}
@@ -105,7 +103,7 @@ def _data_digest(paths: Sequence[str]) -> str | None:
 
 
 def _take(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> None:
-    """Take a folder, made if it is not there, for this process and a run, whose settings are written to it."""
+    """Lock a folder for a run, make it if needed, and write the run's settings; `ValueError` if another run has it."""
     checkpoints, path = list(folder.glob("checkpoint-*")), folder / RUN_FILE
     if checkpoints and not restart:
         if not path.is_file():
@@ -126,28 +124,27 @@ def _take(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> No
 
 
 def _how_to_go_on(folder: Path, settings: Settings) -> str:
-    """Say how to train further what a run has saved, with a space before."""
+    """Describe how to train a run's result further, with a space before."""
     what, flag = ("head", "head") if settings.objective == "mrp" else ("backbone", "model")
     return f" To train its {what} further, give --{flag} {folder} and another --output-dir"
 
 
 def run_tokenizer(options: RunOptions | DecodeOptions) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run; `OSError` if there is no such model."""
-    stored_json(located(options.model), revision=options.revision)  # or a model that is nowhere would be told of as a tokenizer
+    """Load the tokenizer of a run; `OSError` if there is no such model, `ValueError` if its tokenizer cannot be loaded."""
+    stored_json(located(options.model), revision=options.revision)  # else the error for a missing model is about its tokenizer
     revision = None if options.tokenizer else options.revision
     return load_tokenizer(options.tokenizer or options.model, revision)
 
 
 def load_model(settings: Settings) -> Any:
-    """The model that a run trains. What is frozen has the type of the passes, bfloat16 or float32; what trains is always
-    float32: in bfloat16 most updates would be rounded away.
-    """
+    """Load the model that a run trains. Frozen weights have the dtype of the passes, bfloat16 or float32; trained ones are
+    always float32: in bfloat16 most updates would be rounded away."""
     options = settings.options
     where: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     if settings.objective == "block_diffusion":
         model = MRPForCausalLM.from_backbone(options.model, dtype=torch.float32, **where, **_of_qwen3(options))
         if model.mrp_head is not None:
-            model.detach_head()  # it belongs to the backbone as it was
+            model.detach_head()  # it was trained for the old backbone
         return model
     where["dtype"] = torch.bfloat16 if settings.training.get("bf16") else torch.float32
     model = MRPForCausalLM.from_backbone(options.model, options.head, **where)
@@ -158,13 +155,13 @@ def load_model(settings: Settings) -> Any:
 
 
 def _of_qwen3(options: RunOptions) -> dict[str, Any]:
-    """What an autoregressive checkpoint's config lacks, as far as it was given."""
+    """Collect the given options that the config of an autoregressive checkpoint lacks."""
     given = {name: getattr(options, name) for name in ("block_size", "mask_token_id")}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def dry_run(settings: Settings) -> str:
-    """Tell what a run would need: parameters, bytes of a process without what passes keep, and rows of a step."""
+    """Describe a run's needs: parameters, memory of a process without activations, rows per step; errors as `meta_model`."""
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
     model = meta_model(settings)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -185,9 +182,8 @@ def dry_run(settings: Settings) -> str:
 
 
 def meta_model(settings: Settings) -> Any:
-    """Make the model that would train without its numbers, from configs alone: nothing is allocated, downloaded or written.
-    `OSError` if a config is neither here nor in the cache.
-    """
+    """Make the model that would train on the meta device, from configs alone: nothing is allocated, downloaded or written.
+    `ValueError` if there is no head to train further, `OSError` if a config is neither here nor in the cache."""
     options = settings.options
     found = stored_json(options.model, revision=options.revision, local_files_only=True)[1]
     if found.get("model_type") == "qwen3":
@@ -211,7 +207,7 @@ def meta_model(settings: Settings) -> Any:
 
 
 def _save(trainer: MRPTrainer, settings: Settings, folder: Path) -> None:
-    """Save the head alone, or everything, in the type of the passes."""
+    """Save the head alone, or everything, in the dtype of the passes."""
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if not trainer.args.should_save:
         return

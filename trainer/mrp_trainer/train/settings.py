@@ -15,25 +15,24 @@ from .options import RunOptions, TrainerFlags, check_declared
 
 RECIPES = Path(__file__).parent / "recipes"
 RUN_FILE = "run.yaml"
-# The run decides these.
+# Fields that the run decides itself.
 _NOT_SET = {"remove_unused_columns", "resume_from_checkpoint", "do_train", "do_eval", "do_predict"}
-# A resumed run may have others of these: they change what is measured, logged and kept, and not the weights.
+# A resumed run may change these: they decide what is measured, logged and kept, but not the weights.
 _FREE = {"output_dir", "save", "report_to", "run_name", "project", "disable_tqdm", "push_to_hub", "bf16_full_eval"}
 _FREE_PREFIXES = ("eval_", "save_", "log_", "logging_", "hub_", "trackio_", "dataloader_num", "dataloader_p")
-# What a run writes down beside what it was given.
+# Fields that a run records even if they were not given.
 _WRITTEN = """
 num_train_epochs per_device_train_batch_size max_length packed logging_steps save_steps save_total_limit
 learning_rate lr_scheduler_type lr_scheduler_kwargs
 """
-# transformers declares the texts alone, whose names it has deprecated.
+# Types that are allowed beyond the declared ones: transformers declares `fsdp` as str alone, which it has deprecated.
 _ALSO: dict[str, Any] = {"fsdp": bool | str | None, "report_to": str | list[str] | None, "eval_steps": float | None}
 
 
 @dataclass
 class Settings:
-    """A run, described: `training` are the fields of `MRPTrainingArguments` that were given, and `data_digest` is of the files
-    that are trained on, None where they were not read yet, or are a dataset on the Hub.
-    """
+    """The settings of a run: `training` are the given fields of `MRPTrainingArguments`, `data_digest` is a digest of the
+    training files, None before they are read and for a dataset on the Hub."""
 
     objective: str
     options: RunOptions
@@ -41,31 +40,31 @@ class Settings:
     data_digest: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """One mapping of everything, which can serve as a YAML file."""
+        """Return everything as one mapping, which can serve as a YAML file."""
         options = {name: value for name, value in asdict(self.options).items() if name in _option_names(self.objective)}
         digest = {} if self.data_digest is None else {"data_digest": self.data_digest}
         return {"objective": self.objective, **options, **self.training, **digest}
 
     def differences(self, before: Mapping[str, Any]) -> list[str]:
-        """What makes another result than a run with the settings `before` (as `as_dict` gives them), with both values."""
+        """List the settings that change the weights, compared with `before` (as from `as_dict`), with both values."""
         now = self.as_dict()
         names = [name for name in {**before, **now} if changes_weights(name)]
         pairs = [(name, before.get(name, _default(name)), now.get(name, _default(name))) for name in names]
         return [f"{name} was {old!r} and is {new!r}" for name, old, new in pairs if old != new]
 
     def arguments(self, **others: Any) -> MRPTrainingArguments:
-        """The options of the trainer."""
+        """Make the arguments of the trainer; `others` override the settings."""
         return MRPTrainingArguments(objective=self.objective, **{**self.training, **others})
 
     def written_down(self, arguments: MRPTrainingArguments, data_digest: str | None) -> "Settings":
-        """Add what is known once a run begins: values of its options that may have other defaults one day, and its data."""
+        """Add what is known when a run begins: its data's digest, and option values, as their defaults may change one day."""
         values = {name: getattr(arguments, name) for name in _WRITTEN.split()}
         values["lr_scheduler_type"] = str(arguments.lr_scheduler_type.value)  # type: ignore[attr-defined]  # an enum by now
         return replace(self, training={**values, **self.training}, data_digest=data_digest)
 
 
 def changes_weights(name: str) -> bool:
-    """Whether another value makes other weights, rather than other measurements, logs, or places."""
+    """Return whether another value of a setting changes the weights, and not just measurements, logs or places."""
     return name not in _FREE and not name.startswith(_FREE_PREFIXES)
 
 
@@ -75,15 +74,15 @@ def read_settings(
     flags: Mapping[str, Any] | None = None,
     assignments: Sequence[str] = (),
 ) -> Settings:
-    """The settings of a run: flags win over assignments "name=value", these over a YAML file, or a recipe that the package has,
-    and that over the defaults. Names are those of fields of `RunOptions` and `MRPTrainingArguments`.
+    """Read the settings of a run: flags win over assignments "name=value", these over a YAML file or a recipe of the package,
+    and that over the defaults. Names are fields of `RunOptions` and `MRPTrainingArguments`.
 
     Raises:
         ValueError: for an unknown name, a value of another type, values that do not go together, or an unreadable file.
     """
     found: dict[str, Any] = {}
     of_file = {} if config is None else read_yaml(_config_path(config))
-    of_file.pop("data_digest", None)  # of the files as they were
+    of_file.pop("data_digest", None)  # of the files at that time
     for where, values in ((config, of_file), ("--set", assigned(assignments)), ("a flag", flags or {})):
         for name, value in values.items():
             if where != "a flag" or value not in (None, []):
@@ -108,13 +107,13 @@ def read_settings(
 
 
 def known_names(objective: str) -> tuple[str, ...]:
-    """Everything that may be set."""
+    """List the names of everything that may be set."""
     of_trainer = [f.name for f in fields(MRPTrainingArguments) if f.init and f.name not in _NOT_SET]
     return (*_option_names(objective), *of_trainer)
 
 
 def recipe_names() -> list[str]:
-    """The recipes that the package has."""
+    """List the names of the package's recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
@@ -130,7 +129,7 @@ def _config_path(config: str) -> Path:
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
-    """Reads the lines of 'name: value' of a YAML file; `ValueError` for anything else."""
+    """Read a YAML file of lines 'name: value'; `ValueError` for anything else."""
     found = parsed(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds {type(found).__name__}: needed are lines of 'name: value'")
@@ -151,7 +150,7 @@ def _default(name: str) -> Any:
 
 
 def _checked(objective: str, name: str, value: Any, where: str) -> Any:
-    """A value as its field's type has it; `ValueError` if it is of another type, or nothing has that name."""
+    """Return a value in the type of its field; `ValueError` if it is of another type, or no field has that name."""
     if name not in (known := known_names(objective)):
         near = difflib.get_close_matches(name, known, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "see the fields of MRPTrainingArguments and of RunOptions"

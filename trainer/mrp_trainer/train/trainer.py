@@ -31,24 +31,24 @@ from .optimizer import MuonAdamW
 from .packed import PackedBatch
 
 Objective = Callable[[Any, PackedBatch], tuple[Tensor, Measured]]
-# In nats: what rounding makes of two equal distributions. A token left out right behind the reveal that showed it leaves none.
+# In nats: a smaller gap is rounding, as where the one token of a reveal is left out again and so A and B are equal.
 _NO_GAP = 1e-6
 
 
 class MRPTrainer(Trainer):
-    """Trains an `MRPForCausalLM`, bare or in a peft model, on records as `mrp train` reads them, or on rows of samples.
+    """A Trainer for an `MRPForCausalLM`, bare or in a peft model, on records as `mrp train` reads them, or on rows of samples.
 
     The loss is a sum over tokens divided by the response tokens of the whole step, over all processes and accumulation steps,
-    so that it does not matter how a step is divided. All noise is a function of (seed, sample, visit). Training ends with a
+    so that it does not depend on how a step is divided. All noise is a function of (seed, sample, visit). Training ends with a
     `FloatingPointError` at a gradient norm, a weight or a held-out loss that is not finite, before anything is saved.
 
     Args:
-        model: The model; under objective `mrp` all but its head is frozen, under `block_diffusion` its head, unless it is a
-            peft model, which says itself what trains. What trains becomes float32.
+        model: The model. Objective `mrp` freezes all but its head, `block_diffusion` freezes its head; in a peft model, what
+            is trainable stays trainable. Trainable weights become float32.
         args: The options.
         train_dataset: Records: a `datasets.Dataset`, a list or a path (see `source_of`); or rows of samples, by number (see
             `LengthBucketSampler`).
-        eval_dataset: The same, held out; or several by their names.
+        eval_dataset: The same, held out; or a mapping of several.
         data_collator: By default the `DiffusionCollator` that the options describe.
         processing_class: The tokenizer, which encodes records and is saved with the model.
         kwargs: As `Trainer` takes them.
@@ -112,9 +112,8 @@ class MRPTrainer(Trainer):
         self._steps_done = 0
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """As `Trainer.train`; `resume_from_checkpoint=True` takes up the newest whole checkpoint, if any. Behind one of the
-        last step no further step is made. `FloatingPointError` if a gradient norm or a weight is not finite.
-        """
+        """As `Trainer.train`; `resume_from_checkpoint=True` resumes from the newest complete checkpoint, if any. From one of
+        the last step no further step is made. `FloatingPointError` if a gradient norm or a weight is not finite."""
         if resume_from_checkpoint is True:
             newest = last_whole_checkpoint(Path(str(self.args.output_dir))) if self.is_world_process_zero() else None
             (newest,) = broadcast_object_list([newest])
@@ -126,22 +125,22 @@ class MRPTrainer(Trainer):
         if attention == "flex_attention":
             attention = TRAINING_FLEX
         if self.args.objective == "block_diffusion":
-            bare.backbone_source = None  # it is no longer the one that was loaded
+            bare.backbone_source = None  # trained, it is no longer the one of that name
         with attending(bare, attention) as self._decoding_attention:
             output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self._check_trained_weights()
         return output
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """As `Trainer.set_initial_training_values`, with no epoch left where the checkpoint that is taken up has all steps:
-        the Trainer looks whether it is done only behind a step."""
+        """As `Trainer.set_initial_training_values`, but with no epoch left if the resumed checkpoint is one of the last step:
+        the Trainer checks whether it is done only after a step."""
         epochs, steps_per_epoch, *rest, max_steps = super().set_initial_training_values(args, dataloader)
         if self._steps_done >= max_steps:
             epochs = self._steps_done // steps_per_epoch
         return epochs, steps_per_epoch, *rest, max_steps
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Muon and AdamW in one, if a rate for Muon is given."""
+        """As `Trainer.create_optimizer`; Muon and AdamW in one, if a rate for Muon is given."""
         args = self.args
         if self.optimizer is None and args.muon_learning_rate is not None:
             rates = args.learning_rate, args.muon_learning_rate, args.weight_decay
@@ -164,14 +163,14 @@ class MRPTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        """The batches of a step, and how many response tokens all processes have in theirs."""
+        """Return the batches of a step, and the number of response tokens in those of all processes, [] long."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = [batch["response_tokens"] for batch in batches]
         total = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.long, device=device)
         return batches, self.accelerator.reduce(total, reduction="sum")
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """As `Trainer._get_grad_norm`, if it is finite. With float16 a scaler passes over steps in which it is not."""
+        """As `Trainer._get_grad_norm`; `FloatingPointError` if not finite, unless a float16 scaler skips such steps."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None and not self.args.fp16:
             self._check_finite(f"the gradient norm of step {self.state.global_step + 1}", norm)
@@ -185,7 +184,7 @@ class MRPTrainer(Trainer):
             )
 
     def _check_trained_weights(self) -> None:
-        """Raise `FloatingPointError`, in all processes, if something that trains is not finite."""
+        """Raise `FloatingPointError`, in all processes, if a weight that trains is not finite."""
         whole = all(_is_finite(weight) for weight in self.model.parameters() if weight.requires_grad)
         parts = torch.tensor(0.0 if whole else math.nan, device=self.args.device)
         self._check_finite(f"a weight behind step {self.state.global_step}", self.accelerator.reduce(parts, reduction="sum"))
@@ -193,7 +192,7 @@ class MRPTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The objective's loss of one packed batch, over `num_items_in_batch` response tokens (by default the batch's own).
+        """Compute the objective's loss of a packed batch over `num_items_in_batch` response tokens (default: its own).
 
         Gradients are averaged over processes, hence the factor when the count is that of all of them.
         """
@@ -211,12 +210,12 @@ class MRPTrainer(Trainer):
         return (loss, {}) if return_outputs else loss
 
     def _inside(self, model: nn.Module, objective: Objective, batch: PackedBatch, scale: Tensor) -> tuple[Tensor, Measured]:
-        """Runs the objective in place of the bare model's forward, inside those of its wrappers; the loss is multiplied by
+        """Run the objective in place of the bare model's forward, inside those of its wrappers; the loss is multiplied by
         `scale`.
 
-        The wrappers of DDP, FSDP and peft synchronise gradients, gather shards and choose adapters in their own forward. What
-        they make of its arguments is ignored: peft names them, and FSDP rounds them to bfloat16, as it does the outputs. So the
-        batch goes around them, and of what comes back only the graph is used.
+        The wrappers of DDP, FSDP and peft synchronise gradients, gather shards and choose adapters in their own forward. They
+        also change its arguments and outputs: peft passes arguments by name, and FSDP rounds to bfloat16. So the batch bypasses
+        them, and only the graph is used of their output.
         """
         bare = bare_model(self.accelerator.unwrap_model(model))
         own = vars(bare).get("forward")
@@ -224,7 +223,7 @@ class MRPTrainer(Trainer):
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             if isinstance(bare.lm_head, FSDPModule) and not bare.lm_head.weight.requires_grad:
-                bare.lm_head.unshard()  # its weight is read, and its forward, which would do that, not called
+                bare.lm_head.unshard()  # its weight is read without its forward, which would do that
             with self.accelerator.autocast():
                 total, measured = objective(bare, batch)
             computed.append((total * scale, measured))
@@ -244,33 +243,32 @@ class MRPTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
-        """The loss of a held-out batch."""
+        """Compute the loss of a held-out batch."""
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `Trainer.save_model`, which would silently save nothing where FSDP's state dict is sharded."""
+        """As `Trainer.save_model`, which silently saves nothing where FSDP's state dict is sharded."""
         if _internal_call or not self.is_fsdp_enabled:
             super().save_model(output_dir, _internal_call)
         else:
             self._save(output_dir or self.args.output_dir, self.accelerator.get_state_dict(self.model))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """As `Trainer._save`, with the code of the model's own class."""
+        """As `Trainer._save`, with the remote code of the model's own class."""
         with under_own_class(bare_model(self.model)):
             super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As `Trainer._save_checkpoint`, if all that trains is finite."""
+        """As `Trainer._save_checkpoint`; `FloatingPointError` if a weight that trains is not finite."""
         self._check_trained_weights()
         with self._head_alone(self.args.push_to_hub):
             super()._save_checkpoint(model, trial)
 
     @contextmanager
     def _head_alone(self, pushed: bool) -> Iterator[None]:
-        """Have the model save its head alone while the context is open. That needs a frozen backbone which has a name (one on
-        the Hub if the result is `pushed`), and a model that is not sharded; otherwise everything is saved.
-        """
+        """Make the model save its head alone while the context is open, if its frozen backbone has a name (one on the Hub if
+        the result is `pushed`) and the model is not sharded; otherwise everything is saved."""
         bare: Any = bare_model(self.model)
         own = self.args.objective == "mrp" and not self.is_fsdp_enabled
         source = bare.backbone_source if own and bare is self.model else None
@@ -282,12 +280,12 @@ class MRPTrainer(Trainer):
         finally:
             vars(bare).pop("save_pretrained", None)
 
-    def push_to_hub(  # the options of the Trainer say the rest
+    def push_to_hub(  # fewer arguments than the base's: the options have the rest
         self, commit_message: str | None = "End of training", revision: str | None = None, tags: str | Sequence[str] = ()
     ) -> CommitInfo | None:
-        """Save to the output folder and publish that as `mrp_trainer.publish.push` does: one commit, no pickles, with a card;
-        the head alone where the backbone has a name on the Hub. Other processes than the first return None.
-        """
+        """Save to the output folder and publish that as `mrp_trainer.publish.push` does, with its errors: one commit, no
+        pickles, with a card; the head alone if the backbone has a name on the Hub. Processes other than the first return
+        None."""
         if self.hub_model_id is None:
             self.init_hf_repo()
         with self._head_alone(pushed=True):
@@ -305,7 +303,7 @@ class MRPTrainer(Trainer):
         return published.commit
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """As `Trainer._issue_warnings_after_load`, of a checkpoint that need not hold what is frozen, but all that trains."""
+        """As `Trainer._issue_warnings_after_load`; frozen weights may be missing, but `ValueError` if others are."""
         frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
         missing = [name for name in load_result.missing_keys if name not in frozen]
         if missing:
@@ -313,26 +311,26 @@ class MRPTrainer(Trainer):
         super()._issue_warnings_after_load(load_result._replace(missing_keys=[]))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """As `Trainer._save_rng_state`, for all processes: what comes next vouches for all their files."""
+        """As `Trainer._save_rng_state`, then wait: the file written next says that those of all processes are complete."""
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds to a line of training what was measured since the last: KL(B||A), KL(B||A+C) in nats, the share of the gap
-        closed, and how often A+C names the same token as B."""
+        """As `Trainer.log`; adds to a line of training, as means since the last one, KL(B||A) and KL(B||A+C) in nats, the share
+        of the gap closed, and how often A+C and B name the same token."""
         if "loss" in logs:
             logs = {**logs, **_summary(self._trained.take(self.accelerator))}
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.evaluation_loop`, with what was measured on the way, and how far drafts carry when prompts are
-        decoded. The loss is over all response tokens, not a mean of the batches'."""
+        """As `Trainer.evaluation_loop`, with the objective's measurements and, with `eval_prompts`, the acceptance of drafts.
+        The loss is over all response tokens, not a mean over batches; `FloatingPointError` if it is not finite."""
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         measured = self._evaluated.take(self.accelerator)
         summary = _summary(measured)
         self._check_finite("the held-out loss", summary.get("loss", 0.0))
         if self.args.eval_prompts:
-            inner = bare_model(self.model)  # what is frozen may be bfloat16 beside float32 weights that train: hence autocast
+            inner = bare_model(self.model)  # autocast, as frozen weights may be bfloat16 and trained ones float32
             with gathered(self.model), attending(inner, self._decoding_attention), self.accelerator.autocast():
                 prompts = prompts_of(dataloader.dataset, self.args.eval_prompts)
                 asked = inner, self.processing_class, prompts, self.args.eval_new_tokens
@@ -346,7 +344,7 @@ class MRPTrainer(Trainer):
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Has the whole weights of a model that FSDP2 has sharded, for calls that do not begin at its forward."""
+    """Gather the weights of a model sharded by FSDP2 while the context is open, for calls that do not begin at its forward."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.unshard()
@@ -358,12 +356,12 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def _is_finite(weight: Any) -> bool:
-    """Tell if the part of a weight that this process holds is finite."""
+    """Return whether the part of a weight that this process holds is finite."""
     return bool(getattr(weight, "to_local", lambda: weight)().isfinite().all())
 
 
 def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Means, and the share of each gap between KL(B||A) and 0 that KL(B||A+C) has closed, where there is one."""
+    """Compute means, and the share of each gap between KL(B||A) and 0 that A+C closes, where there is a gap."""
     means = {name: total / count for name, (total, count) in measured.items() if count}
     closed = {}
     for name, value in means.items():
