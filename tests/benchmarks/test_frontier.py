@@ -24,34 +24,30 @@ from benchmarks.frontier import (
     settings,
 )
 from benchmarks.measure import Measured, ratio
-from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
 
 
-def test_every_setting_has_a_name_of_its_own_and_generate_takes_it() -> None:
-    names = [setting_name(setting) for setting in settings()]
-    assert len(set(names)) == len(names)
-    assert {"mrp_remask reread tau=0.5", "draft_graph of dynamic K=4 tau=0.9", "entropy_bound bound=0.7"} < set(names)
-    assert {"mrp_direct steps=2", "psd K=8 tau=0.7", "mrp_spec of entropy_bound K=3 bound=0.35"} < set(names)
-    for setting in settings():
-        decoding = setting["decoding"]
-        if decoding not in (frontier.GRAPH, frontier.PSD, frontier.RELEASED):
-            MRPGenerationConfig(**setting).check(16, True)
-        others = {name: setting_name(other) for name, other in references(setting).items()}
-        assert set(others.values()) < set(names)
-        assert bool(others) == (decoding in (*frontier.DRAFTERS, frontier.RELEASED))
-
-
-def test_what_the_head_is_held_against_has_its_rivals_at_the_same_k() -> None:
-    measured = rival_settings()
+@pytest.mark.parametrize(
+    ("made", "against", "some"),
+    [
+        (settings, references, {"mrp_remask reread tau=0.5", "mrp_direct steps=2", "psd K=8 tau=0.7"}),
+        (settings, references, {"draft_graph of dynamic K=4 tau=0.9", "mrp_spec of entropy_bound K=3 bound=0.35"}),
+        (rival_settings, rivals, {"psd dynamic K=8 tau=0.9", "mrp_spec of static K=8 list=16 passes=2"}),
+        (rule_settings, None, {"klass", "cad tau=0.8", "mrp_spec of eb_sampler K=4", "mrp_spec of dynamic K=8 tau=0.9"}),
+    ],
+)
+def test_every_setting_has_a_name_of_its_own_and_is_held_against_others(made: Any, against: Any, some: set[str]) -> None:
+    """Drafts against their targets and their rivals at the same K; `generate` takes all but what it does not have."""
+    measured = made()
     names = [setting_name(setting) for setting in measured]
     assert len(set(names)) == len(names)
-    assert {"psd static K=4", "psd dynamic K=8 tau=0.9", "mrp_spec of static K=8 list=16 passes=2"} < set(names)
+    assert some < set(names)
     for setting in measured:
-        others = [setting_name(other) for other in rivals(setting).values()]
+        if setting["decoding"] not in (frontier.GRAPH, frontier.PSD, frontier.RELEASED):
+            MRPGenerationConfig(**setting).check(16, True)
+        others = [setting_name(other) for other in against(setting).values()] if against else []
         assert set(others) < set(names)
-        assert bool(others) == ("target" in setting)
-        assert len(others) == 3 or setting["decoding"] != "mrp_spec"
+        assert bool(others) == ("target" in setting) or against is None
 
 
 def test_fresh_problems_are_none_of_the_tables() -> None:
@@ -60,15 +56,6 @@ def test_fresh_problems_are_none_of_the_tables() -> None:
     assert len(asked) == 200
     assert not used & {problem.prompt for problem in asked}
     assert problems_of("code", "heldout", 3, 0) == problems("code", "heldout", 3)
-
-
-def test_every_reveal_rule_is_measured_alone_and_drafted() -> None:
-    measured = rule_settings()
-    names = [setting_name(setting) for setting in measured]
-    assert len(set(names)) == len(names) == 3 * len(TARGETS)
-    assert {"klass", "cad tau=0.8", "mrp_spec of eb_sampler K=4", "mrp_spec of dynamic K=8 tau=0.9"} < set(names)
-    for setting in measured:
-        MRPGenerationConfig(**setting).check(16, True)
 
 
 def test_what_is_on_the_frontier() -> None:
