@@ -5,17 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import soak
 from tests import random_cases
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Any:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
