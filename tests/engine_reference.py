@@ -1,8 +1,8 @@
 """The engine's `LowConfidence` step by step, without its cache and batches: its text, and how close each of its choices was.
 
 It decodes otherwise than `generate`. Positions behind a revealed eos are revealed too, and read by the others until then. The
-mask id has a share of the softmax. Confidences are probabilities, which in float32 are 1 from log-odds of 17 on: the leftmost of
-those goes first.
+mask id has a share of the softmax. Confidences are probabilities: in float32 they are 1 from log-odds of 17 on, and the left-
+most of those goes first.
 """
 
 from collections.abc import Collection, Sequence
