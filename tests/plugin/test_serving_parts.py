@@ -12,7 +12,7 @@ from conftest import TINY
 from fake_engine import FakeAllocator, FakePool, FakeRequest
 from mrp_serving.checkpoint import ARCHITECTURES, backbone_weights, head_weight, open_checkpoint
 from mrp_serving.picker import CountPenalties, Sampling
-from mrp_serving.room import count_fitting, fetch_what_fits, whole_blocks
+from mrp_serving.room import fetch_what_fits, whole_blocks
 from mrp_serving.scratch import borrowed
 from published import as_published
 from safetensors import safe_open
@@ -50,45 +50,30 @@ def test_what_is_lent_comes_back_from_a_round_that_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "running", "fitting"),
+    ("algorithm", "slots", "running", "taken", "limit"),
     [
-        (88, [], 2),
-        (88, [(10, 30)], 1),
-        (88, [(10, 30), (4, 12)], 1),
-        (88, [(10, 60)], 0),
-        (988, [(10, 60)], 3),
-        (20, [], 0),
+        *(("MRP", 83, 0, 2, 24), ("MRP", 38, 0, 1, 16), ("MRP", 17, 0, 1, 1), ("MRP", 76, 1, 1, 24), ("MRP", 75, 1, 0, 24)),
+        ("LowConfidence", 80, 1, 4, 24),
     ],
 )
-def test_a_request_begins_when_all_of_it_has_room(slots: int, running: list[tuple[int, int]], fitting: int) -> None:
-    """In blocks of 4 each waiting one takes 32; the last asks for more than the context."""
-    waiting = [FakeRequest([0] * prompt, new) for prompt, new in ((9, 23), (12, 20), (10, 1000))]
-    begun = [FakeRequest([0] * prompt, new) for prompt, new in running]
-    assert count_fitting(waiting, begun, slots, block=4, context_length=66) == fitting
+def test_requests_wait_for_room_in_their_order(algorithm: str, slots: int, running: int, taken: int, limit: int) -> None:
+    """In blocks of 4, three left over, each takes 32, until it ends. The first begins where nothing runs, with the limit
+    that the pool has room for; another algorithm's are the engine's."""
+    waiting = [FakeRequest([0] * 8, 24, rid=str(number)) for number in range(4)]
+    begun = [FakeRequest([0] * 9, 22) for _ in range(running)]
+    scheduler = SimpleNamespace(waiting_queue=list(waiting), max_total_num_tokens=slots)
+    scheduler.dllm_config = SimpleNamespace(algorithm=algorithm, block_size=4)
+    scheduler.model_config = SimpleNamespace(context_len=64)
+    scheduler.dllm_manager = SimpleNamespace(waiting_queue=list(begun))
 
+    def take_all(engine: Any) -> None:
+        engine.dllm_manager.waiting_queue += engine.waiting_queue
+        engine.waiting_queue = []
 
-def test_requests_wait_for_room_in_their_order() -> None:
-    """The first begins where nothing runs, with the limit that the pool has room for; another algorithm's are the engine's."""
-    for algorithm, slots, taken, limit in (
-        ("MRP", 83, 2, 24),
-        ("MRP", 38, 1, 16),
-        ("MRP", 17, 1, 1),
-        ("LowConfidence", 80, 4, 24),
-    ):
-        waiting = [FakeRequest([0] * 8, 24, rid=str(number)) for number in range(4)]
-        scheduler = SimpleNamespace(waiting_queue=list(waiting), max_total_num_tokens=slots)
-        scheduler.dllm_config = SimpleNamespace(algorithm=algorithm, block_size=4)
-        scheduler.model_config = SimpleNamespace(context_len=64)
-        scheduler.dllm_manager = SimpleNamespace(waiting_queue=[])
-
-        def take_all(engine: Any) -> None:
-            engine.dllm_manager.waiting_queue += engine.waiting_queue
-            engine.waiting_queue = []
-
-        fetch_what_fits(take_all, scheduler)
-        assert scheduler.dllm_manager.waiting_queue == waiting[:taken]
-        assert scheduler.waiting_queue == waiting[taken:]
-        assert [req.sampling_params.max_new_tokens for req in waiting] == [limit, 24, 24, 24]
+    fetch_what_fits(take_all, scheduler)
+    assert scheduler.dllm_manager.waiting_queue == begun + waiting[:taken]
+    assert scheduler.waiting_queue == waiting[taken:]
+    assert [req.sampling_params.max_new_tokens for req in waiting] == [limit, 24, 24, 24]
 
 
 @pytest.mark.parametrize(("algorithm", "length"), [("MRP", 4), ("LowConfidence", 2)])

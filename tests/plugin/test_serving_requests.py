@@ -64,20 +64,6 @@ def test_requests_of_all_kinds_share_rounds(model: Any, prompt: list[int]) -> No
 
 
 @torch.inference_mode()
-def test_drafted_is_undrafted(model: Any, prompt: list[int]) -> None:
-    texts = []
-    for decoding in ("dynamic", "self_spec", "mrp_spec"):
-        given = {"decoding": decoding}
-        requests = [FakeRequest(prompt, NEW, EOS, str(seed), asked=sampled(seed, custom_params=given)) for seed in range(3)]
-        serve(model, requests, SERVER)
-        drafted = [shown["drafted"] for req in requests if (shown := shown_of(req)) is not None]
-        assert all(drafted) == any(drafted) == (decoding != "dynamic")
-        texts.append([req.text() for req in requests])
-    assert texts[0] == texts[1] == texts[2]
-    assert len(set(map(tuple, texts[0]))) == 3
-
-
-@torch.inference_mode()
 def test_a_request_that_loses_its_rows_goes_on_with_its_noise(model: Any, prompt: list[int]) -> None:
     """Where none gives a seed, that of its name counts, and steps go on from those of finished blocks."""
 
