@@ -77,38 +77,24 @@ class Stub:
         return Measured(ids, [1] * 4, [0] * 4, [True, True, True, False])
 
 
-def test_a_setting_that_has_a_line_is_not_measured_again(tmp_path: Path) -> None:
-    """With other weights it is, of the head where it takes part; a target whose texts are needed is decoded for them."""
-    asked, path, identity = problems("math", "heldout", 4), tmp_path / "lines.jsonl", {"problems": 4}
-    wanted = [setting for setting in settings() if setting_name(setting) in ("static", "self_spec of static K=3")]
-    stub: Any = Stub()
-
-    def opened(backbone: str = "a", head: str = "b") -> ResultsFile:
-        file = ResultsFile(path, "asked")
-        file.begin({"benchmark": "frontier", "backbone": backbone, "head": head})
-        return file
-
-    results = opened()
-    first = next(lines(stub, asked, wanted, results, identity))
-    results.add(first)
-    assert first["accuracy"] == 75.0
-    assert first["accuracy_95"] == [
-        30.1,
-        95.4,
-    ]  # Wilson's: (0.75 + z2 / 8 -+ z sqrt(3 / 64 + z2 / 64)) / (1 + z2 / 4), z2 = 3.8415
-    assert (first["tokens_per_forward"], first["tokens_per_forward_95"]) == (2.0, [2.0, 2.0])
+def test_lines_of_settings(tmp_path: Path) -> None:
+    """Over what each is held against, which is decoded for it; a setting that has a line is not measured again."""
+    asked, results, identity = problems("math", "heldout", 4), ResultsFile(tmp_path / "lines.jsonl", "asked"), {"problems": 4}
+    results.begin({"benchmark": "frontier", "backbone": "a", "head": "b"})
+    names = ("static", "self_spec of static K=3", "mrp_spec of static K=8")
+    wanted, stub = [setting for setting in settings() if setting_name(setting) in names], Stub()
+    made = {setting_name(line): line for line in lines(stub, asked, wanted, results, identity)}
+    first, second, other = (made[name] for name in names)
+    assert (first["accuracy"], first["tokens_per_forward"], first["tokens_per_forward_95"]) == (75.0, 2.0, [2.0, 2.0])
     assert "texts_that_differ" not in first
-    stub.asked.clear()
-    (second,) = lines(stub, asked, wanted, opened(), identity)
-    assert (second["decoding"], second["texts_that_differ"]) == ("self_spec", 0)
-    assert stub.asked == ["self_spec of static K=3", "static", "released of static K=3"]
     assert second["over_target"] == second["over_released"] == 1
-    results.add(second)
-    assert list(lines(stub, asked, wanted, opened(), identity)) == []
-    assert list(lines(stub, asked, wanted, opened(head="c"), identity)) == []  # neither asks the head
-    assert len(list(lines(stub, asked, wanted, opened(backbone="c"), identity))) == 2
-    other = [setting for setting in settings() if setting_name(setting) == "mrp_spec of static K=8"]
-    assert [line["texts_that_differ"] for line in lines(stub, asked, other, results, identity)] == [1]
+    assert (second["texts_that_differ"], other["texts_that_differ"]) == (0, 1)
+    assert {*names, "released of static K=3", "self_spec of static K=8"} < {*stub.asked}
+    assert len({*stub.asked}) == len(stub.asked)
+    results.add(first)
+    stub.asked.clear()
+    assert list(lines(stub, asked, [{"decoding": "static"}], results, identity)) == []
+    assert stub.asked == []
 
 
 def test_ratios_are_paired() -> None:
