@@ -56,14 +56,3 @@ def test_requests_that_wait_take_no_rows_from_drafts(
     drafted = [sum(reply["meta_info"]["mrp"]["drafted"] for reply in part.replies) for part in (few, roomy)]
     report(f"{running} of {CONCURRENCY} requests at once: {drafted[0]} drafts, as with all of them {drafted[1]}")
     assert drafted[0] == pytest.approx(drafted[1], rel=0.02)
-
-
-def test_a_response_tells_what_it_cost(measured: Measure, asked: Asked) -> None:
-    drafted = measured("MRP", 0.9)
-    costs = [reply["meta_info"]["mrp"] for reply in drafted.replies]
-    prompts = sum(len(prompt) // BLOCK for prompt in asked.prompts)
-    # A prompt's blocks take a forward each, but for those in the prefix cache.
-    assert drafted.forwards <= sum(cost["forwards"] for cost in costs) <= drafted.forwards + prompts
-    for reply, cost in zip(drafted.replies, costs, strict=True):
-        assert cost["tokens_per_forward"] == pytest.approx(len(reply["output_ids"]) / cost["forwards"])
-        assert cost["acceptance"] == pytest.approx(cost["accepted"] / max(1, cost["drafted"]))
