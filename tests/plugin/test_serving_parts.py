@@ -152,7 +152,8 @@ def test_the_three_layouts_are_opened(head_folder: Path, tmp_path: Path) -> None
         open_checkpoint(str(at), None) for at in (TINY, head_folder, as_published(TINY, tmp_path / "published"))
     )
     assert all(
-        each.has_head and each.config.block_size == 16 and each.config.mask_token_id == 3 for each in (whole, head, published)
+        each.config.has_head and each.config.block_size == 16 and each.config.mask_token_id == 3
+        for each in (whole, head, published)
     )
     assert whole.defaults["num_draft_states"] == "auto"
     assert set(MRPConfig.from_pretrained(tmp_path / "published").architectures) <= set(ARCHITECTURES)
@@ -179,7 +180,7 @@ def test_a_head_says_how_its_backbone_is_quantized(head_folder: Path) -> None:
     changed_config(head_folder.parent / "backbone", **quantized)
     with pytest.raises(ValueError, match=r"has another quantization_config.*copy the backbone's into its config\.json"):
         open_checkpoint(str(head_folder), None)
-    assert open_checkpoint(changed_config(head_folder, **quantized), None).has_head
+    assert open_checkpoint(changed_config(head_folder, **quantized), None).config.has_head
 
 
 def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
@@ -188,4 +189,4 @@ def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "no-head" / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing: mrp_head\.eh_proj\.weight"):
         open_checkpoint(str(tmp_path / "no-head"), None)
-    assert not open_checkpoint(changed_config(tmp_path / "no-head", num_nextn_predict_layers=0), None).has_head
+    assert not open_checkpoint(changed_config(tmp_path / "no-head", num_nextn_predict_layers=0), None).config.has_head
