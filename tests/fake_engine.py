@@ -258,7 +258,7 @@ class FakeScheduler:
 
     def _batch(self, requests: Sequence[FakeRequest], ids: Tensor, starts: list[int]) -> FakeBatch:
         block, count = self.engine.block, len(requests)
-        rows, prefix = torch.tensor([req.row for req in requests]), torch.tensor(starts)
+        rows, prefix = torch.tensor([req.row for req in requests], dtype=torch.int32), torch.tensor(starts)
         positions = prefix[:, None] + torch.arange(block)
         slots = self.engine.req_to_token_pool.req_to_token[rows[:, None], positions].long()
         return FakeBatch(
