@@ -187,6 +187,16 @@ def test_what_the_client_is_not_shown_is_not_decoded(ids: list[int], start: int,
     assert text_of_block(req, interpreted(req, SERVER), ids, start, M) == (ids if whole else None)
 
 
+def test_a_stop_string_may_lie_behind_an_eos() -> None:
+    """Where the engine's own algorithm reads on; elsewhere that is no text."""
+    req, ids = FakeRequest([1] * 6, max_new_tokens=8, stop=(9,), asked={"stop_strs": ["."]}), [7, 9, M, 8]
+    assert text_of_block(req, interpreted(req, SERVER), ids, 8, M) is None
+    req.sampling_params.top_k = 5
+    assert text_of_block(req, interpreted(req, SERVER), ids, 8, M) == [7, 9, M, M]
+    req.sampling_params.stop_strs, req.sampling_params.ignore_eos = [], True
+    assert text_of_block(req, interpreted(req, SERVER), ids, 8, M) is None
+
+
 @pytest.fixture
 def algorithms(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The engine's register of algorithms, without an engine."""

@@ -99,23 +99,6 @@ def test_a_request_that_loses_its_rows_goes_on_with_its_noise(model: Any, prompt
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("greedy", [True, False])
-def test_a_stop_string_behind_an_eos(model: Any, prompt: list[int], greedy: bool) -> None:
-    """The engine's own algorithm reads on, and so may end there; a sampled text has ended at the eos, with masks behind."""
-    asked = {**({"top_k": 1} if greedy else sampled(1)), "stop_strs": ["."]}
-    text = FakeRequest(prompt, 20, (), asked=asked)
-    serve(model, [text], SERVER)
-    eos = text.output_ids[3]
-    req = FakeRequest(prompt, 20, (eos,), asked=asked)
-    serve(model, [req], SERVER)
-    end = len(req.text())
-    behind = req.output_ids[end:]
-    assert behind
-    assert (model.config.mask_token_id in behind) == (not greedy)
-    assert greedy or set(behind) == {model.config.mask_token_id}
-
-
-@torch.inference_mode()
 @pytest.mark.parametrize("length", [9, 16, 23])
 def test_a_request_without_a_finite_score_is_aborted_alone(model: Any, prompt: list[int], length: int) -> None:
     """No such request passes the checks; weights may overflow at some text all the same."""
