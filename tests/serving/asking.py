@@ -1,13 +1,13 @@
 """What the tests of the engine ask for, and how they read what they get."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine_reference import low_confidence
 from mrp_trainer.data.tasks import Problem
 
-from benchmarks.server import CPU_ENVIRONMENT
+from benchmarks.server import CPU_ENVIRONMENT, Measured
 from modeling_mrp import MRPForCausalLM
 
 CONCURRENCY, BLOCK, STATES = 16, 16, 4
@@ -38,6 +38,12 @@ class Generated:
 
     ids: list[list[int]]
     forwards: int
+
+
+# Fixtures: have a line printed behind the tests; what an algorithm answers at a threshold; texts by `generate` with options.
+Report = Callable[[str], None]
+Measure = Callable[[str, float], Measured]
+Generate = Callable[..., Generated]
 
 
 def up_to_eos(ids: Sequence[int], eos: Sequence[int]) -> list[int]:

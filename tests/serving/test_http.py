@@ -3,23 +3,22 @@
 import json
 import random
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-from asking import Asked, sse, up_to_eos
+from asking import Asked, Measure, sse, up_to_eos
 
-from benchmarks.server import Measured, Server
+from benchmarks.server import Server
 
 pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
 LONG = {"max_new_tokens": 800, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def texts(measured: Callable[[str, float], Measured], tiny_tokenizer: Any) -> list[str]:
+def texts(measured: Measure, tiny_tokenizer: Any) -> list[str]:
     """What each prompt was answered."""
     return [tiny_tokenizer.decode(up_to_eos(ids, [2, 0]), skip_special_tokens=True) for ids in measured("MRP", 0.9).ids]
 

@@ -3,16 +3,15 @@
 import json
 import random
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-from asking import CONCURRENCY, Asked, sse
+from asking import CONCURRENCY, Asked, Measure, Report, sse
 from request_kinds import KINDS
 
-from benchmarks.server import Measured, Server
+from benchmarks.server import Server
 
 pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
 REQUESTS, CLIENTS = 2000, 24
@@ -75,9 +74,7 @@ def idle(server: Server) -> None:
     server.open("/flush_cache?timeout=30", {}).close()
 
 
-def test_nothing_leaks(
-    server: Server, asked: Asked, measured: Callable[[str, float], Measured], report: Callable[[str], None]
-) -> None:
+def test_nothing_leaks(server: Server, asked: Asked, measured: Measure, report: Report) -> None:
     with ThreadPoolExecutor(CLIENTS) as clients:
         ways = list(clients.map(lambda number: ask(server, asked, number), range(REQUESTS // 4)))
         idle(server)

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from asking import BLOCK, CONCURRENCY, ENVIRONMENT, STATES, Asked, explained, target_of, up_to_eos
+from asking import BLOCK, CONCURRENCY, ENVIRONMENT, STATES, Asked, Measure, Report, explained, target_of, up_to_eos
 from mrp_trainer.evaluate.decoded import decode_prompts
 from published import as_published
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.common import TINY
-from benchmarks.server import CPU_FLAGS, Measured, Server
+from benchmarks.server import CPU_FLAGS, Server
 from modeling_mrp import MRPForCausalLM
 
 sglang = pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
@@ -82,12 +82,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_texts_stay_and_no_slot_is_lost(
-    name: str,
-    asked: Asked,
-    measured: Callable[[str, float], Measured],
-    tiny_model_float64: MRPForCausalLM,
-    tmp_path: Path,
-    report: Callable[[str], None],
+    name: str, asked: Asked, measured: Measure, tiny_model_float64: MRPForCausalLM, tmp_path: Path, report: Report
 ) -> None:
     make, flags, requests, devices, states = CASES[name]
     places = range(0, len(asked.prompts), len(asked.prompts) // requests)[:requests]
@@ -148,7 +143,7 @@ def rounded_to_int8(folder: Path) -> dict[str, Tensor]:
 
 
 def test_an_int8_backbone(
-    asked: Asked, tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, tmp_path: Path, report: Callable[[str], None]
+    asked: Asked, tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, tmp_path: Path, report: Report
 ) -> None:
     """Texts are those of `generate` with the weights that int8 stands for; head and lm_head are as they were."""
     model = copy.deepcopy(tiny_model_float64)

@@ -1,13 +1,12 @@
 """Requests with settings of their own on the engine: sampled, penalised, with other rules; and all that their answers tell."""
 
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from asking import CONCURRENCY, STATES, Asked, sse
+from asking import CONCURRENCY, STATES, Asked, Report, sse
 from request_kinds import KINDS, as_options
 
 from benchmarks.server import Server
@@ -25,7 +24,7 @@ def decoded(model: MRPForCausalLM, prompt: list[int], **options: Any) -> Any:
 
 
 def test_requests_of_all_kinds_have_the_text_of_generate(
-    server: Server, asked: Asked, tiny_model_float64: MRPForCausalLM, report: Callable[[str], None]
+    server: Server, asked: Asked, tiny_model_float64: MRPForCausalLM, report: Report
 ) -> None:
     """Sixteen at a time; the model is float32 on the engine, and float64 here."""
     prompts = asked.prompts[-COUNT:]

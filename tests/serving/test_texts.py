@@ -3,23 +3,17 @@
 from collections.abc import Callable
 
 import pytest
-from asking import BLOCK, CONCURRENCY, STATES, Asked, Generated, explained, target_of, up_to_eos
+from asking import BLOCK, CONCURRENCY, STATES, Asked, Generate, Measure, Report, explained, target_of, up_to_eos
 
 from benchmarks.server import Measured, Server
 from modeling_mrp import MRPForCausalLM
 
 pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
-Measure = Callable[[str, float], Measured]
 
 
 @pytest.mark.parametrize("threshold", [1.0, 0.9, 0.7])
 def test_texts_are_those_of_stock_and_of_generate(
-    threshold: float,
-    measured: Measure,
-    generated: Callable[..., Generated],
-    asked: Asked,
-    tiny_model_float64: MRPForCausalLM,
-    report: Callable[[str], None],
+    threshold: float, measured: Measure, generated: Generate, asked: Asked, tiny_model_float64: MRPForCausalLM, report: Report
 ) -> None:
     options, eos = target_of(threshold), tiny_model_float64.generation_config.eos_token_id
     decoding, served = options.pop("target"), measured("MRP", threshold).ids
@@ -30,7 +24,7 @@ def test_texts_are_those_of_stock_and_of_generate(
     report(explained(tiny_model_float64, asked, threshold, [up_to_eos(ids, eos) for ids in served], ours, eos))
 
 
-def test_tokens_per_forward(measured: Measure, generated: Callable[..., Generated], report: Callable[[str], None]) -> None:
+def test_tokens_per_forward(measured: Measure, generated: Generate, report: Report) -> None:
     stock, drafted = measured("LowConfidence", 0.9), measured("MRP", 0.9)
     report(
         f"tokens per forward at 0.9, K = {STATES}: {drafted.tokens_per_forward:.3f}, stock {stock.tokens_per_forward:.3f}, "
@@ -45,7 +39,7 @@ def test_tokens_per_forward(measured: Measure, generated: Callable[..., Generate
 
 
 def test_requests_that_wait_take_no_rows_from_drafts(
-    serve: Callable[..., Server], measured: Measure, asked: Asked, report: Callable[[str], None]
+    serve: Callable[..., Server], measured: Measure, asked: Asked, report: Report
 ) -> None:
     """`--max-running-requests` counts requests, each of which has rows for its drafts, however many others wait."""
     count, running = 64, 4
