@@ -5,7 +5,7 @@ sees is what its slots hold when it is scored. All rows of a forward write befor
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,39 +70,18 @@ class FakeAllocator:
         self.free_pages += pages
 
 
-@dataclass
-class FakeBatch:
-    """The fields of a `ForwardBatch` that the plugin makes anew."""
-
-    batch_size: int
-    input_ids: Tensor
-    positions: Tensor
-    req_pool_indices: Tensor
-    seq_lens: Tensor
-    out_cache_loc: Tensor
-    seq_lens_sum: int
-    extend_num_tokens: int
-    extend_seq_lens: Tensor
-    extend_prefix_lens: Tensor
-    extend_start_loc: Tensor
-    extend_seq_lens_cpu: list[int]
-    extend_prefix_lens_cpu: list[int]
-    rids: list[str]
-    extend_logprob_start_lens_cpu: list[int] | None = None
-    req_pool_indices_cpu: Tensor | None = None
-    seq_lens_cpu: Tensor | None = None
-    orig_seq_lens: Tensor | None = None
-    lora_ids: list[str] | None = None
-    global_num_token_non_padded: Tensor | None = None
-    global_num_token_non_padded_cpu: int | None = None
-    num_token_non_padded: Tensor | None = None
-    dllm_prompt_mask: Tensor | None = None
-    kv_loc_plan: Any = None
-    kv_loc_cols: Any = None
-    out_cache_loc_virtual: Tensor | None = None
-    out_cache_loc_is_physical: bool = True
-    forward_metadata_ready: bool = True
-    residual_stream: Any = None
+_FILLED = (
+    *("batch_size", "input_ids", "positions", "req_pool_indices", "seq_lens", "out_cache_loc", "seq_lens_sum"),
+    *("extend_num_tokens", "extend_seq_lens", "extend_prefix_lens", "extend_start_loc"),
+    *("extend_seq_lens_cpu", "extend_prefix_lens_cpu", "rids"),
+)
+_ABSENT = (
+    *("extend_logprob_start_lens_cpu", "req_pool_indices_cpu", "seq_lens_cpu", "orig_seq_lens", "lora_ids", "residual_stream"),
+    *("global_num_token_non_padded", "global_num_token_non_padded_cpu", "num_token_non_padded"),
+    *("kv_loc_plan", "kv_loc_cols", "out_cache_loc_virtual", "out_cache_loc_is_physical", "forward_metadata_ready"),
+)
+# The fields of a `ForwardBatch` that the plugin makes anew.
+FakeBatch: Any = make_dataclass("FakeBatch", [*_FILLED, *((name, Any, None) for name in _ABSENT)])
 
 
 class FakeModel(torch.nn.Module):
@@ -111,9 +90,6 @@ class FakeModel(torch.nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.inner, self.lm_head = model, model.lm_head
-
-    def empty_hidden(self) -> Tensor:
-        return self.lm_head.weight.new_zeros(0, self.lm_head.weight.shape[1])
 
     def unembed(self, batch: FakeBatch, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.lm_head.weight)
@@ -282,7 +258,7 @@ class FakeScheduler:
 
     def _batch(self, requests: Sequence[FakeRequest], ids: Tensor, starts: list[int]) -> FakeBatch:
         block, count = self.engine.block, len(requests)
-        rows, prefix = torch.tensor([req.row for req in requests]), torch.tensor(starts)
+        rows, prefix = torch.tensor([req.row for req in requests], dtype=torch.int32), torch.tensor(starts)
         positions = prefix[:, None] + torch.arange(block)
         slots = self.engine.req_to_token_pool.req_to_token[rows[:, None], positions].long()
         return FakeBatch(

@@ -10,6 +10,7 @@ import torch
 from mrp_trainer.heads import new_head
 from published import (
     Shapes,
+    attended,
     backbone_config,
     decoder_shapes,
     hidden_states,
@@ -131,7 +132,6 @@ def llada2_logits(folder: Path, config: dict[str, Any], tensors: dict[str, Tenso
     tensors = {name: tensor.double() for name, tensor in tensors.items()}
 
     def logits(ids: list[int]) -> Tensor:
-        sees = block_causal(len(ids), config["block_size"])[0, 0]
         x = tensors["model.word_embeddings.weight"][ids]
         for at in range(config["num_hidden_layers"]):
             layer = f"model.layers.{at}"
@@ -142,10 +142,7 @@ def llada2_logits(folder: Path, config: dict[str, Any], tensors: dict[str, Tenso
                 rotate(norm(part, tensors[f"{layer}.attention.{name}_layernorm.weight"]), config["rotary_dim"], 600000)
                 for name, part in (("query", query), ("key", key))
             )
-            key, value = (part.repeat_interleave(heads // kv_heads, 1) for part in (key, value))
-            scores = torch.einsum("qhw,khw->hqk", query, key) / width**0.5
-            mixed = torch.einsum("hqk,khw->qhw", scores.masked_fill(~sees, -torch.inf).softmax(-1), value).flatten(1)
-            x = x + mixed @ tensors[f"{layer}.attention.dense.weight"].T
+            x = x + attended(query, key, value, config["block_size"]) @ tensors[f"{layer}.attention.dense.weight"].T
             normed = norm(x, tensors[f"{layer}.post_attention_layernorm.weight"])
             dense = at < config["first_k_dense_replace"]
             x = x + (swiglu(tensors, f"{layer}.mlp", normed) if dense else experts_of(config, tensors, f"{layer}.mlp", normed))

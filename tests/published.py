@@ -171,6 +171,14 @@ def swiglu(tensors: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return gated @ tensors[f"{name}.down_proj.weight"].T
 
 
+def attended(query: Tensor, key: Tensor, value: Tensor, size: int) -> Tensor:
+    """Mix values [length, kv_heads, width] for queries [length, heads, width]: each sees its own block and earlier ones."""
+    key, value = (part.repeat_interleave(query.shape[1] // key.shape[1], 1) for part in (key, value))
+    scores, block = torch.einsum("qhw,khw->hqk", query, key) / query.shape[-1] ** 0.5, torch.arange(len(query)) // size
+    probabilities = scores.masked_fill(block > block[:, None], -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khw->qhw", probabilities, value).flatten(1)
+
+
 def layer(tensors: dict[str, Tensor], prefix: str, x: Tensor, size: int = BLOCK) -> Tensor:
     """A Qwen3 decoder layer on x [length, hidden], block-causal: a token sees its own block and earlier ones."""
 
@@ -182,11 +190,7 @@ def layer(tensors: dict[str, Tensor], prefix: str, x: Tensor, size: int = BLOCK)
     query, key = (
         rotate(norm(part, weight(f"self_attn.{name}_norm")), WIDTH, THETA) for name, part in (("q", query), ("k", key))
     )
-    key, value = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (key, value))
-    scores = torch.einsum("qhw,khw->hqk", query, key) / WIDTH**0.5
-    block = torch.arange(len(x)) // size
-    probabilities = scores.masked_fill(block[None, :] > block[:, None], -torch.inf).softmax(-1)
-    x = x + torch.einsum("hqk,khw->qhw", probabilities, value).flatten(1) @ weight("self_attn.o_proj").T
+    x = x + attended(query, key, value, size) @ weight("self_attn.o_proj").T
     return x + swiglu(tensors, f"{prefix}.mlp", norm(x, weight("post_attention_layernorm")))
 
 

@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
 from torch import Tensor
@@ -19,27 +18,18 @@ from modeling_mrp.model.layouts import HEAD, backbone_location, our_name, weight
 ARCHITECTURES = ("MRPForCausalLM", "SDARMRPForCausalLM")
 
 
-@dataclass(frozen=True)
-class Backbone:
+class Backbone(NamedTuple):
     """A checkpoint that a head repository names: a folder or an id, and a commit, branch or tag."""
 
     where: str
     revision: str | None
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint, checked.
-
-    Attributes:
-        config: Its config, or that of the head, whose sizes are the backbone's.
-        defaults: Its generation config.
-        has_head: Whether it has a head.
-    """
+class Checkpoint(NamedTuple):
+    """The config of a checked checkpoint, or that of its head, whose sizes are the backbone's; and its generation config."""
 
     config: Any
     defaults: dict[str, Any]
-    has_head: bool
 
 
 @cache
@@ -77,7 +67,7 @@ def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> 
         defaults = GenerationConfig.from_pretrained(source, revision=revision).to_dict()
     except OSError:
         defaults = {}
-    return Checkpoint(config, defaults, config.has_head)
+    return Checkpoint(config, defaults)
 
 
 def _check_tensors(config: Any, source: str, revision: str | None, backbone: Backbone | None) -> None:

@@ -120,11 +120,6 @@ class MRPForCausalLM(SDARForCausalLM):
         """Compute logits [n, vocab] of hidden states [n, hidden_size]."""
         return self.logits_processor(None, hidden, self.lm_head, batch).full_logits
 
-    def empty_hidden(self) -> Tensor:
-        """[0, hidden_size] of the hidden states' dtype and device."""
-        weight = self.model.norm.weight
-        return weight.new_zeros(0, len(weight))
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load tensors by the checkpoint's names: all of them, then any of them anew.
 

@@ -94,7 +94,7 @@ def dllm_config(original: Callable[[Any], DllmConfig | None], server_args: Any) 
             raise ValueError(
                 f"--page-size is {args.page_size}: MRP keeps blocks in whole pages, so use {block}, or leave it out"
             )
-        config.mrp_settings = settings_of(options, found.defaults, block, found.has_head, args.tp_size)
+        config.mrp_settings = settings_of(options, found.defaults, block, found.config.has_head, args.tp_size)
         config.max_running_requests = max(1, config.max_running_requests // config.mrp_settings.mode.width)
     return config
 

@@ -194,11 +194,6 @@ def refusal_of_body(asked: Any, prompt: Sequence[int]) -> str | None:
     return None
 
 
-def committed_ids(req: Any) -> list[int]:
-    """List the ids of a request's text so far."""
-    return [*req.origin_input_ids, *req.output_ids]
-
-
 def end_of_text(req: Any, block: int, context_length: int) -> int:
     """Find where the last block ends that a request can have."""
     wanted = len(req.origin_input_ids) + req.sampling_params.max_new_tokens

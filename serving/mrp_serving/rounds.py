@@ -19,7 +19,7 @@ from .networks import EngineNetworks, Own
 from .options import Settings
 from .pace import Share, pace_of
 from .picker import Pickers
-from .requests import EngineRow, Progress, committed_ids, end_of_text, interpreted, text_of_block
+from .requests import EngineRow, Progress, end_of_text, interpreted, text_of_block
 from .scratch import borrowed
 from .usage import Report, totals
 
@@ -211,7 +211,7 @@ class Rounds:
         if getattr(req, "mrp", None) is None:
             mode = self.settings.mode
             req.mrp = Progress(interpreted(req, self.settings), Counts(mode.width, mode.drafting is not None))
-        ids, end = committed_ids(req), end_of_text(req, self.block, engine.model_config.context_len)
+        ids, end = [*req.origin_input_ids, *req.output_ids], end_of_text(req, self.block, engine.model_config.context_len)
         return fresh_row(ids, len(req.origin_input_ids), name.start, end, self.block, self.mask_id, name.row, req.mrp)
 
     def _round(

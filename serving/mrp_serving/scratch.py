@@ -35,11 +35,6 @@ class Borrowed:
         return torch.cat([self.swapped.get(place, slots) for place, slots in enumerate(self.slots.unbind())])
 
 
-def affordable(width: int, batch: int, free_rows: int) -> int:
-    """Count the states, beside its own, for which each of a batch's rows finds a free row of the pool."""
-    return max(0, min(width, free_rows // batch)) if batch else 0
-
-
 @contextmanager
 def borrowed(pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int, width: int, block: int) -> Iterator[Borrowed]:
     """Lend rows and slots for a round, fewer than `width` a row where not so many are free, and give them back.
@@ -54,7 +49,7 @@ def borrowed(pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int,
         width: States wanted of each, beside its own.
         block: Slots of a state.
     """
-    width = affordable(width, batch, pool.available_size())
+    width = min(width, pool.available_size() // batch)
     if width and allocator.available_size() < batch * width * block:
         evict(batch * width * block)
     width = min(width, allocator.available_size() // (batch * block)) if width else 0

@@ -32,14 +32,9 @@ def sent(parts: Mapping[str, Part], device: torch.device) -> tuple[dict[str, Ten
 
     Returns:
         Views of the one tensor there, by name, and of the one on the host that it was copied from.
-
-    Raises:
-        TypeError: for numbers that are neither int32 nor int64.
     """
     begins, words = dict[str, int](), 0
     for name, part in parts.items():
-        if part.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} would be {part.dtype}: send whole numbers as int32 or int64")
         begins[name] = words
         words += -(-len(part.numbers) * part.dtype.itemsize // _WORD)
     buffer = np.empty(words, np.int64)

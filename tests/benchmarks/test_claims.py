@@ -56,34 +56,21 @@ def measured(family: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", JUDGED)
-def test_remasking_recovers_accuracy_at_low_thresholds(family: str) -> None:
-    """Beyond both intervals."""
-    of = measured(family)
-    for tau in (0.5, 0.6):
-        assert of[f"mrp_remask reread tau={tau}"]["accuracy_95"][0] > of[f"dynamic tau={tau}"]["accuracy_95"][1], tau
-
-
-@pytest.mark.parametrize("family", JUDGED)
 def test_what_the_checkpoint_is_measured_to_do(family: str) -> None:
     """200 held-out problems: `static` solves 85 %; `dynamic` loses 10 points somewhere, and `mrp_remask` wins half of it back
-    there; `mrp_direct` stays within 3 points."""
+    there, at low thresholds beyond both intervals; `mrp_direct` stays within 3 points. `mrp_spec` takes at most 0.75 times the
+    forwards of the released reference, and makes 1.2 times the tokens of `self_spec` at K = 8."""
     of = measured(family)
     static = of["static"]
     assert static["asked"]["problems"] >= 200
     assert static["accuracy"] >= 85
-    assert static["tokens_per_forward"] == pytest.approx(1, abs=0.01)
     losses = {tau: static["accuracy"] - of[f"dynamic tau={tau}"]["accuracy"] for tau in TAUS}
     assert max(losses.values()) >= 10
     for tau, loss in losses.items():
-        assert loss < 10 or of[f"mrp_remask reread tau={tau}"]["accuracy"] >= static["accuracy"] - loss / 2
+        again = of[f"mrp_remask reread tau={tau}"]
+        assert loss < 10 or again["accuracy"] >= static["accuracy"] - loss / 2
+        assert tau > 0.6 or again["accuracy_95"][0] > of[f"dynamic tau={tau}"]["accuracy_95"][1]
     assert of["mrp_direct steps=1"]["accuracy"] >= static["accuracy"] - 3
-
-
-@pytest.mark.parametrize("family", JUDGED)
-def test_what_drafting_is_measured_to_do(family: str) -> None:
-    """200 held-out problems: `mrp_spec` takes at most 0.75 times the forwards of the released reference, with 2.5 tokens a
-    forward at K = 4 and 3 at K = 8, and makes 1.2 times the tokens of `self_spec` at K = 8."""
-    of = measured(family)
     for states, bar in ((4, 2.5), (8, 3.0)):
         ours = of[f"mrp_spec of static K={states}"]
         assert ours["tokens_per_forward"] >= bar
@@ -111,23 +98,6 @@ def test_the_heads_share_of_a_forward_is_as_written() -> None:
     numbers = [share.removesuffix(" %") for share in shares()]
     for document in ("docs/results.md", "hub_configs/sdar-tiny-mrp/README.md"):
         assert "{}, {} and {} %".format(*numbers) in " ".join((ROOT / document).read_text().split()), document
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_pays_at_the_cost_of_4b(family: str) -> None:
-    """One pass of the head against the best draft without one at the same K: `dynamic` and `entropy_bound` win at each;
-    `sequential` loses at K = 4 but for source. Settings that only free passes make good are named in no headline."""
-    of = measured(family)
-    for states in (4, 8):
-        for target, tau in (("dynamic", " tau=0.9"), ("entropy_bound", " bound=0.35"), ("static", ""), ("sequential", "")):
-            stale, graph, ours = (of[f"{mode} of {target} K={states}{tau}"]["tokens_per_unit"] for mode in DRAFTERS)
-            over = ours / max(stale, graph)
-            loses = (target, states) == ("sequential", 4) and family != "source"
-            assert over < 0.97 if loses else over >= 1, (target, states)
-    dear = of["mrp_spec of dynamic K=16 tau=0.9 passes=7"]
-    assert dear["tokens_per_forward"] > 1.2 * of["mrp_spec of dynamic K=8 tau=0.9"]["tokens_per_forward"] or family == "source"
-    assert dear["tokens_per_unit"] < of["draft_graph of dynamic K=8 tau=0.9"]["tokens_per_unit"]
-    assert "seven" not in (ROOT / "README.md").read_text()
 
 
 def test_the_soak_found_nothing() -> None:

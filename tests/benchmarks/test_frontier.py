@@ -24,34 +24,30 @@ from benchmarks.frontier import (
     settings,
 )
 from benchmarks.measure import Measured, ratio
-from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
 
 
-def test_every_setting_has_a_name_of_its_own_and_generate_takes_it() -> None:
-    names = [setting_name(setting) for setting in settings()]
-    assert len(set(names)) == len(names)
-    assert {"mrp_remask reread tau=0.5", "draft_graph of dynamic K=4 tau=0.9", "entropy_bound bound=0.7"} < set(names)
-    assert {"mrp_direct steps=2", "psd K=8 tau=0.7", "mrp_spec of entropy_bound K=3 bound=0.35"} < set(names)
-    for setting in settings():
-        decoding = setting["decoding"]
-        if decoding not in (frontier.GRAPH, frontier.PSD, frontier.RELEASED):
-            MRPGenerationConfig(**setting).check(16, True)
-        others = {name: setting_name(other) for name, other in references(setting).items()}
-        assert set(others.values()) < set(names)
-        assert bool(others) == (decoding in (*frontier.DRAFTERS, frontier.RELEASED))
-
-
-def test_what_the_head_is_held_against_has_its_rivals_at_the_same_k() -> None:
-    measured = rival_settings()
+@pytest.mark.parametrize(
+    ("made", "against", "some"),
+    [
+        (settings, references, {"mrp_remask reread tau=0.5", "mrp_direct steps=2", "psd K=8 tau=0.7"}),
+        (settings, references, {"draft_graph of dynamic K=4 tau=0.9", "mrp_spec of entropy_bound K=3 bound=0.35"}),
+        (rival_settings, rivals, {"psd dynamic K=8 tau=0.9", "mrp_spec of static K=8 list=16 passes=2"}),
+        (rule_settings, None, {"klass", "cad tau=0.8", "mrp_spec of eb_sampler K=4", "mrp_spec of dynamic K=8 tau=0.9"}),
+    ],
+)
+def test_every_setting_has_a_name_of_its_own_and_is_held_against_others(made: Any, against: Any, some: set[str]) -> None:
+    """Drafts against their targets and their rivals at the same K; `generate` takes all but what it does not have."""
+    measured = made()
     names = [setting_name(setting) for setting in measured]
     assert len(set(names)) == len(names)
-    assert {"psd static K=4", "psd dynamic K=8 tau=0.9", "mrp_spec of static K=8 list=16 passes=2"} < set(names)
+    assert some < set(names)
     for setting in measured:
-        others = [setting_name(other) for other in rivals(setting).values()]
+        if setting["decoding"] not in (frontier.GRAPH, frontier.PSD, frontier.RELEASED):
+            MRPGenerationConfig(**setting).check(16, True)
+        others = [setting_name(other) for other in against(setting).values()] if against else []
         assert set(others) < set(names)
-        assert bool(others) == ("target" in setting)
-        assert len(others) == 3 or setting["decoding"] != "mrp_spec"
+        assert bool(others) == ("target" in setting) or against is None
 
 
 def test_fresh_problems_are_none_of_the_tables() -> None:
@@ -60,15 +56,6 @@ def test_fresh_problems_are_none_of_the_tables() -> None:
     assert len(asked) == 200
     assert not used & {problem.prompt for problem in asked}
     assert problems_of("code", "heldout", 3, 0) == problems("code", "heldout", 3)
-
-
-def test_every_reveal_rule_is_measured_alone_and_drafted() -> None:
-    measured = rule_settings()
-    names = [setting_name(setting) for setting in measured]
-    assert len(set(names)) == len(names) == 3 * len(TARGETS)
-    assert {"klass", "cad tau=0.8", "mrp_spec of eb_sampler K=4", "mrp_spec of dynamic K=8 tau=0.9"} < set(names)
-    for setting in measured:
-        MRPGenerationConfig(**setting).check(16, True)
 
 
 def test_what_is_on_the_frontier() -> None:
@@ -90,38 +77,24 @@ class Stub:
         return Measured(ids, [1] * 4, [0] * 4, [True, True, True, False])
 
 
-def test_a_setting_that_has_a_line_is_not_measured_again(tmp_path: Path) -> None:
-    """With other weights it is, of the head where it takes part; a target whose texts are needed is decoded for them."""
-    asked, path, identity = problems("math", "heldout", 4), tmp_path / "lines.jsonl", {"problems": 4}
-    wanted = [setting for setting in settings() if setting_name(setting) in ("static", "self_spec of static K=3")]
-    stub: Any = Stub()
-
-    def opened(backbone: str = "a", head: str = "b") -> ResultsFile:
-        file = ResultsFile(path, "asked")
-        file.begin({"benchmark": "frontier", "backbone": backbone, "head": head})
-        return file
-
-    results = opened()
-    first = next(lines(stub, asked, wanted, results, identity))
-    results.add(first)
-    assert first["accuracy"] == 75.0
-    assert first["accuracy_95"] == [
-        30.1,
-        95.4,
-    ]  # Wilson's: (0.75 + z2 / 8 -+ z sqrt(3 / 64 + z2 / 64)) / (1 + z2 / 4), z2 = 3.8415
-    assert (first["tokens_per_forward"], first["tokens_per_forward_95"]) == (2.0, [2.0, 2.0])
+def test_lines_of_settings(tmp_path: Path) -> None:
+    """Over what each is held against, which is decoded for it; a setting that has a line is not measured again."""
+    asked, results, identity = problems("math", "heldout", 4), ResultsFile(tmp_path / "lines.jsonl", "asked"), {"problems": 4}
+    results.begin({"benchmark": "frontier", "backbone": "a", "head": "b"})
+    names = ("static", "self_spec of static K=3", "mrp_spec of static K=8")
+    wanted, stub = [setting for setting in settings() if setting_name(setting) in names], Stub()
+    made = {setting_name(line): line for line in lines(stub, asked, wanted, results, identity)}
+    first, second, other = (made[name] for name in names)
+    assert (first["accuracy"], first["tokens_per_forward"], first["tokens_per_forward_95"]) == (75.0, 2.0, [2.0, 2.0])
     assert "texts_that_differ" not in first
-    stub.asked.clear()
-    (second,) = lines(stub, asked, wanted, opened(), identity)
-    assert (second["decoding"], second["texts_that_differ"]) == ("self_spec", 0)
-    assert stub.asked == ["self_spec of static K=3", "static", "released of static K=3"]
     assert second["over_target"] == second["over_released"] == 1
-    results.add(second)
-    assert list(lines(stub, asked, wanted, opened(), identity)) == []
-    assert list(lines(stub, asked, wanted, opened(head="c"), identity)) == []  # neither asks the head
-    assert len(list(lines(stub, asked, wanted, opened(backbone="c"), identity))) == 2
-    other = [setting for setting in settings() if setting_name(setting) == "mrp_spec of static K=8"]
-    assert [line["texts_that_differ"] for line in lines(stub, asked, other, results, identity)] == [1]
+    assert (second["texts_that_differ"], other["texts_that_differ"]) == (0, 1)
+    assert {*names, "released of static K=3", "self_spec of static K=8"} < {*stub.asked}
+    assert len({*stub.asked}) == len(stub.asked)
+    results.add(first)
+    stub.asked.clear()
+    assert list(lines(stub, asked, [{"decoding": "static"}], results, identity)) == []
+    assert stub.asked == []
 
 
 def test_ratios_are_paired() -> None:

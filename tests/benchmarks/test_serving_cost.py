@@ -3,14 +3,13 @@
 import random
 
 import pytest
+from handmade import M, state
 from mrp_trainer.evaluate.roofline import PUBLISHED, Device
 
 from benchmarks.forced_engine import force
-from benchmarks.serving_cost import BATCHES, seconds_a_token, stock_seconds_a_token, table, tokens_of
+from benchmarks.serving_cost import seconds_a_token, stock_seconds_a_token, tokens_of
 from modeling_mrp.rules.draft import Node
-from modeling_mrp.rules.state import Scores, State
-
-M = 3
+from modeling_mrp.rules.state import Scores
 
 
 def test_a_chain_that_is_often_right_gives_as_many_tokens() -> None:
@@ -27,22 +26,11 @@ def test_on_a_device_of_bytes_alone_drafts_pay_by_their_tokens() -> None:
     assert 2 < stock / drafted < tokens_of(4, 0.75)
 
 
-def test_the_table_has_a_cell_for_each_number_of_requests() -> None:
-    head, _, *lines = table(0.75, 512, 6e-6, 20e-6).splitlines()
-    assert head.split(" | ")[1:] == [*map(str, BATCHES[:-1]), f"{BATCHES[-1]} |"]
-    assert len(lines) == 4
-
-
-def node(ids: tuple[int, ...], parent: int = -1) -> Node:
-    return Node(
-        State((0, ids), tuple(at for at, token in enumerate(ids) if token == M), len(ids), ids.count(M), 0), parent, None
-    )
-
-
 @pytest.mark.parametrize(("chance", "token"), [(1.0, [[7, 5], [5, 8], [5, 5]]), (0.0, [[1, 5], [5, 5], [5, 5]])])
 def test_drafts_are_right_by_a_coin(chance: float, token: list[list[int]]) -> None:
     """Where one is wrong nothing behind it is touched."""
-    nodes = [node((M, M)), node((7, M)), node((7, 8)), node((M, M), parent=2)]
+    states = [[M, M], [7, M], [7, 8], [M, M]]
+    nodes = [Node(state(ids, 0), parent, None) for ids, parent in zip(states, (-1, -1, -1, 2), strict=True)]
     scores = [Scores([5, 5], [0.0, 0.0]) for _ in nodes]
     force(nodes, scores, M, chance, random.Random(0))
     assert [said.token for said in scores] == [*token, [5, 5]]

@@ -1,26 +1,16 @@
 """Ways that take turns: their order, ratios, texts and lines."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from conftest import TINY
 
 from benchmarks import host, tables, turns
 from benchmarks.common import embedded_weights
 from benchmarks.server import Measured
 from benchmarks.serving import compared
-
-pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Any:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_another_way_begins_each_time() -> None:
@@ -38,30 +28,22 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 
 def test_drafts_over_their_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    turns.main(["--batches", "2", "--targets", "static", "dynamic", "--states", "alone", "3", "auto", "--count", "4"])
+    """With the schedule of "auto" alone a row takes few forwards more: one that ends a block scores the next state later."""
+    ways = ("alone", "rests", "3", "auto")
+    turns.main(["--batches", "2", "--targets", "static", "dynamic", "--states", *ways, "--count", "4"])
     header, *found = lines(capsys)
     assert header["benchmark"] == "turns"
     assert {name: header[name] for name in ("backbone", "head")} == embedded_weights()
-    assert [(line["target"], line["states"]) for line in found] == [
-        (target, states) for target in ("static", "dynamic") for states in ("alone", "3", "auto")
-    ]
+    assert [(line["target"], line["states"]) for line in found] == [*product(("static", "dynamic"), ways)]
     assert all(line["texts_equal"] for line in found)
-    assert found[1]["forwards"] < found[0]["forwards"]
-    assert "over_first" not in found[0]
-    assert found[1]["over_first"]["range"][0] > 0
+    alone, rests, drafted, _ = found[:4]
+    assert drafted["forwards"] < alone["forwards"] <= rests["forwards"] <= 1.2 * alone["forwards"]
+    assert "over_first" not in alone
+    assert drafted["over_first"]["range"][0] > 0
     (tmp_path / "turns.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (header, *found)))
     head, _, *rows = tables.turns(tmp_path).splitlines()
     assert head == "| rows | K | `static` | `dynamic` |"
-    assert [row.split("|")[1:3] for row in rows] == [[" 2 ", " 3 "], [" 2 ", " auto "]]
-
-
-def test_a_target_with_the_schedule_of_auto_drafts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """It makes the text in no fewer forwards: a row that ends a block alone scores the next one's first state later."""
-    turns.main(["--batches", "2", "--targets", "static", "--states", "alone", "rests", "--count", "4"])
-    _, alone, rests = lines(capsys)
-    assert rests["states"] == "rests"
-    assert rests["texts_equal"]
-    assert alone["forwards"] <= rests["forwards"] <= 1.2 * alone["forwards"]
+    assert [row.split("|")[1:3] for row in rows] == [[" 2 ", f" {way} "] for way in ways[1:]]
 
 
 def test_the_host_alone_decides_as_it_did_with_the_networks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,14 @@
 """Requests with settings of their own: the text of `generate` with the same seed and options, whoever shares the round."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from conftest import TINY
 from fake_engine import FakeEngine, FakeRequest, FakeScheduler, rounds_of, serve
-from mrp_serving.picker import CountPenalties
 from mrp_serving.usage import shown_of
 from mrp_trainer.data.tasks import make_problem
+from request_kinds import KINDS, as_engine, as_options
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
@@ -31,10 +30,6 @@ def prompt() -> list[int]:
     return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
-def served(model: Any, requests: Sequence[FakeRequest]) -> FakeEngine:
-    return serve(model, requests, SERVER)
-
-
 def generated(model: Any, prompt: list[int], **options: Any) -> Any:
     given = {"decoding": "mrp_spec", "max_new_tokens": NEW, "eos_token_id": list(EOS), "return_dict_in_generate": True}
     return model.generate(
@@ -42,56 +37,23 @@ def generated(model: Any, prompt: list[int], **options: Any) -> Any:
     )
 
 
-def sampled(seed: int, temperature: float = 1.0, **more: Any) -> dict[str, Any]:
-    """Fields of `SamplingParams`, as the engine makes them of a request."""
-    return {"sampling_seed": seed, "temperature": temperature, "top_k": 1 << 30, **more}
-
-
-def ours(asked: dict[str, Any], prompt: int) -> dict[str, Any]:
-    """The options of `generate` that mean the same."""
-    given: dict[str, Any] = {name: asked[name] for name in ("top_p", "min_p", "repetition_penalty") if name in asked}
-    given |= {"do_sample": asked.get("top_k") != 1, "top_k": 0 if asked["top_k"] == 1 << 30 else asked["top_k"]}
-    if given["do_sample"]:
-        given |= {"temperature": asked["temperature"], "seed": asked["sampling_seed"]}
-    if asked.get("min_new_tokens"):
-        given["min_new_tokens"] = asked["min_new_tokens"]
-    if asked.get("logit_bias"):
-        given["sequence_bias"] = {(int(token),): bias for token, bias in asked["logit_bias"].items()}
-    if penalties := [asked.get(name, 0.0) for name in ("frequency_penalty", "presence_penalty")]:
-        given["logits_processor"] = [CountPenalties(prompt, *penalties)] if any(penalties) else []
-    if asked.get("ignore_eos"):
-        given["eos_token_id"] = []
-    return given | (asked.get("custom_params") or {})
-
-
-MIXED: tuple[dict[str, Any], ...] = (
-    sampled(1),
-    sampled(2, 0.7, top_k=40, top_p=0.9, custom_params={"num_draft_states": 2}),
-    sampled(2**61 + 5, 1.5, min_p=0.05, min_new_tokens=20, custom_params={"target": "entropy_bound"}),
-    sampled(
-        3, 1.2, repetition_penalty=1.3, frequency_penalty=0.6, presence_penalty=0.4, custom_params={"target": "sequential"}
-    ),
-    sampled(4, logit_bias={"40": 4.0, "41": -100.0}, ignore_eos=True, custom_params={"confidence_threshold": 0.3}),
-    sampled(5, custom_params={"decoding": "static", "denoising_steps": 8}),
-    sampled(6, custom_params={"decoding": "self_spec", "target": "cad"}),
-    sampled(7, custom_params={"decoding": "mrp_remask", "remask_rule": "threshold", "confidence_threshold": 0.5}),
-    sampled(8, custom_params={"decoding": "mrp_direct", "mrp_steps": 2}),
-    {"top_k": 1, "repetition_penalty": 1.2},
-    {"top_k": 1, "custom_params": {"target": "klass"}},
-)
+def sampled(seed: int | None, **more: Any) -> dict[str, Any]:
+    """Fields of `SamplingParams` of a request that samples."""
+    return as_engine({"temperature": 1.0, "sampling_seed": seed, **more})
 
 
 @torch.inference_mode()
 def test_requests_of_all_kinds_share_rounds(model: Any, prompt: list[int]) -> None:
     """Each has its text, log-probabilities and steps of `generate`, drafted or not, whoever else is in the batch."""
     told = {"return_reveal_step": True}
-    asked = [{**one, "custom_params": {**(one.get("custom_params") or {}), **told}} for one in MIXED]
+    kinds = [{**one, "sampling_seed": seed} for one, seed in zip(KINDS, (2**61 + 5, *range(len(KINDS))), strict=False)]
+    asked = [as_engine({**one, "custom_params": {**one.get("custom_params", {}), **told}}) for one in kinds]
     requests = [FakeRequest(prompt[place:], NEW, EOS, str(place), asked=one) for place, one in enumerate(asked)]
-    engine = served(model, requests)
+    engine = serve(model, requests, SERVER)
     assert max(engine.widths) > len(requests), "nothing was drafted"
-    for req, one in zip(requests, MIXED, strict=True):
+    for req, one in zip(requests, kinds, strict=True):
         ids = req.origin_input_ids
-        out = generated(model, ids, **ours(one, len(ids)))
+        out = generated(model, ids, **as_options(one, len(ids)))
         text, shown = out.sequences[0, len(ids) :].tolist(), shown_of(req)
         assert req.text() == text, one
         assert shown is not None
@@ -102,29 +64,15 @@ def test_requests_of_all_kinds_share_rounds(model: Any, prompt: list[int]) -> No
 
 
 @torch.inference_mode()
-def test_drafted_is_undrafted(model: Any, prompt: list[int]) -> None:
-    texts = []
-    for decoding in ("dynamic", "self_spec", "mrp_spec"):
-        given = {"decoding": decoding}
-        requests = [FakeRequest(prompt, NEW, EOS, str(seed), asked=sampled(seed, custom_params=given)) for seed in range(3)]
-        served(model, requests)
-        drafted = [shown["drafted"] for req in requests if (shown := shown_of(req)) is not None]
-        assert all(drafted) == any(drafted) == (decoding != "dynamic")
-        texts.append([req.text() for req in requests])
-    assert texts[0] == texts[1] == texts[2]
-    assert len(set(map(tuple, texts[0]))) == 3
-
-
-@torch.inference_mode()
 def test_a_request_that_loses_its_rows_goes_on_with_its_noise(model: Any, prompt: list[int]) -> None:
     """Where none gives a seed, that of its name counts, and steps go on from those of finished blocks."""
 
     def request(rid: str) -> FakeRequest:
-        return FakeRequest(prompt, 30, (), rid, asked={**sampled(0), "sampling_seed": None, "custom_params": told})
+        return FakeRequest(prompt, 30, (), rid, asked=sampled(None, custom_params=told))
 
     told, mask = {"return_reveal_step": True}, model.config.mask_token_id
     whole, other, broken = request("one"), request("other"), request("one")
-    served(model, [whole, other])
+    serve(model, [whole, other], SERVER)
     engine = FakeEngine(model, 64, 128)
     scheduler = FakeScheduler(engine, rounds_of(model, SERVER))
     scheduler.add(broken)
@@ -151,31 +99,14 @@ def test_a_request_that_loses_its_rows_goes_on_with_its_noise(model: Any, prompt
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("greedy", [True, False])
-def test_a_stop_string_behind_an_eos(model: Any, prompt: list[int], greedy: bool) -> None:
-    """The engine's own algorithm reads on, and so may end there; a sampled text has ended at the eos, with masks behind."""
-    asked = {**({"top_k": 1} if greedy else sampled(1)), "stop_strs": ["."]}
-    text = FakeRequest(prompt, 20, (), asked=asked)
-    served(model, [text])
-    eos = text.output_ids[3]
-    req = FakeRequest(prompt, 20, (eos,), asked=asked)
-    served(model, [req])
-    end = len(req.text())
-    behind = req.output_ids[end:]
-    assert behind
-    assert (model.config.mask_token_id in behind) == (not greedy)
-    assert greedy or set(behind) == {model.config.mask_token_id}
-
-
-@torch.inference_mode()
 @pytest.mark.parametrize("length", [9, 16, 23])
 def test_a_request_without_a_finite_score_is_aborted_alone(model: Any, prompt: list[int], length: int) -> None:
     """No such request passes the checks; weights may overflow at some text all the same."""
     asked, barred = sampled(1), {str(token): -torch.inf for token in range(model.config.vocab_size)}
     whole, other = (FakeRequest(prompt, NEW, EOS, rid, asked=asked) for rid in ("whole", "other"))
     broken = FakeRequest(prompt[:length], NEW, EOS, "broken", asked={**asked, "logit_bias": barred})
-    served(model, [whole])
-    served(model, [broken, other])
+    serve(model, [whole], SERVER)
+    serve(model, [broken, other], SERVER)
     assert broken.to_finish is not None
     assert broken.to_finish.startswith("no token has a finite score at position ")
     assert broken.ended

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
-from engine_reference import Rules, low_confidence
+from engine_reference import low_confidence
 from fake_engine import FakeEngine, FakeRequest, FakeScheduler, rounds_of, serve
 from mrp_serving.usage import shown_of
 from mrp_trainer.data.tasks import make_problem
@@ -18,7 +18,6 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.kernels.dispatch import Dispatch, Kernel, triton
 
 EOS = (2, 0)
-EXACT = Rules(rounds=False)  # in float64
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def stock(model: Any, prompts: list[list[int]]) -> Callable[[float], list[list[int]]]:
     """Texts of the engine's own algorithm at a threshold."""
-    return cache(lambda threshold: [low_confidence(model, prompt, threshold, 40, EOS, EXACT).tokens for prompt in prompts])
+    return cache(lambda threshold: [low_confidence(model, prompt, threshold, 40, EOS, exact=True).tokens for prompt in prompts])
 
 
 def served(model: Any, prompts: list[list[int]], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

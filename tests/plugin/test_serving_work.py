@@ -19,7 +19,6 @@ from benchmarks.serving_cost import ALONE, DRAFTED
 from modeling_mrp import MRPForCausalLM
 
 LAUNCHES, COPIES, READS, FORWARDS, SHORTLISTS = "launches", "copies", "reads", "forwards", "shortlists"
-MOST_LAUNCHES = 40
 # They make room, and start nothing.
 _NO_LAUNCH = ("empty", "new_empty", "empty_like", "lift_fresh")
 
@@ -35,12 +34,9 @@ class Work(TorchDispatchMode):
         super().__init__()
         self.on_host, self.inside = [tensor.untyped_storage().data_ptr() for tensor in on_host], 0
         self.counts: Counter[str] = Counter()
-        self.names: Counter[str] = Counter()  # for whoever wants to know more
 
-    def note(self, kind: str, name: str) -> None:
-        if not self.inside:
-            self.counts[kind] += 1
-            self.names[f"{kind}: {name}"] += 1
+    def note(self, kind: str) -> None:
+        self.counts[kind] += not self.inside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
@@ -50,9 +46,9 @@ class Work(TorchDispatchMode):
         if name in ("_local_scalar_dense", "nonzero") or any(
             isinstance(one, Tensor) and one.dtype == torch.bool for one in given
         ):
-            self.note(READS, name)  # of a mask a device does not know how many it holds
+            self.note(READS)  # of a mask a device does not know how many it holds
         elif not is_view and name not in _NO_LAUNCH:
-            self.note(LAUNCHES, name)
+            self.note(LAUNCHES)
         return func(*args, **(kwargs or {}))
 
     def within(self, function: Callable[..., Any], kind: str | None) -> Callable[..., Any]:
@@ -73,7 +69,7 @@ class Work(TorchDispatchMode):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not (isinstance(args[0], Tensor) and args[0].untyped_storage().data_ptr() in self.on_host):
-                self.note(kind, function.__name__)
+                self.note(kind)
             with _disable_current_modes():
                 return function(*args, **kwargs)
 
@@ -141,7 +137,6 @@ def test_a_round_does_little_beside_its_networks(model: Any, monkeypatch: pytest
     scheduler.add(*(FakeRequest(prompt, 20, rid=str(at)) for at, prompt in enumerate(prompts)))
     scheduler.run()
     most = {kind: max(counts[kind] for counts in rounds.found) for kind in (LAUNCHES, COPIES, READS, FORWARDS)}
-    assert most[LAUNCHES] <= MOST_LAUNCHES, most
     least = ALONE if case == "none" else DRAFTED  # what predictions are made from
     assert (most[LAUNCHES], most[COPIES], most[READS]) <= (least.launches, least.copies, least.reads)
     for counts in rounds.found:

@@ -1,66 +1,50 @@
-"""Banned sequences by hand: what may not stand where, whichever token comes last, and what a step may reveal at once."""
+"""Banned sequences at random against the slow decoder's: what may not stand where, and what a step may reveal at once."""
 
-import pytest
+import random
+from types import SimpleNamespace
+from typing import Any
+
 from handmade import A, B, C, D, M, row, state
 
 from modeling_mrp.rules.bans import Bans
-
-WORDS = Bans(((1, 2), (3,), (4, 5, 6)))
-
-
-@pytest.mark.parametrize(
-    ("ids", "at", "barred"),
-    [
-        ([M], 0, {3}),
-        ([1, M], 1, {2, 3}),
-        ([M, 2], 0, {1, 3}),
-        ([1, M, M], 2, {3}),  # what lies between is not known
-        ([4, M, 6], 1, {3, 5}),
-        ([4, 5, M], 2, {3, 6}),
-        ([M, 5, 6, 9], 0, {3, 4}),
-        ([4, 5, 7, M], 3, {3}),
-        ([1, 9, 2], 1, {2, 1, 3}),  # whatever stands there now
-    ],
-)
-def test_words(ids: list[int], at: int, barred: set[int]) -> None:
-    assert WORDS.barred(ids, at, M) == barred
+from tests.reference import Row as SlowRow
 
 
-@pytest.mark.parametrize(
-    ("size", "ids", "at", "barred"),
-    [
-        (1, [7, 8, M, 9], 2, {7, 8, 9}),
-        (2, [1, 2, 3, 1, M], 4, {2}),
-        (2, [M, 2, 5, 1, 2], 0, {1}),
-        (2, [1, 2, M, 2], 2, {1, 2}),  # (1, 2) again; and (2, 2) twice
-        (2, [1, 1, M], 2, {1}),
-        (2, [1, 2, 3, M, M], 4, set()),  # alone among masks
-        (2, [1, M, 3, 1, M], 4, set()),  # what came before is not known
-        (3, [1, 2, 3, 9, 1, 2, M], 6, {3}),
-        (3, [1, 2, 3, 9, M, 2, 3], 4, {1}),
-        (3, [1, 2, 3, 9, 1, M, 3], 5, {2}),
-        (3, [1, 2, 1, M], 3, set()),
-        (3, [1, 2, 1, 2, M], 4, {1}),  # (1, 2, 1) again
-        (3, [5, 5, M, 5, 5], 2, {5}),
-    ],
-)
-def test_sequences_that_come_twice(size: int, ids: list[int], at: int, barred: set[int]) -> None:
-    assert Bans((), size).barred(ids, at, M) == barred
+def random_case(rng: random.Random) -> tuple[Bans, Any, list[int]]:
+    """Bans of three tokens, a slow row that has them, and a text of these with masks."""
+    words = [[rng.randint(1, 3) for _ in range(rng.randint(1, 3))] for _ in range(rng.choice((0, 1, 3)))]
+    size, slow = rng.choice((0, 1, 2, 3)), object.__new__(SlowRow)
+    slow.options = SimpleNamespace(bad_words_ids=words, no_repeat_ngram_size=size, eos_ids=[])
+    slow.text, slow.given_end, slow.mask = [], 0, M
+    return Bans(tuple(map(tuple, words)), size), slow, rng.choices((1, 2, 3, M), (3, 3, 3, 4), k=rng.randint(1, 9))
 
 
-@pytest.mark.parametrize(
-    ("odds", "where", "kept"),
-    [
-        ([1, 2, 0, 0], (0, 1), (1,)),  # A before B is banned: the surer one stays
-        ([2, 1, 0, 0], (0, 1), (0,)),
-        ([2, 2, 0, 0], (0, 1), (0,)),  # of equals the leftmost
-        ([1, 2, 3, 0], (0, 1, 2), (1, 2)),
-        ([1, 2, 3, 0], (0, 2), (0, 2)),
-        ([0, 0, 1, 2], (2, 3), (2, 3)),
-    ],
-)
-def test_what_a_step_may_reveal_at_once(odds: list[float], where: tuple[int, ...], kept: tuple[int, ...]) -> None:
-    assert Bans(((A, B), (C, B, D))).allowed([1, 2, 3, 4] + [M] * 4, 4, where, [A, B, C, D], odds, M) == kept
+def test_what_may_not_stand_at_a_position() -> None:
+    """Whatever stands there now; of tokens between nothing is known where they are masks."""
+    rng = random.Random(0)
+    for _ in range(3000):
+        bans, slow, text = random_case(rng)
+        for at in range(len(text)):
+            assert bans.barred(text, at, M) == set(slow.barred(text, at)), (bans, text, at)
+
+
+def test_what_a_step_may_reveal_at_once() -> None:
+    """The surest first, of equals the leftmost, each as if those before it stood there."""
+    rng = random.Random(1)
+    for _ in range(3000):
+        bans, slow, text = random_case(rng)
+        start = rng.randrange(len(text))
+        slow.step_of = {tuple(text): 0}
+        token, odds = (rng.choices(range(1, 4), k=len(text) - start) for _ in range(2))
+        masked = [at for at in range(start, len(text)) if text[at] == M]
+        picks = [SimpleNamespace(position=at, token=token[at - start], log_odds=odds[at - start]) for at in masked]
+        kept = tuple([pick.position - start for pick in slow.allowed(tuple(text), picks)])
+        assert bans.allowed(text, start, tuple([at - start for at in masked]), token, odds, M) == kept, (
+            bans,
+            text,
+            token,
+            odds,
+        )
 
 
 def test_what_is_known_of_a_text() -> None:

@@ -3,10 +3,6 @@ and acceptance, with a model, against the slow reference."""
 
 import math
 import random
-import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,19 +12,8 @@ from reference_rules import Step, chosen_by
 
 from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
-from modeling_mrp.rules.draft import Node, accept, build_draft, first_frontier, target_nodes, write
+from modeling_mrp.rules.draft import Node, accept
 from modeling_mrp.rules.published import (
-    BoundedAdaptive,
-    Coherent,
-    ConfidenceAdaptive,
-    Credit,
-    EBSampler,
-    EosRejection,
-    FastDLLM,
-    Hierarchy,
-    Klass,
-    LocalLeap,
-    Prophet,
     SlowFast,
 )
 from modeling_mrp.rules.reveal import (
@@ -43,7 +28,7 @@ from modeling_mrp.rules.reveal import (
     log_sigmoid,
     logit,
 )
-from modeling_mrp.rules.state import Row, Scores, State
+from modeling_mrp.rules.state import Scores
 
 # -------------------------------------------------------------------------------------------------- what rules reveal
 
@@ -224,80 +209,7 @@ def test_guesses_are_sets_of_what_may_be_revealed(name: str) -> None:
     assert found >= step - 2
 
 
-# ----------------------------------------------------------------------------------------------- drafted and undrafted
-
-
-@dataclass(frozen=True)
-class AboveTheMean(RevealRule):
-    """A rule with a memory of its own: reveals what is surer than the mean of all reveals so far; at least the surest."""
-
-    def reveal(self, at: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        count, total = memo or (0, 0.0)
-        best = max(at.free, key=lambda column: (scores.odds[column], -column))
-        over = [c for c in at.free if c == best or (count and scores.odds[c] > total / count)]
-        return tuple(over), (count + len(over), total + sum(scores.odds[column] for column in over))
-
-    def likely(self, at: State, odds: Sequence[float], count: int) -> Guesses:
-        return Static((1,)).likely(at, odds, count)
-
-
-def network(at: State, alike: float, seed: int) -> Scores:
-    """What a made-up backbone says of a state: `alike` of what it says of the empty one."""
-    empty, own = random.Random(f"{seed}{at.start}"), random.Random(f"{seed}{at.key}")
-    odds = [alike * empty.uniform(-3, 3) + (1 - alike) * own.uniform(-3, 3) for _ in at.ids]
-    token = [(empty if own.random() < alike else own).randrange(9, 30) for _ in at.ids]
-    entropy = [own.uniform(0, 1) for _ in at.ids]
-    return Scores(token, odds, entropy)
-
-
-def decoded(rule: RevealRule, of: Row, width: int, branches: int, alike: float, seed: int) -> int:
-    """Rounds that a row takes to its end."""
-    frontier = first_frontier(of, rule, network(of.state, alike, seed))
-    rounds = 0
-    while True:
-        if frontier is not None:
-            write(of, frontier)
-        of.settle()
-        if of.stop is not None:
-            return rounds
-        nodes = build_draft(of, rule, width, branches, {}) if width > 1 else target_nodes(of, False)
-        frontier, _ = accept(of, rule, nodes, [network(node.state, alike, seed) for node in nodes], width > 1)
-        rounds += 1
-        assert rounds < 200
-
-
-RULES = [
-    *(AboveTheMean(), Static((1, 1, 1, 1)), Static((2, 1, 1)), Sequential((1,)), Dynamic(0.5), EntropyBound(0.6)),
-    *(FastDLLM(2.0), EBSampler(0.6), Hierarchy(1.5, 0.0), LocalLeap(2.0, 0.5, radius=1)),
-    *(ConfidenceAdaptive(0.5, frozenset([EOS]), most=2), EosRejection((1, 3), frozenset([EOS])), Prophet((1, 1, 1, 1))),
-    *(
-        BoundedAdaptive(logit(0.9), logit(0.6)),
-        SlowFast(1.5, -0.5),
-        Coherent(2),
-        Credit(1.0),
-        Klass(0.0, divergence=0.5, steps=1),
-    ),
-]
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
-def test_drafted_as_undrafted(rule: RevealRule) -> None:
-    """Of 60 texts with ends, given tokens and any width: tokens, steps, log-probabilities and memo are the same."""
-    rng, saved = random.Random(type(rule).__name__), 0
-    for seed in range(60):
-        given = [rng.choice((M, M, M, 5, 6)) for _ in range(rng.choice((0, 0, 9)))]
-        options: dict[str, Any] = {"new": rng.randint(max(1, len(given)), 18), "given": given}
-        alike, width, branches = rng.choice((0.5, 0.9, 1.0)), rng.randint(2, 8), rng.randint(1, 4)
-        prompt = [1] * rng.randint(1, 6)
-        one, other = row(prompt, **options), row(prompt, width=width, **options)
-        alone = decoded(rule, one, 1, 0, alike, seed)
-        saved += alone - decoded(rule, other, width, branches, alike, seed)
-        for name in ("logprob", "step", "stop", "memo", "steps"):
-            assert getattr(one, name) == getattr(other, name), (name, seed)
-        assert one.text[: one.stop] == other.text[: other.stop]
-        if isinstance(rule, AboveTheMean):
-            assert (one.memo or (0, 0.0))[0] == sum(step >= 0 for step in one.step), "it knows of all reveals"
-    assert saved > (20 if isinstance(rule, EBSampler | EosRejection) else 60)  # these take few steps alone
+# ----------------------------------------------------------------------------------------------- what a row remembers
 
 
 def test_what_is_remembered_of_a_round() -> None:
@@ -310,18 +222,3 @@ def test_what_is_remembered_of_a_round() -> None:
     assert frontier is not None
     assert (clean, frontier.state.key, frontier.where) == ([1], (8, (M,) * 4), (3,))
     assert set(of.memory) == {(4, (10, 11, 12, M))}
-
-
-def test_nothing_of_it_imports_torch() -> None:
-    """With the package itself left out, which does."""
-    script = """
-import sys, types
-for name in ("modeling_mrp",):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [sys.argv[1]]
-import modeling_mrp.rules.draft, modeling_mrp.rules.published
-assert "torch" not in sys.modules
-"""
-    import modeling_mrp
-
-    subprocess.run([sys.executable, "-c", script, modeling_mrp.__path__[0]], check=True)

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
+import asking
 import pytest
-from asking import BLOCK, BUDGETS, CONCURRENCY, COUNTS, ENVIRONMENT, STATES, Asked, Generated, target_of
+from asking import Asked, Generate, Generated, Measure, Report, target_of
 from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import problems
 from mrp_trainer.evaluate.decoded import decode_prompts
@@ -25,16 +26,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def report() -> Callable[[str], None]:
+def report() -> Report:
     """Has a line printed behind the tests."""
     return LINES.append
 
 
 @pytest.fixture(scope="session")
 def asked(tiny_tokenizer: Any) -> Asked:
-    chosen = [problem for family, count in COUNTS.items() for problem in problems(family, "heldout", count)]
+    chosen = [problem for family, count in asking.COUNTS.items() for problem in problems(family, "heldout", count)]
     prompts = [encode(problem, tiny_tokenizer)[0] for problem in chosen]
-    return Asked(chosen, prompts, [BUDGETS[i % len(BUDGETS)] for i in range(len(chosen))])
+    return Asked(chosen, prompts, [asking.BUDGETS[i % len(asking.BUDGETS)] for i in range(len(chosen))])
 
 
 @pytest.fixture(scope="session")
@@ -43,9 +44,9 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Server]:
     backbone = cache(lambda: backbone_for_stock(TINY, tmp_path_factory.mktemp("stock") / "sdar"))
 
     def make(algorithm: str, threshold: float, **more: Any) -> Server:
-        drafted = {"decoding": "mrp_spec", "num_draft_states": STATES, **target_of(threshold)}
+        drafted = {"decoding": "mrp_spec", "num_draft_states": asking.STATES, **target_of(threshold)}
         model, options = (TINY, drafted) if algorithm == "MRP" else (backbone(), {"threshold": threshold})
-        return Server(model, tmp_path_factory.mktemp("server"), algorithm, options, environment=ENVIRONMENT, **more)
+        return Server(model, tmp_path_factory.mktemp("server"), algorithm, options, environment=asking.ENVIRONMENT, **more)
 
     return make
 
@@ -58,12 +59,14 @@ def server(serve: Callable[..., Server]) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def measured(serve: Callable[..., Server], asked: Asked, request: pytest.FixtureRequest) -> Callable[[str, float], Measured]:
+def measured(serve: Callable[..., Server], asked: Asked, request: pytest.FixtureRequest) -> Measure:
     """What an algorithm answers to all prompts, at a threshold; with MRP each request asks for its own."""
 
     @cache
     def ask(algorithm: str, threshold: float) -> Measured:
-        measure = partial(Server.measure, prompts=asked.prompts, budgets=asked.budgets, concurrency=CONCURRENCY, block=BLOCK)
+        measure = partial(
+            Server.measure, prompts=asked.prompts, budgets=asked.budgets, concurrency=asking.CONCURRENCY, block=asking.BLOCK
+        )
         if algorithm == "MRP":
             return measure(request.getfixturevalue("server"), **({} if threshold == 0.9 else target_of(threshold)))
         with serve(algorithm, threshold) as started:
@@ -73,16 +76,16 @@ def measured(serve: Callable[..., Server], asked: Asked, request: pytest.Fixture
 
 
 @pytest.fixture(scope="session")
-def generated(tiny_model: MRPForCausalLM, tiny_tokenizer: Any, asked: Asked) -> Callable[..., Generated]:
+def generated(tiny_model: MRPForCausalLM, tiny_tokenizer: Any, asked: Asked) -> Generate:
     """What `generate` makes of all prompts with its options."""
 
     def decode(**options: Any) -> Generated:
         ids: list[list[int]] = [[] for _ in asked.prompts]
         forwards = 0
-        for budget in BUDGETS:
+        for budget in asking.BUDGETS:
             rows = [i for i, limit in enumerate(asked.budgets) if limit == budget]
             some = [asked.prompts[i] for i in rows]
-            decoded = decode_prompts(tiny_model, tiny_tokenizer, some, None, budget, CONCURRENCY, **options)
+            decoded = decode_prompts(tiny_model, tiny_tokenizer, some, None, budget, asking.CONCURRENCY, **options)
             forwards += sum(decoded.rounds)
             for i, text in zip(rows, decoded.ids, strict=True):
                 ids[i] = text

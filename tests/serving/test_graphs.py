@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from asking import BLOCK, ENVIRONMENT, STATES, Asked, target_of
+from asking import BLOCK, ENVIRONMENT, STATES, Asked, Measure, target_of
 from cpu_graphs import ENTRY_POINT, METADATA
 
 from benchmarks.common import TINY
-from benchmarks.server import CPU_FLAGS, Measured, Server
+from benchmarks.server import CPU_FLAGS, Server
 
 pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
 
 
-def test_texts_are_those_without_graphs(tmp_path: Path, asked: Asked, measured: Callable[[str, float], Measured]) -> None:
+def test_texts_are_those_without_graphs(tmp_path: Path, asked: Asked, measured: Measure) -> None:
     """Of two requests of up to four states some forwards fill a graph, some leave rows of it, some are wider than all."""
     found = tmp_path / "site" / "mrp_cpu_graphs-0.dist-info"
     found.mkdir(parents=True)

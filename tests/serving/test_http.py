@@ -3,23 +3,22 @@
 import json
 import random
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-from asking import Asked, sse, up_to_eos
+from asking import Asked, Measure, sse, up_to_eos
 
-from benchmarks.server import Measured, Server
+from benchmarks.server import Server
 
 pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
 LONG = {"max_new_tokens": 800, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def texts(measured: Callable[[str, float], Measured], tiny_tokenizer: Any) -> list[str]:
+def texts(measured: Measure, tiny_tokenizer: Any) -> list[str]:
     """What each prompt was answered."""
     return [tiny_tokenizer.decode(up_to_eos(ids, [2, 0]), skip_special_tokens=True) for ids in measured("MRP", 0.9).ids]
 
@@ -78,39 +77,6 @@ def test_twenty_clients_of_mixed_length(server: Server, asked: Asked, texts: lis
     assert answers == [texts[place] for _, place in jobs]
 
 
-def test_clients_that_go_away_leave_the_others_alone(server: Server, asked: Asked, texts: list[str]) -> None:
-    def leave(place: int) -> None:
-        with server.open("/generate", {"input_ids": asked.prompts[place], "stream": True, "sampling_params": LONG}) as got:
-            next(sse(got))
-
-    with ThreadPoolExecutor(10) as clients:
-        leaving = [clients.submit(leave, place) for place in range(5)]
-        staying = list(clients.map(lambda place: native(server, asked, place), range(10, 20)))
-        for each in leaving:
-            each.result()
-    assert staying == texts[10:20]
-    until = time.monotonic() + 30
-    while (running := server.load()["num_running_reqs"]) and time.monotonic() < until:
-        time.sleep(0.2)
-    assert running == 0
-
-
-@pytest.mark.parametrize(
-    ("asking", "reason"),
-    [
-        ({"regex": "a+"}, "json_schema, regex, ebnf or structural_tag"),
-        ({"logit_bias": {"5": 1000.0}}, "a logit_bias outside -100 to 100"),
-        ({"custom_params": {"confidence_threshold": 2}}, "confidence_threshold is 2: it must be a probability"),
-        ({"custom_params": {"num_draft_states": 9}}, "num_draft_states is 9: this server has 4 at most"),
-        ({"custom_params": {"tau": 0.5}}, "tau is no option of a request"),
-        ({"stop_regex": ["a", "("]}, "stop_regex has '(', which is no regular expression"),
-    ],
-)
-def test_what_cannot_be_served_is_refused(asking: dict[str, Any], reason: str, server: Server, asked: Asked) -> None:
-    sampling = {"max_new_tokens": 16, "temperature": 0, **asking}
-    refuses(server, "/generate", {"input_ids": asked.prompts[0], "sampling_params": sampling}, reason)
-
-
 def refuses(server: Server, path: str, body: dict[str, Any], reason: str) -> None:
     """Has a request answered with a 400 and the reason."""
     with pytest.raises(HTTPError) as caught:
@@ -119,18 +85,16 @@ def refuses(server: Server, path: str, body: dict[str, Any], reason: str) -> Non
     assert reason in caught.value.read().decode()
 
 
-def test_log_probabilities_of_prompts_are_refused(server: Server, asked: Asked) -> None:
-    prompt = asked.prompts[0]
-    native = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": 3}
-    refuses(
-        server,
-        "/generate",
-        native,
-        f"logprob_start_len is 3, and MRP has no log-probabilities of the prompt, which has {len(prompt)}",
-    )
-    body = {"model": "default", "prompt": prompt, "max_tokens": 8, "echo": True, "logprobs": 1}
-    refuses(server, "/v1/completions", body, "logprob_start_len is 0")
-    reply = server.ask("/generate", {**native, "logprob_start_len": len(prompt), "sampling_params": {"max_new_tokens": 8}})
+def test_what_cannot_be_served_is_refused(server: Server, asked: Asked) -> None:
+    """By the algorithm, by what stands before it, and of another endpoint."""
+    native = {"input_ids": asked.prompts[0], "sampling_params": {"max_new_tokens": 8}}
+    options = {"sampling_params": {"custom_params": {"num_draft_states": 9}}}
+    refuses(server, "/generate", {**native, **options}, "num_draft_states is 9: this server has 4 at most")
+    pattern = {"sampling_params": {"stop_regex": ["a", "("]}}
+    refuses(server, "/generate", {**native, **pattern}, "stop_regex has '(', which is no regular expression")
+    body = {"model": "default", "prompt": asked.prompts[0], "max_tokens": 8, "echo": True, "logprobs": 1}
+    refuses(server, "/v1/completions", body, "logprob_start_len is 0, and MRP has no log-probabilities of the prompt")
+    reply = server.ask("/generate", {**native, "return_logprob": True, "logprob_start_len": len(asked.prompts[0])})
     assert len(reply["meta_info"]["output_token_logprobs"]) == len(reply["output_ids"])
 
 

@@ -3,15 +3,15 @@
 import json
 import random
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-from asking import CONCURRENCY, Asked, sse
+from asking import CONCURRENCY, Asked, Measure, Report, sse
+from request_kinds import KINDS
 
-from benchmarks.server import Measured, Server
+from benchmarks.server import Server
 
 pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
 REQUESTS, CLIENTS = 2000, 24
@@ -33,16 +33,6 @@ MALFORMED: tuple[dict[str, Any], ...] = (
     {"input_ids": [5] * 5000},
     {"text": 5},
 )
-# What requests that are decoded together ask for.
-MIXED: tuple[dict[str, Any], ...] = (
-    {},
-    {"custom_params": {"num_draft_states": 1}},
-    {"custom_params": {"target": "sequential", "num_draft_states": 2}},
-    {"temperature": 0.7, "sampling_seed": 3},
-    {"temperature": 1.0, "top_p": 0.8, "custom_params": {"target": "entropy_bound", "return_reveal_step": True}},
-    {"temperature": 1.2, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1},
-    {"presence_penalty": 0.5, "logit_bias": {"457": -5.0}, "custom_params": {"return_provisional": True}},
-)
 
 
 def ask(server: Server, asked: Asked, number: int) -> str:
@@ -58,7 +48,7 @@ def ask(server: Server, asked: Asked, number: int) -> str:
     if way == "long":
         prompt = [*prompt, *rng.choices(range(10, 500), k=rng.randrange(100, 400))]
     limit = rng.choice((8, 24, 40)) if way in ("whole", "long") else 200
-    sampling = {"max_new_tokens": limit, "temperature": 0, "ignore_eos": True, **rng.choice(MIXED)}
+    sampling = {**rng.choice(KINDS), "max_new_tokens": limit, "min_new_tokens": 0, "ignore_eos": True}
     body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling, "rid": f"leak-{number}"}
     body["return_logprob"] = rng.random() < 0.2
     if way in ("whole", "long"):
@@ -84,9 +74,7 @@ def idle(server: Server) -> None:
     server.open("/flush_cache?timeout=30", {}).close()
 
 
-def test_nothing_leaks(
-    server: Server, asked: Asked, measured: Callable[[str, float], Measured], report: Callable[[str], None]
-) -> None:
+def test_nothing_leaks(server: Server, asked: Asked, measured: Measure, report: Report) -> None:
     with ThreadPoolExecutor(CLIENTS) as clients:
         ways = list(clients.map(lambda number: ask(server, asked, number), range(REQUESTS // 4)))
         idle(server)

@@ -1,58 +1,21 @@
 """Requests with settings of their own on the engine: sampled, penalised, with other rules; and all that their answers tell."""
 
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from asking import CONCURRENCY, Asked, sse
-from mrp_serving.picker import CountPenalties
+from asking import CONCURRENCY, STATES, Asked, Report, sse
+from request_kinds import KINDS, as_options
 
 from benchmarks.server import Server
 from modeling_mrp import MRPForCausalLM
 
 pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
-COUNT, NEW = 54, 40
-# What the session's server decodes where a request says nothing.
-USUAL = {"decoding": "dynamic", "confidence_threshold": 0.9, "max_new_tokens": NEW}
-# Fields of a request's `sampling_params`, and what `generate` calls them where it calls them otherwise.
-KINDS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
-    ({"temperature": 1.0}, {}),
-    ({"temperature": 0.7, "top_k": 40, "top_p": 0.9}, {}),
-    ({"temperature": 1.3, "min_p": 0.05, "min_new_tokens": 20}, {}),
-    ({"temperature": 1.0, "repetition_penalty": 1.2, "custom_params": {"target": "sequential"}}, {"decoding": "sequential"}),
-    (
-        {"temperature": 0.8, "logit_bias": {"262": -3.0}, "custom_params": {"target": "static", "num_draft_states": 2}},
-        {"decoding": "static", "sequence_bias": {(262,): -3.0}},
-    ),
-    ({"temperature": 1.0, "custom_params": {"decoding": "mrp_direct"}}, {"decoding": "mrp_direct"}),
-    ({"temperature": 0.9, "ignore_eos": True, "custom_params": {"target": "klass"}}, {"decoding": "klass", "eos_token_id": []}),
-    ({"temperature": 0, "frequency_penalty": 0.5, "presence_penalty": 0.3}, {}),
-    (
-        {"temperature": 0, "custom_params": {"decoding": "mrp_remask", "confidence_threshold": 0.5}},
-        {"decoding": "mrp_remask", "confidence_threshold": 0.5},
-    ),
-)
-
-
-def sampling_of(place: int) -> dict[str, Any]:
-    """The `sampling_params` of the request at a place; each has its own seed."""
-    return {**KINDS[place % len(KINDS)][0], "max_new_tokens": NEW, "sampling_seed": place}
-
-
-def options_of(place: int, prompt: int) -> dict[str, Any]:
-    """The options of `generate` that mean the same."""
-    asked, others = KINDS[place % len(KINDS)]
-    names = ("temperature", "top_k", "top_p", "min_p", "min_new_tokens", "repetition_penalty")
-    given: dict[str, Any] = {name: asked[name] for name in names if name in asked}
-    if "frequency_penalty" in asked:
-        given["logits_processor"] = [CountPenalties(prompt, asked["frequency_penalty"], asked["presence_penalty"])]
-    sample = given.pop("temperature") > 0
-    if sample:
-        given |= {"do_sample": True, "temperature": asked["temperature"], "seed": place, "top_k": asked.get("top_k", 0)}
-    return {**USUAL, **given, **others}
+COUNT, NEW = 5 * len(KINDS), 40
+# What the session's server decodes where a request says nothing, but for drafts.
+USUAL = {"decoding": "dynamic", "target": "dynamic", "confidence_threshold": 0.9, "max_new_tokens": NEW}
 
 
 def decoded(model: MRPForCausalLM, prompt: list[int], **options: Any) -> Any:
@@ -61,18 +24,19 @@ def decoded(model: MRPForCausalLM, prompt: list[int], **options: Any) -> Any:
 
 
 def test_requests_of_all_kinds_have_the_text_of_generate(
-    server: Server, asked: Asked, tiny_model_float64: MRPForCausalLM, report: Callable[[str], None]
+    server: Server, asked: Asked, tiny_model_float64: MRPForCausalLM, report: Report
 ) -> None:
     """Sixteen at a time; the model is float32 on the engine, and float64 here."""
     prompts = asked.prompts[-COUNT:]
-    bodies = [{"input_ids": prompt, "sampling_params": sampling_of(place)} for place, prompt in enumerate(prompts)]
+    sampling = [{**KINDS[at % len(KINDS)], "max_new_tokens": NEW, "sampling_seed": at} for at in range(COUNT)]
+    bodies = [{"input_ids": prompt, "sampling_params": given} for prompt, given in zip(prompts, sampling, strict=True)]
     with ThreadPoolExecutor(CONCURRENCY) as clients:
         replies = list(clients.map(lambda body: server.ask("/generate", body)["output_ids"], bodies))
     other = []
-    for place, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
-        options = options_of(place, len(prompt))
+    for place, (prompt, reply, given) in enumerate(zip(prompts, replies, sampling, strict=True)):
+        options = {**USUAL, "decoding": "mrp_spec", "num_draft_states": STATES, **as_options(given, len(prompt))}
         if reply != decoded(tiny_model_float64, prompt, **options).sequences[0, len(prompt) :].tolist():
-            other.append(f"{place} ({options['decoding']})")
+            other.append(str(place))
     report(f"requests of {len(KINDS)} kinds: {len(other)} of {COUNT} texts differ from those of generate {', '.join(other)}")
     assert len(other) <= COUNT // 20, "float32 may decide a near tie otherwise"
 

@@ -5,14 +5,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from asking import ENVIRONMENT, STATES, target_of
+from asking import ENVIRONMENT, STATES, Report, target_of
 from safetensors.torch import load_file, save_file
 
 from benchmarks.common import ROOT, TINY
@@ -36,7 +35,7 @@ def changed(folder: Path) -> Path:
     return folder
 
 
-def test_rollouts_follow_the_weights(tiny_tokenizer: Any, tmp_path: Path, report: Callable[[str], None]) -> None:
+def test_rollouts_follow_the_weights(tiny_tokenizer: Any, tmp_path: Path, report: Report) -> None:
     page = (ROOT / "docs" / "serving.md").read_text()
     (code,) = (
         block for block in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "import sglang" in block
