@@ -106,17 +106,12 @@ def test_an_option_counts_in_its_modes_only(name: str) -> None:
 
 
 def test_the_evaluations_flags_begin_with_the_defaults() -> None:
-    """But for drafts, of which counts can be repeated: their number, and a tree of them in batches of any size. It sweeps a
-    target's options with the target."""
+    """But for drafts, of which counts can be repeated: their number, and a tree of them in batches of any size."""
     spec, dynamic = EvaluateOptions(decoding=["mrp_spec", "dynamic"]).settings()
     assert spec == {"decoding": "mrp_spec", "target": "static", "num_draft_states": 4, "draft_branches": 3}
     assert dynamic == {"decoding": "dynamic", "confidence_threshold": 0.9}
     same = {**spec, **dynamic}.items() - {("num_draft_states", 4), ("draft_branches", 3), ("decoding", "dynamic")}
     assert all(NAMED[name].default == value for name, value in same)
-    flags = EvaluateOptions(decoding=["self_spec"], target=["static", "dynamic"], tau=[0.5, 0.9], branches=[3])
-    spec |= {"decoding": "self_spec"}
-    of_dynamic = {**spec, "target": "dynamic"}
-    assert flags.settings() == [spec, *({**of_dynamic, "confidence_threshold": tau} for tau in (0.5, 0.9))]
 
 
 def test_drafts_are_chains_where_rows_are_many() -> None:

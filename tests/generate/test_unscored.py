@@ -63,18 +63,6 @@ def test_where_it_is_said_to_be(mode: str) -> None:
         rejected(partial(generate, make_model(), prompts, **options), value, "Says")
 
 
-def test_a_processor_that_returns_infinity_or_float16(random_model: MRPForCausalLM) -> None:
-    """Numbers of another type are taken as they are."""
-    call = partial(generate, random_model, PROMPTS, max_new_tokens=6, **says_all(INF))
-    rejected(call, r"logits processor Says returned \+inf", "let it return -inf for all others")
-    options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 9, "do_sample": True, "top_k": 20, "seed": 3}
-    given, rounded = (
-        generate(random_model, PROMPTS, logits_processor=[processor], **options)
-        for processor in (lambda _, scores: scores.half(), lambda _, scores: scores.half().to(scores.dtype))
-    )
-    assert given.sequences.equal(rounded.sequences)
-
-
 @pytest.mark.parametrize("options", [{"decoding": "mrp_direct"}, *REMASKS], ids=str)
 def test_a_broken_head(options: dict[str, Any]) -> None:
     """Where the head has a say in the text its NaN is an error; drafts are worth nothing then, and the text is the same."""
