@@ -391,8 +391,8 @@ class Networks:
 def prefill_chunks(
     cache: BlockCache, texts: Tensor, begin: int, chunk: int, block: int
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
-    """Iterate over texts [rows, length] long from `begin` on as forwards under a block-causal mask read them, a `chunk` of whole
-    blocks at once; keys and values go to their slots. Of each the first column, the end, ids, positions and the mask."""
+    """Iterate over texts [rows, length] long from `begin` on as forwards under a block-causal mask read them, a `chunk` of
+    whole blocks at once; keys and values go to their slots. Of each the first column, the end, ids, positions and the mask."""
     positions = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
     for at in range(begin, texts.shape[1], chunk):
         end = min(texts.shape[1], at + chunk)

@@ -47,15 +47,6 @@ def test_mrp_spec_equals_its_target(
     assert read > (30 if target in PUBLISHED else 100)  # the test has seen real text
 
 
-def test_exact_ties_may_swap_in_order_only() -> None:
-    """Where attention adds nothing all masks are equal, and a product's last bits order them, which depend on its shape: the
-    limit of "lossless" (docs/lossless.md). The tokens are the same."""
-    for trial, block in enumerate((4, 16)):
-        model, asked = dampened(make_model(trial + 4, block_size=block), 0.0), random_prompts(random.Random(trial), 6, 23)
-        options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": None, "num_draft_states": 5}
-        assert texts(model, asked, decoding="mrp_spec", **options) == texts(model, asked, decoding="static", **options)
-
-
 def test_where_nothing_is_drafted_a_round_is_the_targets(random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a clean block the next one's first state rides along, also if it is the budget that wants no drafts."""
     monkeypatch.setattr(generation, "budget_of", lambda *_: Fixed(Amount()))
@@ -75,9 +66,6 @@ def test_the_model_keeps_nothing_of_a_call(random_model: MRPForCausalLM) -> None
     assert set(vars(random_model)) | set(vars(random_model.generation_config)) == before
     assert random_model.generation_config.to_dict() == config
     assert given.to_dict() == kept
-
-
-# ------------------------------------------------------------------------------------------------ bans
 
 
 @pytest.mark.parametrize(
@@ -122,9 +110,6 @@ def test_no_pair_of_the_readme_that_is_forbidden_is_written(target: str, tiny_mo
         grams = [tuple(whole[at : at + size]) for at in range(len(whole) - size + 1)]
         before = len(prompt) - size + 1
         assert all(gram not in grams[: before + at] for at, gram in enumerate(grams[before:]))
-
-
-# ------------------------------------------------------------------------------------------------ seeds, lengths, ends
 
 
 def test_torch_manual_seed_governs_unseeded_sampling(random_model: MRPForCausalLM) -> None:

@@ -16,17 +16,12 @@ from transformers import GenerationConfig
 
 from modeling_mrp import MRPForCausalLM
 
-# Greedy options
-
 
 def test_greedy_ignores_the_options_of_sampling(random_model: MRPForCausalLM) -> None:
     options: dict[str, Any] = {"temperature": 0, "top_p": 0, "top_k": -1, "min_p": 4, "typical_p": 7, "top_h": 0}
     plain = text(random_model, PROMPTS[0], max_new_tokens=9)
     for given in (options, {"generation_config": options}, {"generation_config": GenerationConfig(**options)}):
         assert text(random_model, PROMPTS[0], max_new_tokens=9, **given) == plain
-
-
-# Adapters
 
 
 @pytest.mark.parametrize(
@@ -72,9 +67,6 @@ def test_an_adapter_for_each_row(decoding: str) -> None:
     assert len(lengths) == 3, "no row ends before another"
     call = {"input_ids": together.sequences[:, :12], "past_key_values": together.past_key_values, **options}
     rejected(lambda: model.generate(**call, adapter_names=names[::-1]), "older than the weights", "leave them unset")
-
-
-# Attention and devices
 
 
 def test_flex_attention_on_a_cpu_is_refused() -> None:
@@ -126,9 +118,6 @@ def test_offloaded_weights_decode(kept: str, computes: Any, offloaded: tuple[str
         assert again[1].sequences.equal(again[0].sequences)
         assert again[1].stats.forwards == again[0].stats.forwards
     assert spilled.lm_head.weight.is_meta == ("lm_head" in offloaded)
-
-
-# Calls and outputs
 
 
 def test_gradient_checkpointing_is_refused_while_training(random_model: MRPForCausalLM) -> None:

@@ -85,14 +85,6 @@ def test_a_wrong_value_is_refused_where_it_enters(tmp_path: Path) -> None:
     assert not list((tmp_path / "bad").glob("*"))
 
 
-@pytest.mark.parametrize("config_class", [MRPGenerationConfig, GenerationConfig])
-def test_a_config_goes_through_a_file(config_class: type[GenerationConfig], tmp_path: Path) -> None:
-    fields = {"decoding": "mrp_spec", "num_draft_states": 6, "denoising_steps": 2, "seed": 11, "max_new_tokens": 12}
-    config_class(**fields).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "generation_config.json").read_text()).items() >= fields.items()
-    assert config_class.from_pretrained(tmp_path) == config_class(**fields)
-
-
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_option_counts_in_its_modes_only(name: str) -> None:
     others = {other: value for other, value in CHANGES[name].items() if other != name}

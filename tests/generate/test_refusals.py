@@ -30,8 +30,6 @@ def accepts(call: Any) -> None:
         call()
 
 
-# ------------------------------------------------------------------------------------------------ declared options
-
 COUNTS = ([1, 10**6], [0, -1, 2.5])
 PROBABILITIES = ([0, 0.5, 1.0], [-1e-9, 1.01, NAN])
 POSITIVE = ([1e-9, 1, 300.0], [0, -1, NAN])
@@ -116,8 +114,6 @@ def test_modes_that_need_a_head(headless: MRPForCausalLM, mode: str) -> None:
     else:
         accepts(call)
 
-
-# ------------------------------------------------------------------------------------------------ arguments
 
 ALONE = "no effect with labels, whose pass packs .* of input_ids with a mask and positions of its own"
 NAMED: dict[str, Any] = {"position_ids": torch.arange(5)[None], "inputs_embeds": EMBEDS, "logits_to_keep": torch.tensor([0])}
@@ -280,9 +276,6 @@ def test_a_processor_that_does_not_see_all_on_its_left_is_told(
     random_model.generate(PROMPT, decoding=decoding, max_new_tokens=4, logits_processor=[lambda ids, scores: scores], top_k=3)
     assert [said for said in heard if "logits processor function sees what is known" in said] == heard
     assert len(heard) == warned
-
-
-# ------------------------------------------------------------------------------------------------ configs and models
 
 
 def test_caches_and_heads(model: MRPForCausalLM, headless: MRPForCausalLM) -> None:

@@ -1,15 +1,11 @@
 """Which path a call takes: kernels where they can run, PyTorch with a warning where they fail, errors where forced."""
 
-import os
-import subprocess
-import sys
 import warnings
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT
 from torch import Tensor
 
 from modeling_mrp.kernels import dispatch
@@ -143,34 +139,10 @@ def test_what_both_write_to_one_place_is_compared(monkeypatch: pytest.MonkeyPatc
     assert len(seen) == 3
 
 
-WITHOUT_TRITON = """
-import sys
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "triton":
-            raise ImportError("triton is hidden")
-
-sys.meta_path.insert(0, Missing())
-import torch
-from modeling_mrp.kernels.dispatch import Dispatch, kernels_usable
-from modeling_mrp.kernels.round_layers import SUM_AND_NORM
-
-assert "triton" not in sys.modules
-assert not kernels_usable(torch.device("cuda", 0), torch.bfloat16)
-given = torch.ones(2), None, torch.nn.Identity()
-assert Dispatch().run(SUM_AND_NORM, *given)[1].tolist() == [1, 1]
-try:
-    Dispatch(True).run(SUM_AND_NORM, *given)
-except ValueError as error:
-    print(error)
-"""
-
-
-def test_without_triton() -> None:
-    """The package imports, the twin runs, and forcing says what to install."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", WITHOUT_TRITON]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "triton cannot be imported: install it (pip install triton), or use kernels=None" in done.stdout
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin runs, and forcing says what to install; `tests/model/test_remote_code.py` imports the code without it."""
+    monkeypatch.setattr(dispatch, "triton", None)
+    assert not kernels_usable(torch.device("cuda", 0), torch.bfloat16)
+    assert run(Paths()) == "twin"
+    with pytest.raises(ValueError, match=r"triton cannot be imported: install it \(pip install triton\), or use kernels=None"):
+        run(Paths(), forced=True)

@@ -46,8 +46,6 @@ def same(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], atol: float 
     torch.testing.assert_close(got[1].double(), wanted[1].double(), rtol=1e-5, atol=atol, equal_nan=True)
 
 
-# ------------------------------------------------------------------------------------------------ noise
-
 if triton is not None:
     from modeling_mrp.kernels.pick import gumbel_of_bits, token_noise_bits
 
@@ -84,9 +82,6 @@ def test_the_noise_at_its_ends() -> None:
     noise = torch.zeros(16, device=DEVICE)
     write_gumbel[(1,)](bits.to(DEVICE), noise, 16)
     torch.testing.assert_close(noise.cpu().double(), -(-u.log()).log(), rtol=3e-7, atol=3e-7)
-
-
-# ------------------------------------------------------------------------------------------------ pick
 
 
 @pytest.fixture

@@ -98,9 +98,6 @@ def test_queries_keys_and_values(
         assert torch.equal(ours[:, 3 : 3 + tokens, 1, 1].flatten(2), parts[2]), "values as they are"
 
 
-# ------------------------------------------------------------------------------------------------ attention
-
-
 def random_round(
     committed: list[int],
     parent: list[list[int]],

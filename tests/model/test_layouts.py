@@ -37,9 +37,6 @@ def heavyball(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("hub") / "heavyball", published_config(), heavyball_tensors(), shards=2)
 
 
-# ------------------------------------------------------------------------------------------------ what loads
-
-
 @torch.no_grad()
 def test_heavyball_logits_and_residuals(heavyball: Path) -> None:
     """fp32 against a reference in float64. Two shards."""
@@ -104,9 +101,6 @@ def test_saving_over_the_files_that_the_weights_are_mapped_from(heavyball: Path,
         assert torch.equal(again.state_dict()[our_name(name)], tensor)
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
-
-
 def test_misfits_are_listed(tmp_path: Path) -> None:
     """What is loaded, and what is only looked at before a push."""
     tensors = heavyball_tensors()
@@ -125,20 +119,6 @@ def test_misfits_are_listed(tmp_path: Path) -> None:
         f"wrong shape: {HEAD}.eh_proj.weight is [32, 63], needs [32, 64]",
     ):
         assert line in str(caught.value)
-
-
-def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(published_config()))
-    torch.save(heavyball_tensors(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        MRPForCausalLM.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize(("kind", "remedy"), [("qwen3", "from_backbone"), ("llama", "sdar_mrp")])
-def test_another_kind_of_model(kind: str, remedy: str, tmp_path: Path) -> None:
-    write(tmp_path, backbone_config(model_type=kind), random_tensors(backbone_shapes()))
-    with pytest.raises(ValueError, match=rf"model_type is '{kind}'.*{remedy}"):
-        MRPForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("source", ["./folder", "", "org/misspelt", "{empty}"])

@@ -74,6 +74,7 @@ LIES: list[tuple[dict[str, Any], str]] = [
     ({"head_predicts": "hidden"}, "head_predicts is 'hidden': a head here is one, of residuals"),
     ({"num_mrp_heads": 2}, "num_mrp_heads is 2: a head here is one"),
     ({"block_size": "4"}, "block_size is '4': it must be an int from 1 to 512"),
+    ({"layer_types": ["sliding_attention", "full_attention"]}, "needs 'full_attention' in each of the 2 layers"),
 ]
 
 

@@ -4,11 +4,11 @@ import copy
 import gc
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,7 +20,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks import graphs as graphs_file
-from modeling_mrp.networks.cache import BlockCache
 from modeling_mrp.networks.graphs import CudaRecorder, fingerprint, obstacle, recording_report, release_graphs
 from tests.random_cases import dampened, make_model
 
@@ -102,43 +101,28 @@ def test_results_are_the_callers() -> None:
 
 
 @pytest.mark.usefixtures("tapes")
-def test_what_was_held_is_held_on() -> None:
-    kept, past = graphs_of_nothing(), BlockCache(1, 1, 2, [torch.device("cpu")], 4, 4, torch.float32)
-    past.target(0, 4)
-    past.update(torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2), 0)
-    past.hold([[1, 2, 3, 4]], [4], [0], [0])
-    lent = kept.lend(past)
-    lent.target(0, 4)
-    assert lent.shares(kept.cache)
-    assert (lent.held, kept.lend(None).held) == ([4], [0])
-    assert lent.read[0][0].eq(1).all()
-
-
-@pytest.mark.usefixtures("tapes")
 def test_weights_that_move_or_switch_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by an adapter that is switched, another attention of the same name, peft's `adapter_names`, or a hook."""
     model = dampened(make_model(5), 0.3)
-    options: dict[str, Any] = {**SPEC, "seed": 4}
-    recorded_and_not(model, RAGGED, **options)
+    recorded_and_not(model, RAGGED, seed=4, **SPEC)
     with torch.no_grad():
         model.model.embed_tokens.weight = torch.nn.Parameter(model.model.embed_tokens.weight.flip(0).clone())
-    recorded_and_not(model, RAGGED, **options)
-    known = fingerprint(model)
+    recorded_and_not(model, RAGGED, seed=4, **SPEC)
+    seen = [known := fingerprint(model)]
     assert known == fingerprint(model)
-    model.lm_head._active_adapter = ["b"]  # as an adapter is switched
-    assert known != fingerprint(model)
+    model.lm_head._active_adapter = ["b"]
+    seen.append(fingerprint(model))
     del model.lm_head._active_adapter
-    with monkeypatch.context() as patch:  # another attention of the same name
+    with monkeypatch.context() as patch:
         patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *_, **__: None)
-        assert known != fingerprint(model)
-    of_rows = [partial(lambda *_, adapter_names: None, adapter_names=[name]) for name in "ab"]  # as peft's adapter_names
-    seen = []
-    for hook in of_rows:
+        seen.append(fingerprint(model))
+    for name in "ab":
+        hook = partial(lambda *_, adapter_names: None, adapter_names=[name])
         handle = model.lm_head.register_forward_pre_hook(hook)
         seen.append(fingerprint(model))
         handle.remove()
-    assert len({known, *seen}) == 3
     model.model.layers[0].register_forward_hook(lambda *_: None)
-    assert known != fingerprint(model)
+    assert len({*seen, fingerprint(model)}) == 6
 
 
 @pytest.mark.usefixtures("tapes")
@@ -183,9 +167,6 @@ def test_what_is_kept_goes_with_the_model_or_when_it_is_told_to(tapes: type[Tape
     assert gone() is None
 
 
-# ------------------------------------------------------------------------------------------------ the option
-
-
 @pytest.mark.usefixtures("tapes")
 def test_what_stands_in_the_way() -> None:
     model = make_model(1)
@@ -194,15 +175,8 @@ def test_what_stands_in_the_way() -> None:
         model.generate(torch.tensor([[1, 2]]), graphs=True, max_new_tokens=1)
     model.lm_head.to("meta")
     assert obstacle(model) == "the model lies on several devices (cpu, meta): load it on one"
-
-    class Quantised(torch.nn.Parameter):
-        """A weight that is stored in some way of its own."""
-
-    model.lm_head.weight = Quantised(torch.ones(64, 32))
+    model.lm_head.weight = type("Quantised", (torch.nn.Parameter,), {})(torch.ones(64, 32))
     assert obstacle(model) == "weights are of the kind Quantised, and where those lie is not known: load plain tensors"
-
-
-# ------------------------------------------------------------------------------------------------ the parts
 
 
 @pytest.mark.parametrize("compared", [0, 2])
@@ -239,9 +213,6 @@ def test_another_thread_begins_with_an_ordinary_run(tapes: type[TapeRecorder]) -
     assert [elsewhere("a"), elsewhere("a")] == [0, 0]
     graphs.call("a", torch.neg, x)
     assert [elsewhere("a"), graphs.replays] == [1, 2]
-
-
-# ------------------------------------------------------------------------------------------------ on a stand-in for torch.cuda
 
 
 class CudaStandIn:
@@ -298,18 +269,12 @@ def test_one_thread_records_at_a_time(stand_in: CudaStandIn) -> None:
     assert stand_in.most == 1
 
 
-# ------------------------------------------------------------------------------------------------ a GPU
-
-
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("error")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_with_cuda_graphs(way: str) -> None:
     model = dampened(make_model(4), 0.3).cuda()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for seed in range(3):
-            for prompts in (RAGGED, RAGGED[1:2]):
-                got = generate(model, prompts, seed=seed, graphs=True, **WAYS[way])
-                same_output(got, generate(model, prompts, seed=seed, graphs=False, **WAYS[way]))
+    for seed, prompts in product(range(3), (RAGGED, RAGGED[1:2])):
+        same_output(*(generate(model, prompts, seed=seed, graphs=graphs, **WAYS[way]) for graphs in (True, False)))
     release_graphs(model)
