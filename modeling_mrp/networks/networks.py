@@ -78,12 +78,8 @@ class Networks:
     def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
         """Compute the whole blocks before each row's first mask and, in the same forward, the row's first state.
 
-        It starts where the first row's reused keys and values end. So, behind a cache and beyond one chunk, a row's forwards
+        It starts where the first row's `reused` keys and values end. So, behind a cache and beyond one chunk, a row's forwards
         here may depend on its neighbours; its text does not.
-
-        Args:
-            rows: All of the call.
-            reused: By row, so many first tokens have their keys and values already.
         """
         length = max(row.state.start for row in rows) + self.block
         read = max(row.head_held for row in rows)
@@ -231,12 +227,8 @@ class Networks:
     ) -> list[Scores]:
         """Pick at the free columns of states, given the hidden states of each; one transfer to the host.
 
-        Args:
-            picker: It.
-            states: Each with its row.
-            hidden: Of each the hidden states.
-            parents: The clean states that some look at, for processors to see.
-            shortlists: Of each the tokens to choose among (`Scores.shortlist`); not used unless all have theirs.
+        Processors see the clean states that some look at, their `parents`. Tokens are chosen among those of `shortlists`
+        (`Scores.shortlist`) if all states have theirs.
         """
         block, count = self.block, len(states)
         columns = np.array([at * block + column for at, (_, state) in enumerate(states) for column in state.free], np.int64)

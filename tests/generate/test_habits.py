@@ -109,14 +109,12 @@ def test_offloaded_weights_decode(kept: str, computes: Any, offloaded: tuple[str
     ids = random_ids(3, 2, 9).to(model.device)
     for mode in ("static", "mrp_spec", "mrp_remask"):
         options: dict[str, Any] = {"decoding": mode, "max_new_tokens": 9, "return_dict_in_generate": True}
-        here, there = model.generate(ids, **options), spilled.generate(ids, **options)
-        assert there.sequences.equal(here.sequences)
-        again = [
-            one.generate(out.sequences, past_key_values=out.past_key_values, **options)
-            for one, out in ((model, here), (spilled, there))
-        ]
-        assert again[1].sequences.equal(again[0].sequences)
-        assert again[1].stats.forwards == again[0].stats.forwards
+        first = [one.generate(ids, **options) for one in (model, spilled)]
+        pairs = zip((model, spilled), first, strict=True)
+        again = [one.generate(out.sequences, past_key_values=out.past_key_values, **options) for one, out in pairs]
+        for here, there in (first, again):
+            assert there.sequences.equal(here.sequences)
+            assert there.stats.forwards == here.stats.forwards
     assert spilled.lm_head.weight.is_meta == ("lm_head" in offloaded)
 
 

@@ -187,25 +187,6 @@ def test_places_beyond_the_reach_of_32_bits(rows: int, strides: tuple[int, ...],
     close(round_attention(query, key, key, mask, 0.25), round_attention_ref(query, scored, scored, mask, 0.25), atol=2e-6)
 
 
-def test_extreme_logits_and_ties() -> None:
-    """Scores of 1e4, 0 and -1e4: the weight is shared by the highest that a query sees, wherever they lie."""
-    mask = RoundMask(torch.tensor([6], device=DEVICE), torch.tensor([[-1, -1]], device=DEVICE), 2, 4)
-    query = torch.zeros(1, 1, 8, 16, device=DEVICE)
-    query[..., 0] = 1.0
-    key = torch.zeros(1, 1, 64 + 8, 16, device=DEVICE)
-    key[0, 0, :, 0] = -1e4
-    key[0, 0, [1, 4], 0] = 1e4  # two committed slots
-    value = torch.arange(72.0, device=DEVICE)[None, None, :, None].repeat(1, 1, 1, 16)
-    for splits in (1, 2):
-        close(round_attention(query, key, value, mask, 1.0, splits).cpu(), torch.full((1, 8, 1, 16), (1 + 4) / 2))
-    key[0, 0, 64 + 5, 0] = 1e4  # and one of the second state's own
-    got = round_attention(query, key, value, mask, 1.0)[0, :, 0, 0].cpu()
-    close(got, torch.tensor([2.5] * 4 + [(1 + 4 + 69) / 3] * 4), atol=2e-6)
-    key[..., 0] = -1e4  # all alike
-    own = 64 * 4 + torch.tensor([[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4).sum(1)
-    close(round_attention(query, key, value, mask, 1.0)[0, :, 0, 0].cpu(), (own + sum(range(6))) / 10, atol=2e-6)
-
-
 def test_mask_by_hand() -> None:
     """Two states of one token, the second behind the first, over two slots of which one is committed."""
     sees = RoundMask(torch.tensor([1]), torch.tensor([[-1, 0]]), 2, 1).dense(2)

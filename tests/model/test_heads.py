@@ -162,13 +162,14 @@ def test_attach_and_detach(kind: str, folders: dict[str, Path]) -> None:
 
 def test_a_published_head_on_a_published_backbone(tmp_path: Path) -> None:
     """The two come from different authors: JetLM's folder with the weights of one, heavyball's with both."""
-    theirs, backbone = heavyball_tensors(), random_tensors(backbone_shapes(), seed=3)
+    theirs, backbone = heavyball_tensors(), random_tensors(backbone_shapes(), seed=3, dtype=torch.bfloat16)
     write(tmp_path / "heavyball", published_config(), theirs, shards=2)
-    write(tmp_path / "sdar", backbone_config(), backbone, shards=2)
+    write(tmp_path / "sdar", backbone_config(torch_dtype="bfloat16"), backbone, shards=2)
     state = MRPForCausalLM.from_backbone(tmp_path / "sdar", head=tmp_path / "heavyball").state_dict()
-    heads = {name.replace("mrp_modules.0.model", "mrp_head"): theirs[name] for name in theirs if name not in backbone}
+    heads = {name.replace("mrp_modules.0.model", "mrp_head"): one for name, one in theirs.items() if name not in backbone}
     assert state.keys() == backbone.keys() | heads.keys()
-    assert all(torch.equal(state[name], tensor) for name, tensor in (backbone | heads).items())
+    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+    assert all(torch.equal(state[name], tensor.bfloat16()) for name, tensor in (backbone | heads).items())
 
 
 def test_heads_that_do_not_fit(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ def parameters(size: str) -> Shapes:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_folder_is_that_of_the_published_model(size: str) -> None:
-    """Its config's values; names and shapes of parameters, also in the published layout, whose names are mapped to ours; and how
-    it decodes. A folder without weights holds no code, nor does its config name any: the installed package reads it."""
+    """Its config's values; names and shapes of parameters, also in the published layout, whose names are mapped to ours; and
+    how it decodes. A folder without weights holds no code, nor does its config name any: the installed package reads it."""
     config, expected = MRPConfig.from_pretrained(folder_of(size)), published(size)
     expected |= {"layer_types": ["full_attention"] * expected["num_hidden_layers"], "dtype": torch.bfloat16}
     assert {name: getattr(config, name) for name in expected} == expected

@@ -14,12 +14,9 @@ from published import (
     BLOCK,
     HEAD,
     MASK,
-    backbone_config,
-    backbone_shapes,
     heavyball_tensors,
     hidden_states,
     published_config,
-    random_tensors,
     residual,
     write,
 )
@@ -52,22 +49,6 @@ def test_heavyball_logits_and_residuals(heavyball: Path) -> None:
     got = model.residual(torch.tensor([after]), hidden[None].float(), positions, mask)[0]
     close(got.double(), residual(exact, after, hidden), atol=1e-5)
     assert got.abs().max() > 0.1  # the head says something
-
-
-@pytest.mark.parametrize(("dtype", "shards"), [(torch.bfloat16, 3), (torch.float32, 1)], ids=str)
-def test_sdar_layout(dtype: torch.dtype, shards: int, tmp_path: Path) -> None:
-    """Every tensor arrives as it is in the file, in the file's type; the head's modes say what is missing."""
-    tensors = random_tensors(backbone_shapes(), dtype=dtype)
-    write(tmp_path, backbone_config(torch_dtype=str(dtype).removeprefix("torch.")), tensors, shards)
-    model = MRPForCausalLM.from_pretrained(tmp_path)
-    assert model.mrp_head is None
-    assert model.config.num_nextn_predict_layers == 0
-    state = model.state_dict()
-    assert state.keys() == tensors.keys()
-    assert all(torch.equal(state[name], tensor) and state[name].dtype == dtype for name, tensor in tensors.items())
-    with pytest.raises(ValueError, match=r"mrp_spec.*from_backbone.*attach_head.*self_spec"):
-        model.generate(torch.tensor([PROMPT]), decoding="mrp_spec", max_new_tokens=4)
-    assert model.generate(torch.tensor([PROMPT]), decoding="self_spec", max_new_tokens=4, pad_token_id=1).shape == (1, 10)
 
 
 def test_old_fields_are_dropped_and_our_layout_is_saved(heavyball: Path, tmp_path: Path, caplog: Any) -> None:

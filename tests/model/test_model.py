@@ -9,7 +9,7 @@ from published import published_config
 from torch import Tensor
 from transformers import DynamicCache
 
-from modeling_mrp import MRPConfig, MRPForCausalLM, MRPHead
+from modeling_mrp import MRPConfig, MRPForCausalLM
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
 
@@ -102,17 +102,6 @@ def test_what_a_forward_takes_and_gives(random_model: MRPForCausalLM) -> None:
     positions = torch.arange(9).expand(2, 9)
     close(out.hidden_states[-1], model.backbone(ids, positions, seen(positions)))
     close(model(inputs_embeds=out.hidden_states[0]).logits, out.logits, atol=0)
-
-
-@torch.no_grad()
-def test_the_head_of_a_new_model_adds_nothing() -> None:
-    config, positions = make_model().config, torch.arange(3, 9)[None]
-    fresh = MRPForCausalLM(config).double()
-    given = random_ids(15, 1, 6), torch.ones(1, 6, 32, dtype=torch.float64), positions, seen(positions)
-    assert fresh.residual(*given).eq(0).all()
-    torch.nn.init.ones_(fresh.mrp_head.norm.weight)
-    assert fresh.residual(*given).ne(0).all()
-    assert MRPHead(config).norm.weight.eq(0).all()
 
 
 def test_published_config_fields_load() -> None:
