@@ -24,21 +24,18 @@ def test_greedy_ignores_the_options_of_sampling(random_model: MRPForCausalLM) ->
         assert text(random_model, PROMPTS[0], max_new_tokens=9, **given) == plain
 
 
-@pytest.mark.parametrize(
-    ("kind", "adapter"),
-    [
-        ("PREFIX_TUNING", PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
-        ("SHADOW", ShadowConfig(task_type="CAUSAL_LM")),
-        (
-            r"aLoRA \(alora_invocation_tokens\)",
-            LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[4, 5]),
-        ),
-    ],
-)
-def test_adapters_that_would_be_left_out_without_a_word_are_refused(kind: str, adapter: Any) -> None:
+LEFT_OUT = {
+    "PREFIX_TUNING": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "SHADOW": ShadowConfig(task_type="CAUSAL_LM"),
+    r"aLoRA \(alora_invocation_tokens\)": LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[4, 5]),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT_OUT)
+def test_adapters_that_would_be_left_out_without_a_word_are_refused(kind: str) -> None:
     """Until they are switched off: vectors before the inputs, networks beside the layers, and what waits for an invocation."""
     plain = text(make_model(), PROMPTS[0], max_new_tokens=6)
-    adapted: Any = get_peft_model(make_model().float(), adapter)
+    adapted: Any = get_peft_model(make_model().float(), LEFT_OUT[kind])
     refused = f"type {kind} has no effect on generate"
     rejected(lambda: adapted.generate(input_ids=PROMPT, max_new_tokens=6), refused, "such as LoRA")
     if kind == "PREFIX_TUNING":

@@ -12,11 +12,10 @@ from helpers import LIVELY, MASK, MODES, PROMPTS, VOCAB, generate, says_all, tex
 from refusals import rejected
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate.option_table import REMASK_RULES
 
 NAN, INF = float("nan"), float("inf")
-REMASKS: list[dict[str, Any]] = [
-    {"decoding": "mrp_remask", "remask_rule": rule} for rule in ("reread", "threshold", "residual")
-]
+REMASKS: list[dict[str, Any]] = [{"decoding": "mrp_remask", "remask_rule": rule} for rule in REMASK_RULES]
 
 
 def broken(name: str, number: float) -> Callable[[MRPForCausalLM], dict[str, Any]]:

@@ -215,19 +215,6 @@ def test_picks_among_a_few(sample: bool, at_once: int, monkeypatch: pytest.Monke
         assert found == pytest.approx({token: one for token, one in zip(tokens, p.tolist(), strict=True) if one > -torch.inf})
 
 
-def test_precision_of_the_results() -> None:
-    """bfloat16 weights give bfloat16 logits, and all that follows is float32; float64 stays float64."""
-    generator = torch.Generator().manual_seed(1)
-    weight, hidden = torch.randn(9, 4, generator=generator), torch.randn(5, 4, generator=generator)
-    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
-        picker = Picker(weight.to(dtype), 8, entropy=True)
-        picks = picker(hidden.to(dtype), spots(5))
-        assert {picks.odds.dtype, picks.entropy.dtype} == {wide}  # type: ignore[union-attr]
-        assert picker.token_odds(hidden.to(dtype), picks.token, spots(5)).dtype == wide
-        logits = (hidden.to(dtype) @ weight.to(dtype).T).to(wide)[:, :8]
-        torch.testing.assert_close(picks.odds, logits.softmax(-1).amax(-1).logit(), rtol=1e-4, atol=1e-5)
-
-
 def test_samples_follow_the_softmax() -> None:
     """Of 20,000 positions with one distribution, and of pairs of them: chi-square with a false-alarm rate of 1e-4 each."""
     picker, hidden = random_picker(1, sample=True, temperature=2.0)

@@ -98,9 +98,5 @@ def test_offline_in_a_fresh_process(saved: tuple[Path, Path], fresh: Fresh, tmp_
     )
     plain, tuned = (" ".join(map(str, speculate(m, PROMPT))) for m in (model, adapted(MRPForCausalLM.from_pretrained(full))))
     assert plain != tuned
-    assert printed.splitlines() == [
-        plain,
-        "org/backbone org/head transformers_modules",
-        tuned,
-        "org/backbone org/head transformers_modules",
-    ]
+    where = "org/backbone org/head transformers_modules"
+    assert printed.splitlines() == [plain, where, tuned, where]

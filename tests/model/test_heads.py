@@ -216,6 +216,7 @@ def test_new_heads() -> None:
         with_new_head(model, 2, how)
         assert model.residual(*arguments).eq(0).all()
         assert model.config.num_nextn_predict_layers == 2
+    assert MRPForCausalLM(model.config).mrp_head.norm.weight.eq(0).all()
     for layer, source in zip(model.mrp_head.layers, model.model.layers[1:], strict=True):
         assert same_tensors(layer, source)
         assert layer.mlp.up_proj.weight.data_ptr() != source.mlp.up_proj.weight.data_ptr()

@@ -25,12 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("few_candidates", "wide_programs"),
 ]
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])
-OPTIONS: dict[str, Any] = {
-    "decoding": "mrp_spec",
-    "num_draft_states": 3,
-    "eos_token_id": None,
-    "max_new_tokens": 4,
-}
+OPTIONS: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 3, "eos_token_id": None, "max_new_tokens": 4}
 
 
 @pytest.fixture

@@ -130,23 +130,23 @@ def test_a_call_while_another_one_goes_on() -> None:
     """It does without recordings, in a cache of its own; and from another thread, too."""
     model = dampened(make_model(5), 0.3)
     expected = [generate(model, RAGGED, graphs=False, **SPEC, seed=seed) for seed in range(3)]
-    inner: list[Any] = []
-
-    class Calls(torch.nn.Module):
-        def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            if not inner:
-                inner.append(generate(model, RAGGED, graphs=True, **SPEC, seed=1))
-            return torch.zeros(len(ids), dtype=torch.bool)
-
-    same_output(generate(model, RAGGED, graphs=True, **SPEC, seed=0, stopping_criteria=[Calls()]), expected[0])
-    same_output(inner[0], expected[1])
     results: list[Any] = []
+
+    def call(seed: int) -> None:
+        results.append(generate(model, RAGGED, graphs=True, **SPEC, seed=seed))
+
+    def inside(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if not results:
+            call(1)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    same_output(generate(model, RAGGED, graphs=True, **SPEC, seed=0, stopping_criteria=[inside]), expected[0])
     for _ in range(2):
-        thread = threading.Thread(target=lambda: results.append(generate(model, RAGGED, graphs=True, **SPEC, seed=2)))
+        thread = threading.Thread(target=call, args=(2,))
         thread.start()
         thread.join()
-    for result in results:
-        same_output(result, expected[2])
+    for result, right in zip(results, (expected[1], expected[2], expected[2]), strict=True):
+        same_output(result, right)
     assert not graphs_file._KEPT[model].busy
 
 
