@@ -132,11 +132,11 @@ def greedy_decode(
     config = model.config
     options = MRPGenerationConfig(eos_token_id=eos, do_sample=False)
     given = [torch.tensor(prompt) for prompt in prompts]
-    rows = laid_out(given, None, new_tokens, options, 0, config.block_size, config.mask_token_id, None)
+    rows = laid_out(given, None, new_tokens, options, 0, config, None)
     for row in rows:
         row.counts = Counts(width, mode.drafting is not None)
-    picker = Picker(model.lm_head.weight, config.mask_token_id, entropy=mode.rule.needs_entropy)
+    picker = Picker(model.lm_head.weight, config.mask_token_id, entropy=mode.rule.needs_entropy, dispatch=PYTORCH)
     capacity = max(len(row.text) for row in rows)
     cache = model.block_cache(len(rows), capacity, width * config.block_size, mode.uses_head)
     plans = plan_layers(model, mode.uses_head, PYTORCH)
-    return Networks(model, cache, mode.uses_head, picker, picker, PYTORCH, plans, model.device), rows
+    return Networks(model, cache, mode.uses_head, picker, plans), rows

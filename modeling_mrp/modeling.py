@@ -23,7 +23,7 @@ from .model.code import model_tags
 from .model.configuration import MRPConfig
 from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask, taken_from
 from .model.families.registry import backbone_of
-from .model.head import MRPHead
+from .model.head import MRPHead, turned_as
 from .model.loading import MRPPreTrainedModel
 from .networks.cache import BlockCache
 from .networks.layers import run_fused
@@ -116,7 +116,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                 "from_backbone(backbone, head=...), or train a head"
             )
         embeds = self.model.embed_tokens(input_ids)
-        rotary = self.model.head_rotary(embeds, position_ids)
+        rotary = turned_as(self.model.rotary_emb(embeds, position_ids), self.config.head_dim)
         head = self.mrp_head if past_key_values is None else self.mrp_head._call_impl
         output: Tensor = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
         return output
@@ -282,12 +282,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         num_items_in_batch: int | Tensor | None,
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
-        for name, given in {
-            "labels": labels,
-            "attention_mask": attention_mask,
-            "noise_mask": noise_mask,
-            "noise_level": level,
-        }.items():
+        shaped = {"labels": labels, "attention_mask": attention_mask, "noise_mask": noise_mask, "noise_level": level}
+        for name, given in shaped.items():
             shape = [batch] if name == "noise_level" else [batch, length]
             if given is not None and list(given.shape) != shape:
                 raise ValueError(f"{name} has shape {list(given.shape)}: with these input_ids it must be {shape}")

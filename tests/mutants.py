@@ -23,8 +23,8 @@ FIRST = [f"tests/generate/test_fuzz.py::test_random_decodes[{seed}]" for seed in
 SELECTION = {
     "rules": ("rules", "draft", "bans"),
     "generate": ("refine", "decoding", "active_rows", "score"),
-    "networks": ("cache", "sampling", "continuation", "graphs", "layers", "first_use"),
-    "kernels": ("pick", "kernels", "round_layers", "sampling", "kernel_decoding", "first_use"),
+    "networks": ("sampling", "continuation", "graphs", "layers", "first_use"),
+    "kernels": ("pick", "kernels", "round_layers", "sampling", "recorded_kernels", "first_use"),
 }
 # What is imported before, so that no child has to.
 WARM = ("pytest", "tokenizers", "transformers.trainer", "transformers.models.qwen3.modeling_qwen3")
@@ -95,7 +95,7 @@ def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
     note, options = Note(), ["-x", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={folder} . trainer serving"]
     for tests in calls:  # what finds it at once need not wait for the others to be read
         if not note.failed:
-            pytest.main([*options, "-k", "not exact_distribution", *tests], plugins=[note])
+            pytest.main([*options, *tests], plugins=[note])
     report.write_text(note.failed, encoding="utf-8")
 
 

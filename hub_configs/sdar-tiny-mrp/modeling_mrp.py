@@ -527,13 +527,8 @@ class BlockCache(Cache):
         self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
     def reusable(self, texts: Sequence[Sequence[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
-        """Count the first tokens of each row's text that need no prefill: the longest common prefix, in whole blocks.
-
-        Args:
-            texts: By row, the text by absolute position.
-            upto: By row, the most that is asked for.
-            block_size: Keys and values depend on the whole block.
-            with_head: Whether the head's layers must hold them too, or be able to read them yet.
+        """Count the first tokens of each row's text, `upto` so many, that need no prefill: the longest common prefix, in whole
+        blocks, on which keys and values depend. `with_head` the head's layers must hold them too, or be able to read them yet.
         """
         found = []
         for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
@@ -543,12 +538,16 @@ class BlockCache(Cache):
             found.append(same // block_size * block_size)
         return found
 
+    def fits(self, capacity: int, scratch: int, with_head: bool = False) -> bool:
+        """Tell if there is room for so many tokens a row, and for the head's layers if they are needed."""
+        return capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
+
     def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
         """Return this cache, or a bigger one with what it holds, of at least this capacity and scratch.
 
         Of a multiple of its rows each is held so many times, one after the other.
         """
-        if rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and self.writable:
+        if rows == self.rows and self.fits(capacity, scratch) and self.writable:
             return self
         capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
         bigger = BlockCache(
@@ -768,10 +767,9 @@ def cache_for(
     """Choose the cache of a call and what records its forwards: what was kept from earlier calls, or new ones.
 
     Args:
-        model: The model.
+        model, rows, capacity, scratch: See `BlockCache`.
         graphs: The option: None where possible, True or an error, False never.
         past: A cache to go on from, which is taken over; or None.
-        rows, capacity, scratch: See `BlockCache`.
         with_head: Whether the head's layers are needed.
 
     Raises:
@@ -801,13 +799,8 @@ def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: boo
         kept = _KEPT.get(model)
         if kept is not None and kept.busy:
             return None
-        if (
-            kept is None
-            or (kept.weights, kept.cache.rows) != (weights, rows)
-            or kept.cache.scratch < scratch
-            or kept.cache.capacity < capacity
-            or (with_head and not kept.cache.head_layers)
-        ):
+        same = kept is not None and (kept.weights, kept.cache.rows) == (weights, rows)
+        if kept is None or not (same and kept.cache.fits(capacity, scratch, with_head)):
             kept = None
             _KEPT.pop(model, None)  # its memory goes before another is asked for
             block = model.config.block_size
@@ -1255,6 +1248,7 @@ class MRPBackbone(Qwen3Model):
         models: What its published models are called.
         paper: Where they are described; None: nowhere that is cited.
         shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
+        unsaid: Fields that its published configs leave out, with their values.
     """
 
     _tp_plan: ClassVar[Any] = {"embed_tokens": "replicate"}  # rows of lm_head, with which it may be tied, are read
@@ -1262,6 +1256,7 @@ class MRPBackbone(Qwen3Model):
     models: ClassVar[str] = "SDAR"
     paper: ClassVar[str | None] = "2510.06303"
     shifted: ClassVar[bool] = False
+    unsaid: ClassVar[dict[str, Any]] = {}
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -1277,11 +1272,6 @@ class MRPBackbone(Qwen3Model):
             )
         return super().forward(*args, attention_mask=attention_mask, **kwargs)
 
-    def head_rotary(self, embeds: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for the layers of a head, [batch, length, head_dim] each."""
-        cos, sin = self.rotary_emb(embeds, position_ids)
-        return cos, sin
-
     @classmethod
     def reads(cls, fields: Mapping[str, Any]) -> bool:
         """Tell if a published config is one of this family: if its `model_type` is the family's name."""
@@ -1290,7 +1280,7 @@ class MRPBackbone(Qwen3Model):
     @classmethod
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Translate those fields of a published config that are not null into those of `MRPConfig`; others are dropped."""
-        return dict(fields)
+        return {**cls.unsaid, **fields}
 
     @classmethod
     def note(cls, source: str) -> str | None:
@@ -3028,14 +3018,12 @@ class Networks:
         model: Whose forwards these are: an `MRPForCausalLM`, or what has its `config`, `backbone` and `residual`.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
-        picker: Picks tokens from the backbone's hidden states.
-        drafter: Picks tokens from the head's estimates of these.
-        dispatch: Kernels or PyTorch.
+        picker: Picks tokens from the backbone's hidden states; rows are where its `lm_head` is, and kernels or not as it says.
         plans: How the layers run, fused (`plan_layers`); None: they are called under a dense mask.
-        device: Where the rows are.
         recorded: Runs a forward from a recording (`Graphs.call`); or None.
 
     Attributes:
+        drafter: Picks tokens from the head's estimates of hidden states.
         forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states) and `head`.
     """
 
@@ -3045,15 +3033,12 @@ class Networks:
         cache: BlockCache,
         with_head: bool,
         picker: Picker,
-        drafter: Picker,
-        dispatch: Dispatch,
-        plans: Plans | None,
-        device: torch.device,
+        plans: Plans | None = None,
         recorded: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.model, self.cache, self.device, self.recorded = model, cache, device, recorded
-        self.picker, self.drafter, self.dispatch, self.plans = picker, drafter, dispatch, plans
-        config = model.config
+        self.model, self.cache, self.plans, self.recorded = model, cache, plans, recorded
+        self.picker, self.drafter = picker, replace(picker, entropy=False, shortlist=0)
+        self.device, config = picker.lm_head_weight.device, model.config
         self.block, self.mask_id, self.with_head = config.block_size, config.mask_token_id, with_head
         self.backbone_layers = range(config.num_hidden_layers)
         self.head_layers = range(len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers)
@@ -3072,12 +3057,8 @@ class Networks:
     def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
         """Compute the whole blocks before each row's first mask and, in the same forward, the row's first state.
 
-        It starts where the first row's reused keys and values end. So, behind a cache and beyond one chunk, a row's forwards
+        It starts where the first row's `reused` keys and values end. So, behind a cache and beyond one chunk, a row's forwards
         here may depend on its neighbours; its text does not.
-
-        Args:
-            rows: All of the call.
-            reused: By row, so many first tokens have their keys and values already.
         """
         length = max(row.state.start for row in rows) + self.block
         read = max(row.head_held for row in rows)
@@ -3085,9 +3066,8 @@ class Networks:
             if row.head_held < read:  # of a cache that is gone on from
                 self.cache.blank(self.head_layers, at, row.head_held, read)
         first: list[Hidden | None] = [None] * len(rows)
-
-        def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:
-            hidden = self.model.backbone(ids, positions, mask, self.cache).to(self.device)
+        for begin, end, *given in self._chunks(rows, min(reused), length):
+            hidden = self.model.backbone(*given, self.cache).to(self.device)
             self.forwards["prefill"] += 1
             if self.shifted:
                 hidden = self._shifted_text(hidden, begin)
@@ -3098,8 +3078,6 @@ class Networks:
                 row.counts.forwards += row.state.start >= begin and reused[at] < end
                 if begin <= row.state.start < end:
                     first[at] = blocks, (at * (end - begin) + row.state.start - begin) // self.block
-
-        self._in_chunks(rows, min(reused), length, forward)
         for row in rows:
             row.held = row.state.start
         states = [(row, row.state) for row in rows]
@@ -3107,34 +3085,22 @@ class Networks:
 
     def _catch_up(self, rows: Sequence[Row], behind: Sequence[Row]) -> None:
         """Have the head read all that it has not read of the texts of those rows that are `behind`."""
-
-        def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:
+        first, last = min(row.head_held for row in behind), max(row.held for row in behind)
+        for begin, end, ids, positions, mask in self._chunks(rows, first, last):
             hidden = self.cache.hidden[: len(rows), begin:end]
             held = torch.tensor([row.held for row in rows], device=hidden.device)
             kept = torch.arange(begin, end, device=hidden.device) < held[:, None]
-            hidden = torch.where(kept[..., None], hidden, 0)
-            self.model.residual(ids, hidden, positions, mask, self.cache)
+            self.model.residual(ids, torch.where(kept[..., None], hidden, 0), positions, mask, self.cache)
             self.forwards["head"] += 1
             for row in behind:
                 row.counts.head_forwards += row.held > begin and row.head_held < end
-
-        self._in_chunks(rows, min(row.head_held for row in behind), max(row.held for row in behind), forward)
         for row in behind:
             row.head_held = row.held
 
-    def _in_chunks(
-        self, rows: Sequence[Row], begin: int, length: int, forward: Callable[[Tensor, Tensor, Tensor, int, int], None]
-    ) -> None:
-        """Go through the rows' texts from `begin` to `length` in forwards under a block-causal mask."""
+    def _chunks(self, rows: Sequence[Row], begin: int, length: int) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
+        """Iterate over the rows' texts from `begin` to `length` as forwards read them: see `prefill_chunks`."""
         texts = torch.tensor([(row.text + [self.mask_id] * length)[:length] for row in rows], device=self.device)
-        positions = torch.arange(length, device=self.device).expand(len(rows), length)
-        chunk = max(1, PREFILL_CHUNK // self.block) * self.block
-        for at in range(begin, length, chunk):
-            end = min(length, at + chunk)
-            here, seen = positions[:, at:end], positions[:, :end]
-            mask = block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), self.block)
-            self.cache.target(at, end - at, prefill=True)
-            forward(texts[:, at:end], here, mask, at, end)
+        return prefill_chunks(self.cache, texts, begin, max(1, PREFILL_CHUNK // self.block) * self.block, self.block)
 
     # --------------------------------------------------------------------------------------------------------- rounds
 
@@ -3240,35 +3206,29 @@ class Networks:
     ) -> list[Scores]:
         """Pick at the free columns of states, given the hidden states of each; one transfer to the host.
 
-        Args:
-            picker: It.
-            states: Each with its row.
-            hidden: Of each the hidden states.
-            parents: The clean states that some look at, for processors to see.
-            shortlists: Of each the tokens to choose among (`Scores.shortlist`); not used unless all have theirs.
+        Processors see the clean states that some look at, their `parents`. Tokens are chosen among those of `shortlists`
+        (`Scores.shortlist`) if all states have theirs.
         """
         block, count = self.block, len(states)
         columns = np.array([at * block + column for at, (_, state) in enumerate(states) for column in state.free], np.int64)
         if not len(columns):
             return [Scores([0] * block, [-torch.inf] * block, hidden=one) for one in hidden]
-        blocks, index = self._at_columns(hidden, columns)
-        spots, listed = Spots(states, self.device, parents), [one for one in shortlists if one is not None]
-        if len(listed) == count:
-            picks = picker.among(blocks, self._at_columns(listed, columns)[0], spots)
-        else:
-            picks = picker(blocks, spots)
+        listed = [one for one in shortlists if one is not None]
+        index, given, *short = self._at_columns(columns, hidden, *[listed] * (len(listed) == count))
+        spots = Spots(states, self.device, parents)
+        picks = picker.among(given, short[0], spots) if short else picker(given, spots)
         few: Sequence[Hidden | None] = shortlists or [None] * count
         if picks.shortlist is not None:
             size = picks.shortlist.shape[1]
             spread = picks.shortlist.new_zeros(count * block, size).index_copy_(0, index, picks.shortlist)
             few = [(spread.view(count, block, size), place) for place in range(count)]
         found = zip(on_host(picks, columns, count, block), hidden, few, strict=True)
-        return [Scores(*said, one, short) for said, one, short in found]
+        return [Scores(*said, one, shortlist) for said, one, shortlist in found]
 
-    def _at_columns(self, blocks: Sequence[Hidden], columns: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Gather columns [n] of blocks: [n, size]; and give the columns on the device."""
+    def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
+        """Copy columns [n] to the device, and gather them of each of several lists of blocks: [n, size] each."""
         index = torch.from_numpy(columns).to(self.device, non_blocking=True)
-        return gather_blocks(blocks).flatten(0, 1)[index], index
+        return [index, *(gather_blocks(blocks).flatten(0, 1)[index] for blocks in several)]
 
     def token_odds(
         self, asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]
@@ -3300,7 +3260,7 @@ class Networks:
         """Compute a number of each given token [n] from the hidden states [n, hidden_size] at its column; see `token_odds`."""
         pairs = [(place * self.block + c, token[c]) for place, (where, token) in enumerate(asked) for c in where]
         columns, tokens = np.array(pairs, np.int64).T.copy()
-        given, _ = self._at_columns(hidden, columns)
+        _, given = self._at_columns(columns, hidden)
         numbers = compute(given, torch.from_numpy(tokens).to(self.device, non_blocking=True))
         found: list[list[float]] = spread_columns(numbers, columns, len(asked), self.block).tolist()
         return found
@@ -3337,7 +3297,7 @@ class Networks:
         columns = self.block + (self.shifted and hidden is None)
         inputs = [table] if hidden is None else [table, hidden.reshape(rows, width * self.block, -1)]
         if self.recorded is not None:
-            key = (rows, width, self._begin, self.dispatch, self.plans is not None)
+            key = (rows, width, self._begin, self.picker.dispatch, self.plans is not None)
             return self.recorded(key, forward, *inputs).view(rows * width, columns, -1)
         inputs[0] = table.to(self.device, non_blocking=True)
         return forward(*inputs).view(rows * width, columns, -1)
@@ -3348,7 +3308,7 @@ class Networks:
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width)
         positions = (starts[:, None] + torch.arange(self.block, device=self.device)).view(rows, -1)
-        mask: Any = RoundMask(held, parent, width, self.block, self.dispatch, plain, self.plans)
+        mask: Any = RoundMask(held, parent, width, self.block, self.picker.dispatch, plain, self.plans)
         mask = mask if self.plans is not None else mask.dense(begin)
         if hidden is not None:
             return self.model.residual(ids, hidden, positions, mask, self.cache).to(self.device)
@@ -3397,6 +3357,19 @@ class Networks:
             self.cache.swap(pairs, used)
         self._swaps.clear()
         self.cache.active = self.cache.rows
+
+
+def prefill_chunks(
+    cache: BlockCache, texts: Tensor, begin: int, chunk: int, block: int
+) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
+    """Iterate over texts [rows, length] long from `begin` on as forwards under a block-causal mask read them, a `chunk` of
+    whole blocks at once; keys and values go to their slots. Of each the first column, the end, ids, positions and the mask."""
+    positions = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
+    for at in range(begin, texts.shape[1], chunk):
+        end = min(texts.shape[1], at + chunk)
+        here, seen = positions[:, at:end], positions[:, :end]
+        cache.target(at, end - at, prefill=True)
+        yield at, end, texts[:, at:end], here, block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), block)
 
 
 def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
@@ -5272,7 +5245,7 @@ def _decode(
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
     least = max(0, (config.min_length or 0) - input_ids.shape[1])
-    rows = laid_out(prompts, infill_ids, new, config, least, block, model.config.mask_token_id, picker.bans)
+    rows = laid_out(prompts, infill_ids, new, config, least, model.config, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
     progress = Progress(rows, config.output_logits, config.output_scores) if config.return_dict_in_generate else None
@@ -5286,10 +5259,8 @@ def _decode(
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
             cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
-        networks = Networks(
-            *(model, cache, mode.uses_head, picker, replace(picker, entropy=False, shortlist=0), picker.dispatch),
-            *(plan_layers(model, mode.uses_head, picker.dispatch), device, None if graphs is None else graphs.call),
-        )
+        plans = plan_layers(model, mode.uses_head, picker.dispatch)
+        networks = Networks(model, cache, mode.uses_head, picker, plans, None if graphs is None else graphs.call)
         watches: list[Any] = [
             *([Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []),
             *([] if progress is None else [progress]),
@@ -5326,21 +5297,14 @@ def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> l
 
 
 def laid_out(
-    prompts: list[Tensor],
-    infill_ids: Tensor | None,
-    new: int,
-    config: MRPGenerationConfig,
-    least: int,
-    block_size: int,
-    mask_id: int,
-    bans: Bans | None,
+    prompts: list[Tensor], infill_ids: Tensor | None, new: int, config: MRPGenerationConfig, least: int, ours: Any, bans: Any
 ) -> list[Row]:
     """Lay out every row's text before the first step; a row starts in the block of its first mask.
 
     `prompts` are 1-D long, `infill_ids` [rows, n] long. Behind a prompt come `new` tokens at most; none of the first `least` is
-    an eos.
+    an eos. `ours` is the model's configuration, `bans` are `Bans` or None.
     """
-    rows, eos = [], frozenset(config.eos_ids())
+    rows, eos, block_size, mask_id = [], frozenset(config.eos_ids()), ours.block_size, ours.mask_token_id
     given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
     for place, (prompt, infill, seed) in enumerate(zip(prompts, given, config.seeds(len(prompts)), strict=True)):
         text = prompt.tolist() + infill
@@ -5609,7 +5573,12 @@ class MRPScoringMixin:
             length = last // block * block  # what states may look at
             states = max(1, tokens_per_forward // (len(ids) * block))
             cache = self.block_cache(len(ids), texts.shape[1], min(states, at.shape[1]) * block, False, fixed=False)
-            forwards = {"prefill": _prefill(self, texts, length, states * block, cache), "score": 0}
+            forwards = {"prefill": 0, "score": 0}
+            for begin, end, *given in prefill_chunks(cache, texts[:, :length], 0, states * block, block):
+                hidden = self.backbone(*given, cache)
+                forwards["prefill"] += 1
+                if cache.every:  # hidden states are those of the next position
+                    cache.ends[:, begin // block : end // block] = hidden[:, block - 1 :: block]
             unembedding = Unembedding(weight, mask_id, float(temperature))
             logprobs = torch.zeros_like(texts, dtype=torch.promote_types(weight.dtype, torch.float32))
             greedy = torch.zeros_like(texts, dtype=torch.bool)
@@ -5652,22 +5621,6 @@ def _those_first(chosen: Tensor) -> Tensor:
     """List the columns that are `chosen` [batch, length] bool from left to right, then others: [batch, n] long, n the most of a
     row."""
     return chosen.byte().argsort(dim=-1, descending=True, stable=True)[:, : int(chosen.sum(-1).max())]
-
-
-def _prefill(model: Any, texts: Tensor, length: int, at_once: int, cache: BlockCache) -> int:
-    """Compute keys and values of the first `length` tokens of texts [batch, n] long; return how many forwards that took."""
-    block = model.config.block_size
-    positions = torch.arange(length, device=texts.device).expand(len(texts), -1)
-    chunks = range(0, length, at_once)
-    for begin in chunks:
-        end = min(length, begin + at_once)
-        here, seen = positions[:, begin:end], positions[:, :end]
-        mask = block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), block)
-        cache.target(begin, end - begin, prefill=True)
-        hidden = model.backbone(texts[:, begin:end], here, mask, cache)
-        if cache.every:  # hidden states are those of the next position
-            cache.ends[:, begin // block : end // block] = hidden[:, block - 1 :: block]
-    return len(chunks)
 
 
 def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: BlockCache) -> Tensor:
@@ -5856,6 +5809,18 @@ class MRPHead(nn.Module):
                 use_cache=past_key_values is not None,
             )
         return self.norm(hidden)
+
+
+def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
+    """Widen cos and sin [batch, length, turned] of a backbone that turns a part of each head to [batch, length, head_dim]: the
+    pairs of dimensions that it leaves as they are turn by 0."""
+    cos, sin = rotary
+    turned = cos.shape[-1] // 2
+    if 2 * turned == head_dim:
+        return cos, sin
+    still = (0, head_dim // 2 - turned)
+    cos, sin = F.pad(cos[..., :turned], still, value=1.0), F.pad(sin[..., :turned], still)
+    return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
@@ -6435,7 +6400,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                 "from_backbone(backbone, head=...), or train a head"
             )
         embeds = self.model.embed_tokens(input_ids)
-        rotary = self.model.head_rotary(embeds, position_ids)
+        rotary = turned_as(self.model.rotary_emb(embeds, position_ids), self.config.head_dim)
         head = self.mrp_head if past_key_values is None else self.mrp_head._call_impl
         output: Tensor = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
         return output
@@ -6601,12 +6566,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         num_items_in_batch: int | Tensor | None,
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
-        for name, given in {
-            "labels": labels,
-            "attention_mask": attention_mask,
-            "noise_mask": noise_mask,
-            "noise_level": level,
-        }.items():
+        shaped = {"labels": labels, "attention_mask": attention_mask, "noise_mask": noise_mask, "noise_level": level}
+        for name, given in shaped.items():
             shape = [batch] if name == "noise_level" else [batch, length]
             if given is not None and list(given.shape) != shape:
                 raise ValueError(f"{name} has shape {list(given.shape)}: with these input_ids it must be {shape}")

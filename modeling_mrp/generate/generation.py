@@ -1,7 +1,6 @@
 """`generate` for MRP models: arguments in, text and counts out."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,15 +30,7 @@ from ..rules.draft import UnscoredError
 from ..rules.state import Counts, Row
 from .budget import Amount, Fixed, budget_of
 from .loop import Decoder, Mode
-from .options import (
-    MRPGenerationConfig,
-    check_ids,
-    check_prompt,
-    check_rows,
-    logger,
-    resolved,
-    set_fields,
-)
+from .options import MRPGenerationConfig, check_ids, check_prompt, check_rows, logger, resolved, set_fields
 from .output import MRPGenerateOutput, Progress, Stopping, Streams, output_of
 
 # Recorded batches shrink to so many rows, whose rounds take the time of reading the weights: fewer would be no faster.
@@ -213,7 +204,7 @@ def _decode(
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
     least = max(0, (config.min_length or 0) - input_ids.shape[1])
-    rows = laid_out(prompts, infill_ids, new, config, least, block, model.config.mask_token_id, picker.bans)
+    rows = laid_out(prompts, infill_ids, new, config, least, model.config, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
     progress = Progress(rows, config.output_logits, config.output_scores) if config.return_dict_in_generate else None
@@ -227,10 +218,8 @@ def _decode(
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
             cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
-        networks = Networks(
-            *(model, cache, mode.uses_head, picker, replace(picker, entropy=False, shortlist=0), picker.dispatch),
-            *(plan_layers(model, mode.uses_head, picker.dispatch), device, None if graphs is None else graphs.call),
-        )
+        plans = plan_layers(model, mode.uses_head, picker.dispatch)
+        networks = Networks(model, cache, mode.uses_head, picker, plans, None if graphs is None else graphs.call)
         watches: list[Any] = [
             *([Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []),
             *([] if progress is None else [progress]),
@@ -267,21 +256,14 @@ def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> l
 
 
 def laid_out(
-    prompts: list[Tensor],
-    infill_ids: Tensor | None,
-    new: int,
-    config: MRPGenerationConfig,
-    least: int,
-    block_size: int,
-    mask_id: int,
-    bans: Bans | None,
+    prompts: list[Tensor], infill_ids: Tensor | None, new: int, config: MRPGenerationConfig, least: int, ours: Any, bans: Any
 ) -> list[Row]:
     """Lay out every row's text before the first step; a row starts in the block of its first mask.
 
     `prompts` are 1-D long, `infill_ids` [rows, n] long. Behind a prompt come `new` tokens at most; none of the first `least` is
-    an eos.
+    an eos. `ours` is the model's configuration, `bans` are `Bans` or None.
     """
-    rows, eos = [], frozenset(config.eos_ids())
+    rows, eos, block_size, mask_id = [], frozenset(config.eos_ids()), ours.block_size, ours.mask_token_id
     given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
     for place, (prompt, infill, seed) in enumerate(zip(prompts, given, config.seeds(len(prompts)), strict=True)):
         text = prompt.tolist() + infill

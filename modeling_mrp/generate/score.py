@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ..kernels.pick import Unembedding
-from ..model.diffusion import block_causal_mask, taken_from
+from ..model.diffusion import taken_from
 from ..model.offloading import fetched
 from ..networks.cache import BlockCache
+from ..networks.networks import prefill_chunks
 from .generation import check_adapters, check_unembedding
 from .options import check_ids, check_rows
 
@@ -106,7 +107,12 @@ class MRPScoringMixin:
             length = last // block * block  # what states may look at
             states = max(1, tokens_per_forward // (len(ids) * block))
             cache = self.block_cache(len(ids), texts.shape[1], min(states, at.shape[1]) * block, False, fixed=False)
-            forwards = {"prefill": _prefill(self, texts, length, states * block, cache), "score": 0}
+            forwards = {"prefill": 0, "score": 0}
+            for begin, end, *given in prefill_chunks(cache, texts[:, :length], 0, states * block, block):
+                hidden = self.backbone(*given, cache)
+                forwards["prefill"] += 1
+                if cache.every:  # hidden states are those of the next position
+                    cache.ends[:, begin // block : end // block] = hidden[:, block - 1 :: block]
             unembedding = Unembedding(weight, mask_id, float(temperature))
             logprobs = torch.zeros_like(texts, dtype=torch.promote_types(weight.dtype, torch.float32))
             greedy = torch.zeros_like(texts, dtype=torch.bool)
@@ -149,22 +155,6 @@ def _those_first(chosen: Tensor) -> Tensor:
     """List the columns that are `chosen` [batch, length] bool from left to right, then others: [batch, n] long, n the most of a
     row."""
     return chosen.byte().argsort(dim=-1, descending=True, stable=True)[:, : int(chosen.sum(-1).max())]
-
-
-def _prefill(model: Any, texts: Tensor, length: int, at_once: int, cache: BlockCache) -> int:
-    """Compute keys and values of the first `length` tokens of texts [batch, n] long; return how many forwards that took."""
-    block = model.config.block_size
-    positions = torch.arange(length, device=texts.device).expand(len(texts), -1)
-    chunks = range(0, length, at_once)
-    for begin in chunks:
-        end = min(length, begin + at_once)
-        here, seen = positions[:, begin:end], positions[:, :end]
-        mask = block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), block)
-        cache.target(begin, end - begin, prefill=True)
-        hidden = model.backbone(texts[:, begin:end], here, mask, cache)
-        if cache.every:  # hidden states are those of the next position
-            cache.ends[:, begin // block : end // block] = hidden[:, block - 1 :: block]
-    return len(chunks)
 
 
 def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: BlockCache) -> Tensor:

@@ -5,6 +5,7 @@ reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logit
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
@@ -85,6 +86,18 @@ class MRPHead(nn.Module):
                 use_cache=past_key_values is not None,
             )
         return self.norm(hidden)
+
+
+def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
+    """Widen cos and sin [batch, length, turned] of a backbone that turns a part of each head to [batch, length, head_dim]: the
+    pairs of dimensions that it leaves as they are turn by 0."""
+    cos, sin = rotary
+    turned = cos.shape[-1] // 2
+    if 2 * turned == head_dim:
+        return cos, sin
+    still = (0, head_dim // 2 - turned)
+    cos, sin = F.pad(cos[..., :turned], still, value=1.0), F.pad(sin[..., :turned], still)
+    return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:

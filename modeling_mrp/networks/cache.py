@@ -230,13 +230,8 @@ class BlockCache(Cache):
         self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
     def reusable(self, texts: Sequence[Sequence[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
-        """Count the first tokens of each row's text that need no prefill: the longest common prefix, in whole blocks.
-
-        Args:
-            texts: By row, the text by absolute position.
-            upto: By row, the most that is asked for.
-            block_size: Keys and values depend on the whole block.
-            with_head: Whether the head's layers must hold them too, or be able to read them yet.
+        """Count the first tokens of each row's text, `upto` so many, that need no prefill: the longest common prefix, in whole
+        blocks, on which keys and values depend. `with_head` the head's layers must hold them too, or be able to read them yet.
         """
         found = []
         for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
@@ -246,12 +241,16 @@ class BlockCache(Cache):
             found.append(same // block_size * block_size)
         return found
 
+    def fits(self, capacity: int, scratch: int, with_head: bool = False) -> bool:
+        """Tell if there is room for so many tokens a row, and for the head's layers if they are needed."""
+        return capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
+
     def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
         """Return this cache, or a bigger one with what it holds, of at least this capacity and scratch.
 
         Of a multiple of its rows each is held so many times, one after the other.
         """
-        if rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and self.writable:
+        if rows == self.rows and self.fits(capacity, scratch) and self.writable:
             return self
         capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
         bigger = BlockCache(

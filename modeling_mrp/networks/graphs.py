@@ -181,10 +181,9 @@ def cache_for(
     """Choose the cache of a call and what records its forwards: what was kept from earlier calls, or new ones.
 
     Args:
-        model: The model.
+        model, rows, capacity, scratch: See `BlockCache`.
         graphs: The option: None where possible, True or an error, False never.
         past: A cache to go on from, which is taken over; or None.
-        rows, capacity, scratch: See `BlockCache`.
         with_head: Whether the head's layers are needed.
 
     Raises:
@@ -214,13 +213,8 @@ def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: boo
         kept = _KEPT.get(model)
         if kept is not None and kept.busy:
             return None
-        if (
-            kept is None
-            or (kept.weights, kept.cache.rows) != (weights, rows)
-            or kept.cache.scratch < scratch
-            or kept.cache.capacity < capacity
-            or (with_head and not kept.cache.head_layers)
-        ):
+        same = kept is not None and (kept.weights, kept.cache.rows) == (weights, rows)
+        if kept is None or not (same and kept.cache.fits(capacity, scratch, with_head)):
             kept = None
             _KEPT.pop(model, None)  # its memory goes before another is asked for
             block = model.config.block_size

@@ -6,7 +6,8 @@ of what was scored lie behind the texts until the next forward; `commit` copies 
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.dispatch import Dispatch
 from ..kernels.round_layers import RoundMask
 from ..model.diffusion import block_causal_mask
 from ..rules.draft import Node
@@ -39,14 +39,12 @@ class Networks:
         model: Whose forwards these are: an `MRPForCausalLM`, or what has its `config`, `backbone` and `residual`.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
-        picker: Picks tokens from the backbone's hidden states.
-        drafter: Picks tokens from the head's estimates of these.
-        dispatch: Kernels or PyTorch.
+        picker: Picks tokens from the backbone's hidden states; rows are where its `lm_head` is, and kernels or not as it says.
         plans: How the layers run, fused (`plan_layers`); None: they are called under a dense mask.
-        device: Where the rows are.
         recorded: Runs a forward from a recording (`Graphs.call`); or None.
 
     Attributes:
+        drafter: Picks tokens from the head's estimates of hidden states.
         forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states) and `head`.
     """
 
@@ -56,15 +54,12 @@ class Networks:
         cache: BlockCache,
         with_head: bool,
         picker: Picker,
-        drafter: Picker,
-        dispatch: Dispatch,
-        plans: Plans | None,
-        device: torch.device,
+        plans: Plans | None = None,
         recorded: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.model, self.cache, self.device, self.recorded = model, cache, device, recorded
-        self.picker, self.drafter, self.dispatch, self.plans = picker, drafter, dispatch, plans
-        config = model.config
+        self.model, self.cache, self.plans, self.recorded = model, cache, plans, recorded
+        self.picker, self.drafter = picker, replace(picker, entropy=False, shortlist=0)
+        self.device, config = picker.lm_head_weight.device, model.config
         self.block, self.mask_id, self.with_head = config.block_size, config.mask_token_id, with_head
         self.backbone_layers = range(config.num_hidden_layers)
         self.head_layers = range(len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers)
@@ -83,12 +78,8 @@ class Networks:
     def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
         """Compute the whole blocks before each row's first mask and, in the same forward, the row's first state.
 
-        It starts where the first row's reused keys and values end. So, behind a cache and beyond one chunk, a row's forwards
+        It starts where the first row's `reused` keys and values end. So, behind a cache and beyond one chunk, a row's forwards
         here may depend on its neighbours; its text does not.
-
-        Args:
-            rows: All of the call.
-            reused: By row, so many first tokens have their keys and values already.
         """
         length = max(row.state.start for row in rows) + self.block
         read = max(row.head_held for row in rows)
@@ -96,9 +87,8 @@ class Networks:
             if row.head_held < read:  # of a cache that is gone on from
                 self.cache.blank(self.head_layers, at, row.head_held, read)
         first: list[Hidden | None] = [None] * len(rows)
-
-        def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:
-            hidden = self.model.backbone(ids, positions, mask, self.cache).to(self.device)
+        for begin, end, *given in self._chunks(rows, min(reused), length):
+            hidden = self.model.backbone(*given, self.cache).to(self.device)
             self.forwards["prefill"] += 1
             if self.shifted:
                 hidden = self._shifted_text(hidden, begin)
@@ -109,8 +99,6 @@ class Networks:
                 row.counts.forwards += row.state.start >= begin and reused[at] < end
                 if begin <= row.state.start < end:
                     first[at] = blocks, (at * (end - begin) + row.state.start - begin) // self.block
-
-        self._in_chunks(rows, min(reused), length, forward)
         for row in rows:
             row.held = row.state.start
         states = [(row, row.state) for row in rows]
@@ -118,34 +106,22 @@ class Networks:
 
     def _catch_up(self, rows: Sequence[Row], behind: Sequence[Row]) -> None:
         """Have the head read all that it has not read of the texts of those rows that are `behind`."""
-
-        def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:
+        first, last = min(row.head_held for row in behind), max(row.held for row in behind)
+        for begin, end, ids, positions, mask in self._chunks(rows, first, last):
             hidden = self.cache.hidden[: len(rows), begin:end]
             held = torch.tensor([row.held for row in rows], device=hidden.device)
             kept = torch.arange(begin, end, device=hidden.device) < held[:, None]
-            hidden = torch.where(kept[..., None], hidden, 0)
-            self.model.residual(ids, hidden, positions, mask, self.cache)
+            self.model.residual(ids, torch.where(kept[..., None], hidden, 0), positions, mask, self.cache)
             self.forwards["head"] += 1
             for row in behind:
                 row.counts.head_forwards += row.held > begin and row.head_held < end
-
-        self._in_chunks(rows, min(row.head_held for row in behind), max(row.held for row in behind), forward)
         for row in behind:
             row.head_held = row.held
 
-    def _in_chunks(
-        self, rows: Sequence[Row], begin: int, length: int, forward: Callable[[Tensor, Tensor, Tensor, int, int], None]
-    ) -> None:
-        """Go through the rows' texts from `begin` to `length` in forwards under a block-causal mask."""
+    def _chunks(self, rows: Sequence[Row], begin: int, length: int) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
+        """Iterate over the rows' texts from `begin` to `length` as forwards read them: see `prefill_chunks`."""
         texts = torch.tensor([(row.text + [self.mask_id] * length)[:length] for row in rows], device=self.device)
-        positions = torch.arange(length, device=self.device).expand(len(rows), length)
-        chunk = max(1, PREFILL_CHUNK // self.block) * self.block
-        for at in range(begin, length, chunk):
-            end = min(length, at + chunk)
-            here, seen = positions[:, at:end], positions[:, :end]
-            mask = block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), self.block)
-            self.cache.target(at, end - at, prefill=True)
-            forward(texts[:, at:end], here, mask, at, end)
+        return prefill_chunks(self.cache, texts, begin, max(1, PREFILL_CHUNK // self.block) * self.block, self.block)
 
     # --------------------------------------------------------------------------------------------------------- rounds
 
@@ -251,35 +227,29 @@ class Networks:
     ) -> list[Scores]:
         """Pick at the free columns of states, given the hidden states of each; one transfer to the host.
 
-        Args:
-            picker: It.
-            states: Each with its row.
-            hidden: Of each the hidden states.
-            parents: The clean states that some look at, for processors to see.
-            shortlists: Of each the tokens to choose among (`Scores.shortlist`); not used unless all have theirs.
+        Processors see the clean states that some look at, their `parents`. Tokens are chosen among those of `shortlists`
+        (`Scores.shortlist`) if all states have theirs.
         """
         block, count = self.block, len(states)
         columns = np.array([at * block + column for at, (_, state) in enumerate(states) for column in state.free], np.int64)
         if not len(columns):
             return [Scores([0] * block, [-torch.inf] * block, hidden=one) for one in hidden]
-        blocks, index = self._at_columns(hidden, columns)
-        spots, listed = Spots(states, self.device, parents), [one for one in shortlists if one is not None]
-        if len(listed) == count:
-            picks = picker.among(blocks, self._at_columns(listed, columns)[0], spots)
-        else:
-            picks = picker(blocks, spots)
+        listed = [one for one in shortlists if one is not None]
+        index, given, *short = self._at_columns(columns, hidden, *[listed] * (len(listed) == count))
+        spots = Spots(states, self.device, parents)
+        picks = picker.among(given, short[0], spots) if short else picker(given, spots)
         few: Sequence[Hidden | None] = shortlists or [None] * count
         if picks.shortlist is not None:
             size = picks.shortlist.shape[1]
             spread = picks.shortlist.new_zeros(count * block, size).index_copy_(0, index, picks.shortlist)
             few = [(spread.view(count, block, size), place) for place in range(count)]
         found = zip(on_host(picks, columns, count, block), hidden, few, strict=True)
-        return [Scores(*said, one, short) for said, one, short in found]
+        return [Scores(*said, one, shortlist) for said, one, shortlist in found]
 
-    def _at_columns(self, blocks: Sequence[Hidden], columns: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Gather columns [n] of blocks: [n, size]; and give the columns on the device."""
+    def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
+        """Copy columns [n] to the device, and gather them of each of several lists of blocks: [n, size] each."""
         index = torch.from_numpy(columns).to(self.device, non_blocking=True)
-        return gather_blocks(blocks).flatten(0, 1)[index], index
+        return [index, *(gather_blocks(blocks).flatten(0, 1)[index] for blocks in several)]
 
     def token_odds(
         self, asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]
@@ -311,7 +281,7 @@ class Networks:
         """Compute a number of each given token [n] from the hidden states [n, hidden_size] at its column; see `token_odds`."""
         pairs = [(place * self.block + c, token[c]) for place, (where, token) in enumerate(asked) for c in where]
         columns, tokens = np.array(pairs, np.int64).T.copy()
-        given, _ = self._at_columns(hidden, columns)
+        _, given = self._at_columns(columns, hidden)
         numbers = compute(given, torch.from_numpy(tokens).to(self.device, non_blocking=True))
         found: list[list[float]] = spread_columns(numbers, columns, len(asked), self.block).tolist()
         return found
@@ -348,7 +318,7 @@ class Networks:
         columns = self.block + (self.shifted and hidden is None)
         inputs = [table] if hidden is None else [table, hidden.reshape(rows, width * self.block, -1)]
         if self.recorded is not None:
-            key = (rows, width, self._begin, self.dispatch, self.plans is not None)
+            key = (rows, width, self._begin, self.picker.dispatch, self.plans is not None)
             return self.recorded(key, forward, *inputs).view(rows * width, columns, -1)
         inputs[0] = table.to(self.device, non_blocking=True)
         return forward(*inputs).view(rows * width, columns, -1)
@@ -359,7 +329,7 @@ class Networks:
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width)
         positions = (starts[:, None] + torch.arange(self.block, device=self.device)).view(rows, -1)
-        mask: Any = RoundMask(held, parent, width, self.block, self.dispatch, plain, self.plans)
+        mask: Any = RoundMask(held, parent, width, self.block, self.picker.dispatch, plain, self.plans)
         mask = mask if self.plans is not None else mask.dense(begin)
         if hidden is not None:
             return self.model.residual(ids, hidden, positions, mask, self.cache).to(self.device)
@@ -408,6 +378,19 @@ class Networks:
             self.cache.swap(pairs, used)
         self._swaps.clear()
         self.cache.active = self.cache.rows
+
+
+def prefill_chunks(
+    cache: BlockCache, texts: Tensor, begin: int, chunk: int, block: int
+) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
+    """Iterate over texts [rows, length] long from `begin` on as forwards under a block-causal mask read them, a `chunk` of
+    whole blocks at once; keys and values go to their slots. Of each the first column, the end, ids, positions and the mask."""
+    positions = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
+    for at in range(begin, texts.shape[1], chunk):
+        end = min(texts.shape[1], at + chunk)
+        here, seen = positions[:, at:end], positions[:, :end]
+        cache.target(at, end - at, prefill=True)
+        yield at, end, texts[:, at:end], here, block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), block)
 
 
 def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:

@@ -343,15 +343,22 @@ class EngineNetworks(Networks):
             found |= zip(places, super().pick(self.pickers.of(sampling), *part), strict=True)
         return [found[at] for at in range(len(states))]
 
-    def _at_columns(self, blocks: Sequence[Hidden], columns: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
         """See `Networks`; no copy to the device for what the last forward made, whose columns are there already."""
-        if self._last is not None:
-            made, free, there = self._last
-            if np.array_equal(columns, free) and all(one is made and place == at for at, (one, place) in enumerate(blocks)):
-                return made.flatten(0, 1).index_select(0, there), there
-        places = np.array(places_of(blocks), np.int64)[columns // self.block] * self.block + columns % self.block
-        numbers, _ = sent({"places": Part(places), "columns": Part(columns)}, self.device)
-        return join_blocks(blocks).flatten(0, 1).index_select(0, numbers["places"]), numbers["columns"]
+        made, free, there = self._last or (None, None, None)
+        known = free is not None and np.array_equal(columns, free)
+        parts = {} if known else {"columns": Part(columns)}
+        for name, blocks in enumerate(several):
+            if not (known and all(one is made and place == at for at, (one, place) in enumerate(blocks))):
+                places = np.array(places_of(blocks), np.int64)[columns // self.block] * self.block + columns % self.block
+                parts[str(name)] = Part(places)
+        numbers = sent(parts, self.device)[0] if parts else {}
+        index = there if there is not None and known else numbers["columns"]
+        gathered = (
+            join_blocks(blocks).flatten(0, 1).index_select(0, numbers.get(str(name), index))
+            for name, blocks in enumerate(several)
+        )
+        return [index, *gathered]
 
 
 def join_blocks(blocks: Sequence[Hidden]) -> Tensor:

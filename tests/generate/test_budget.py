@@ -2,7 +2,6 @@
 
 import random
 from bisect import bisect
-from collections import deque
 from itertools import accumulate
 from typing import Any
 
@@ -156,40 +155,6 @@ def test_in_steady_state_it_is_as_fast_as_the_best_number(clock: str, target: st
     warm = {"gpu": 60, "cpu": 40, "experts": 60}[clock]
     best = min(a_step(clock, target, block, rows, fixed, 2, 40) for fixed in FIXED)
     assert a_step(clock, target, block, rows, Auto(8, 1), warm, 40) <= 1.03 * best
-
-
-class Counting:
-    """A budget, of whose last thousand rounds it is noted how many states they might draft."""
-
-    def __init__(self, budget: Any) -> None:
-        self.budget, self.states = budget, deque[int](maxlen=1000)
-        self.learn = budget.learn
-
-    def choose(self, rows: Any) -> Amount:
-        amount: Amount = self.budget.choose(rows)
-        if any(row.stop is None and row.masks and row.source for row in rows):
-            self.states.append(amount.states)
-        return amount
-
-
-@pytest.mark.parametrize(
-    ("clock", "target", "block", "rows", "drafts"),
-    [
-        ("gpu", "entropy_bound", 4, 1, True),
-        ("experts", "entropy_bound", 4, 1, False),
-        ("experts", "sure", 4, 1, True),
-        ("experts", "entropy_bound", 16, 16, True),
-    ],
-)
-def test_on_experts_it_drafts_where_more_of_them_are_read_anyway(
-    clock: str, target: str, block: int, rows: int, drafts: bool
-) -> None:
-    """In blocks of four a row's second state reads nearly as many experts again, where a dense model's is for nothing; the
-    states of 16 rows of blocks of 16 read all of them in any case. Nothing but the clock tells it so."""
-    counting = Counting(Auto(8, 1))
-    a_step(clock, target, block, rows, counting, 60, 20)
-    share = sum(states > 1 for states in counting.states) / len(counting.states)
-    assert (share > 0.9) if drafts else (share < 0.1)
 
 
 @pytest.mark.parametrize("clock", ["gpu", "cpu", "experts"])

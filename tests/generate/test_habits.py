@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,40 +12,30 @@ from conftest import make_model
 from helpers import PROMPTS, left_padded, random_ids, text
 from peft import LoraConfig, PrefixTuningConfig, ShadowConfig, get_peft_model
 from refusals import PROMPT, rejected
-from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria
+from transformers import GenerationConfig
 
 from modeling_mrp import MRPForCausalLM
 
-# Greedy options
 
-
-@pytest.mark.parametrize("way", ["arguments", "dict", "config"])
-def test_greedy_ignores_the_options_of_sampling(random_model: MRPForCausalLM, way: str) -> None:
+def test_greedy_ignores_the_options_of_sampling(random_model: MRPForCausalLM) -> None:
     options: dict[str, Any] = {"temperature": 0, "top_p": 0, "top_k": -1, "min_p": 4, "typical_p": 7, "top_h": 0}
-    given = {"arguments": options, "dict": {"generation_config": options}}.get(way)
-    given = given or {"generation_config": GenerationConfig(**options)}
-    assert text(random_model, PROMPTS[0], max_new_tokens=9, **given) == text(random_model, PROMPTS[0], max_new_tokens=9)
+    plain = text(random_model, PROMPTS[0], max_new_tokens=9)
+    for given in (options, {"generation_config": options}, {"generation_config": GenerationConfig(**options)}):
+        assert text(random_model, PROMPTS[0], max_new_tokens=9, **given) == plain
 
 
-# Adapters
+LEFT_OUT = {
+    "PREFIX_TUNING": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "SHADOW": ShadowConfig(task_type="CAUSAL_LM"),
+    r"aLoRA \(alora_invocation_tokens\)": LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[4, 5]),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "adapter"),
-    [
-        ("PREFIX_TUNING", PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
-        ("SHADOW", ShadowConfig(task_type="CAUSAL_LM")),
-        (
-            r"aLoRA \(alora_invocation_tokens\)",
-            LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[4, 5]),
-        ),
-    ],
-)
-def test_adapters_that_would_be_left_out_without_a_word_are_refused(kind: str, adapter: Any) -> None:
+@pytest.mark.parametrize("kind", LEFT_OUT)
+def test_adapters_that_would_be_left_out_without_a_word_are_refused(kind: str) -> None:
     """Until they are switched off: vectors before the inputs, networks beside the layers, and what waits for an invocation."""
     plain = text(make_model(), PROMPTS[0], max_new_tokens=6)
-    adapted: Any = get_peft_model(make_model().float(), adapter)
+    adapted: Any = get_peft_model(make_model().float(), LEFT_OUT[kind])
     refused = f"type {kind} has no effect on generate"
     rejected(lambda: adapted.generate(input_ids=PROMPT, max_new_tokens=6), refused, "such as LoRA")
     if kind == "PREFIX_TUNING":
@@ -53,63 +44,40 @@ def test_adapters_that_would_be_left_out_without_a_word_are_refused(kind: str, a
         assert adapted.generate(input_ids=PROMPT, max_new_tokens=6)[0, 5:].tolist() == plain
 
 
-@pytest.fixture
-def two_adapters() -> Any:
-    """A model with two LoRAs, of backbone and head, whose texts differ and end in different rounds."""
+@pytest.mark.parametrize("decoding", ["mrp_spec", "mrp_remask"])
+def test_an_adapter_for_each_row(decoding: str) -> None:
+    """Of two LoRAs, of backbone and head, whose texts end in different rounds: peft gives them out by place, so no row leaves
+    its place."""
     torch.manual_seed(0)
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=r".*layers\.\d+\.self_attn\.[qv]_proj", init_lora_weights=False)
     model: Any = get_peft_model(make_model(), lora, autocast_adapter_dtype=False)
     model.add_adapter("other", lora, autocast_adapter_dtype=False)
-    return model.to(make_model().dtype).eval()
-
-
-ENDING: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": list(range(0, 64, 7)), "pad_token_id": 63}
-
-
-@pytest.mark.parametrize("decoding", ["mrp_spec", "mrp_remask"])
-def test_an_adapter_for_each_row(two_adapters: Any, decoding: str) -> None:
-    """peft gives them out by place, so no row leaves its place."""
-    options, names = {**ENDING, "decoding": decoding}, ["default", "other", "__base__"]
-    together = two_adapters.generate(**left_padded(PROMPTS), adapter_names=names, return_dict_in_generate=True, **options)
-    lengths = set()
+    model.to(torch.float64).eval()
+    options: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": list(range(0, 64, 7)), "pad_token_id": 63}
+    options |= {"decoding": decoding}
+    names, lengths = ["default", "other", "__base__"], set()
+    together = model.generate(**left_padded(PROMPTS), adapter_names=names, return_dict_in_generate=True, **options)
     for row, (prompt, name) in enumerate(zip(PROMPTS, names, strict=True)):
-        one = {"input_ids": torch.tensor([prompt]), "adapter_names": [name], **options}
-        alone = two_adapters.generate(**one)[0, len(prompt) :]
+        alone = model.generate(input_ids=torch.tensor([prompt]), adapter_names=[name], **options)[0, len(prompt) :]
         assert together.sequences[row, max(map(len, PROMPTS)) :][: len(alone)].equal(alone)
         lengths.add(len(alone))
     assert len(lengths) == 3, "no row ends before another"
     call = {"input_ids": together.sequences[:, :12], "past_key_values": together.past_key_values, **options}
-    rejected(lambda: two_adapters.generate(**call, adapter_names=names[::-1]), "older than the weights", "leave them unset")
+    rejected(lambda: model.generate(**call, adapter_names=names[::-1]), "older than the weights", "leave them unset")
 
 
-# Attention and devices
-
-
-@pytest.mark.parametrize("call", ["forward", "labels", "generate"])
-def test_flex_attention_on_a_cpu_is_refused(call: str) -> None:
+def test_flex_attention_on_a_cpu_is_refused() -> None:
     """Compiled for a CPU, flex attention under a dense mask ended the process."""
     model = make_model()
     model.set_attn_implementation("flex_attention")
-    calls = {
-        "forward": lambda: model(PROMPT),
-        "labels": lambda: model(PROMPT, labels=PROMPT),
-        "generate": lambda: model.generate(PROMPT, max_new_tokens=4),
-    }
-    rejected(calls[call], r"attn_implementation is 'flex_attention'.*CPU", r"set_attn_implementation\('sdpa'\)")
+    for call in (model, partial(model, labels=PROMPT), partial(model.generate, max_new_tokens=4)):
+        refused = r"attn_implementation is 'flex_attention'.*CPU", r"set_attn_implementation\('sdpa'\)"
+        rejected(partial(call, PROMPT), *refused)
     model.set_attn_implementation("sdpa")
     assert model.generate(PROMPT, max_new_tokens=4).equal(make_model().generate(PROMPT, max_new_tokens=4))
 
 
 PARTS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", "mrp_head", "model.layers.0", "model.layers.1")
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[MRPForCausalLM, Path]:
-    """A model and where it lies: whole in `full`, and its head alone in `head`, which names that."""
-    model, folder = make_model(tie_word_embeddings=request.param), tmp_path_factory.mktemp("stored")
-    model.save_pretrained(folder / "full")
-    model.save_pretrained(folder / "head", head_only=True, base_model_name_or_path=str(folder / "full"))
-    return model, folder
 
 
 # Where weights are kept: on disk; in a CPU's memory beside a device that computes, for which a CPU stands in: `torch.device` is
@@ -125,32 +93,26 @@ SPILLS = [
 ]
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("kept", "computes", "offloaded"), SPILLS)
-def test_offloaded_weights_decode(
-    stored: tuple[MRPForCausalLM, Path], kept: str, computes: Any, offloaded: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_offloaded_weights_decode(kept: str, computes: Any, offloaded: tuple[str, ...], tied: bool, tmp_path: Path) -> None:
     """What accelerate keeps elsewhere is fetched for each forward, and goes back: same text, same counts, also with a cache."""
-    folder = stored[1]
-    model = MRPForCausalLM.from_pretrained(folder / "full").to(computes)
+    make_model(tie_word_embeddings=tied).save_pretrained(tmp_path / "full")
+    model = MRPForCausalLM.from_pretrained(tmp_path / "full").to(computes)
     # A GPU computes where no part is placed on it: the part that holds no weights is.
     places = {part: kept if part in offloaded and part != "model.rotary_emb" else computes for part in PARTS}
-    spilled = MRPForCausalLM.from_pretrained(folder / "full", device_map=places, offload_folder=tmp_path / "spilled")
+    spilled = MRPForCausalLM.from_pretrained(tmp_path / "full", device_map=places, offload_folder=tmp_path / "spilled")
     assert any(weight.is_meta for weight in spilled.parameters())
     ids = random_ids(3, 2, 9).to(model.device)
     for mode in ("static", "mrp_spec", "mrp_remask"):
         options: dict[str, Any] = {"decoding": mode, "max_new_tokens": 9, "return_dict_in_generate": True}
-        here, there = model.generate(ids, **options), spilled.generate(ids, **options)
-        assert there.sequences.equal(here.sequences)
-        again = [
-            one.generate(out.sequences, past_key_values=out.past_key_values, **options)
-            for one, out in ((model, here), (spilled, there))
-        ]
-        assert again[1].sequences.equal(again[0].sequences)
-        assert again[1].stats.forwards == again[0].stats.forwards
+        first = [one.generate(ids, **options) for one in (model, spilled)]
+        pairs = zip((model, spilled), first, strict=True)
+        again = [one.generate(out.sequences, past_key_values=out.past_key_values, **options) for one, out in pairs]
+        for here, there in (first, again):
+            assert there.sequences.equal(here.sequences)
+            assert there.stats.forwards == here.stats.forwards
     assert spilled.lm_head.weight.is_meta == ("lm_head" in offloaded)
-
-
-# Calls and outputs
 
 
 def test_gradient_checkpointing_is_refused_while_training(random_model: MRPForCausalLM) -> None:
@@ -181,24 +143,6 @@ def test_an_output_goes_through_a_pickle() -> None:
     rejected(lambda: model.generate(**more, past_key_values=again.past_key_values), "went through a pickle", "leave them unset")
     copied = copy.deepcopy(out.past_key_values)
     assert model.generate(**more, past_key_values=copied).equal(model.generate(**more))
-
-
-class Sure(StoppingCriteria):
-    """Stops by what it makes of the scores."""
-
-    def __init__(self, read: Any) -> None:
-        self.read = read
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
-        return bool(self.read(scores))
-
-
-def test_a_criterion_that_reads_scores(random_model: MRPForCausalLM) -> None:
-    """There are none: one that looks first whether there are works, and what fails is told as it is."""
-    with pytest.raises(TypeError, match="NoneType"):
-        random_model.generate(PROMPT, max_new_tokens=4, stopping_criteria=[Sure(lambda s: s[-1].max() > 9)])
-    ids = random_model.generate(PROMPT, max_new_tokens=4, stopping_criteria=[Sure(lambda s: s is not None and s[-1])])
-    assert ids.shape == (1, 9)
 
 
 def test_an_adapter_of_the_lm_head_is_refused_until_it_is_merged() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from handmade import A, B, C, D, M, row, says, state
+from handmade import A, B, C, M, row, says, state
 
 from modeling_mrp.generate.refine import Refinement, RereadRemask, ResidualRemask, ThresholdRemask, refined
 from modeling_mrp.rules.state import Frontier
@@ -83,13 +83,3 @@ def test_reread(
 ) -> None:
     left, asked = kept(RereadRemask(1.0, -1.0), odds, where, *said)
     assert (left.where, asked) == (stays, given)
-
-
-@pytest.mark.parametrize("refine", [ThresholdRemask(1.0), ResidualRemask(1.0), RereadRemask(1.0, -1.0)], ids=str)
-def test_what_is_no_number_is_no_score(refine: Refinement) -> None:
-    """The error that follows from it is that of `write`."""
-    passes = [[NAN, 2.0, NONE, NONE]] * (2 if isinstance(refine, RereadRemask) else 1)
-    left, _ = kept(refine, [1, 2, 3, 0], (0, 1), *passes)
-    assert math.isnan(left.scores.odds[0])
-    assert left.scores.odds[1:3] == [2, 3]
-    assert left.scores.token == [A, B, C, D]

@@ -12,12 +12,11 @@ import pytest
 import torch
 from conftest import make_model
 from refusals import EMBEDS, PAIR, PROMPT, ForwardRan, guarded, headless, model, rejected
-from torch import Tensor
 from transformers import BatchEncoding, GenerationConfig
 from transformers.generation import WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
-from modeling_mrp import MRPConfig, MRPForCausalLM, MRPGenerationConfig
+from modeling_mrp import MRPForCausalLM, MRPGenerationConfig
 from modeling_mrp.generate.option_table import DECODINGS, OFF, OPTIONS, REMASK_RULES, TARGETS, UNSUPPORTED
 
 __all__ = ["headless", "model"]  # fixtures
@@ -30,8 +29,6 @@ def accepts(call: Any) -> None:
     with pytest.raises(ForwardRan):
         call()
 
-
-# ------------------------------------------------------------------------------------------------ declared options
 
 COUNTS = ([1, 10**6], [0, -1, 2.5])
 PROBABILITIES = ([0, 0.5, 1.0], [-1e-9, 1.01, NAN])
@@ -66,30 +63,30 @@ def test_values_of_an_option(option: Any) -> None:
         rejected(lambda value=value: option.check(value, 4), said, "")
 
 
-@pytest.mark.parametrize("way", ["argument", "dict", "MRPGenerationConfig", "GenerationConfig", "model.generation_config"])
-def test_every_way_of_giving_options_is_checked(model: MRPForCausalLM, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_of_giving_options_is_checked(model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As arguments, in a dict, in a config of either class, in the model's own."""
+    kinds: list[Any] = [None, dict, MRPGenerationConfig, GenerationConfig, "own"]
 
-    def generate(**options: Any) -> Any:
+    def generate(kind: Any, **options: Any) -> Any:
         options = {"max_new_tokens": 4, **options}
-        if way == "argument":
-            return model.generate(PROMPT, **options)
-        config: Any = MRPGenerationConfig() if way == "MRPGenerationConfig" else GenerationConfig()
+        if kind is None or kind is dict:
+            return model.generate(PROMPT, **({"generation_config": options} if kind else options))
+        config: Any = (GenerationConfig if kind == "own" else kind)()
         for name, value in options.items():
             setattr(config, name, value)
-        config = options if way == "dict" else config
-        if way == "model.generation_config":
-            monkeypatch.setattr(model, "generation_config", config)
-            return model.generate(PROMPT)
-        return model.generate(PROMPT, generation_config=config)
+        with monkeypatch.context() as patch:
+            if kind == "own":
+                patch.setattr(model, "generation_config", config)
+            return model.generate(PROMPT, generation_config=None if kind == "own" else config)
 
-    for option in OPTIONS:
-        rejected(lambda option=option: generate(**{option.name: {}}), f"^{option.name} is {{}}", "")
-    rejected(lambda: generate(num_beams=2), "num_beams=2 is not supported", "Leave num_beams unset")
-    rejected(lambda: generate(seed=[1, 2, 3]), "3 values for 1 rows", "one per row")
-    rejected(lambda: generate(denoising_steps=5), "denoising_steps is 5", r"an int from 1 to block_size \(4\)")
-    accepts(lambda: generate(**{option.name: None for option in OPTIONS}))
-    if way != "model.generation_config":
-        rejected(lambda: generate(decodng="static"), r"decodng \(did you mean decoding\?\)", "[Cc]heck the")
+    for kind in kinds:
+        for option in OPTIONS:
+            rejected(partial(generate, kind, **{option.name: {}}), f"^{option.name} is {{}}", "")
+        rejected(partial(generate, kind, num_beams=2), "num_beams=2 is not supported", "Leave num_beams unset")
+        rejected(partial(generate, kind, denoising_steps=5), "denoising_steps is 5", r"an int from 1 to block_size \(4\)")
+        accepts(partial(generate, kind, **{option.name: None for option in OPTIONS}))
+        if kind != "own":
+            rejected(partial(generate, kind, decodng="static"), r"decodng \(did you mean decoding\?\)", "[Cc]heck the")
 
 
 def test_options_that_have_no_meaning_here(model: MRPForCausalLM) -> None:
@@ -118,8 +115,6 @@ def test_modes_that_need_a_head(headless: MRPForCausalLM, mode: str) -> None:
         accepts(call)
 
 
-# ------------------------------------------------------------------------------------------------ arguments
-
 ALONE = "no effect with labels, whose pass packs .* of input_ids with a mask and positions of its own"
 NAMED: dict[str, Any] = {"position_ids": torch.arange(5)[None], "inputs_embeds": EMBEDS, "logits_to_keep": torch.tensor([0])}
 NAMED |= {"use_cache": True, "output_hidden_states": True, "output_attentions": True, "cache_position": torch.arange(5)}
@@ -127,87 +122,69 @@ MASKS = torch.full((1, 6), 60)
 STREAMERS = [BaseStreamer(), BaseStreamer()]
 # Of what is called, by argument: values, with what is said of them; a dict gives several arguments.
 REFUSED: dict[tuple[str, str], list[tuple[Any, str]]] = {
-    ("generate", "spelling"): [
-        ({"confidence_treshold": 0.5}, r"\(did you mean confidence_threshold\?\): not used.*Check the spelling"),
-        ({"generation_config": {3: 4}}, "^3: not used.*Check the spelling"),
-    ],
+    ("generate", "spelling"): [({"generation_config": {3: 4}}, "^3: not used.*Check the spelling")],
     ("generate", "inputs_embeds"): [(EMBEDS, "inputs_embeds=.* is not supported: pass .* as input_ids")],
     ("generate", "attention_mask"): [
         ([[1] * 5], "attention_mask is list.*pass 0 and 1 of the same"),
-        *((torch.ones(shape), "for input_ids of .*same shape") for shape in ((1, 1, 5, 5), (2, 5))),
+        (torch.ones(2, 5), "for input_ids of .*same shape"),
         (torch.zeros(1, 5), "row 0 has no token.*drop the row"),
         *((torch.tensor([row]), "row 0 has holes.*contiguous") for row in ([1, 0, 1, 1, 1], [0, 1, 0, 0, 1])),
     ],
     ("generate", "infill_ids"): [
-        (PROMPT.float(), r"infill_ids are torch.float32.*\[rows, n\] tensor of ids, torch\.long"),
         ([[7]], r"infill_ids are a list.*\[rows, n\] tensor"),
-        *((given, r"pass \[1, n\], with a token") for given in (PAIR, PROMPT[0], PAIR[:, :1], PROMPT[:, :0])),
-        *((torch.tensor([[7, odd]]), f"infill_ids hold the id {odd}, outside the vocabulary of 64") for odd in (64, -100)),
+        *((given, r"pass \[1, n\], with a token") for given in (PAIR, PROMPT[0], PROMPT[:, :0])),
+        (torch.tensor([[7, 64]]), "infill_ids hold the id 64, outside the vocabulary of 64"),
         (torch.tensor([[9] * 5]), "infill_ids hold 5 tokens a row.*leaves room for 4: raise it"),
-        ({"infill_ids": MASKS, "max_new_tokens": None, "max_length": 10}, "hold 6 tokens a row.*room for 5: raise it"),
         ({"infill_ids": MASKS.repeat(1, 100), "max_new_tokens": None}, "make 605, which exceeds.*shorten"),
     ],
     ("generate", "streamer"): [
         (STREAMERS, "the batch has 1, and streamer holds 2.*a list of 1"),
-        ([], "streamer holds 0.*a list of 1"),
         ({"input_ids": PAIR, "streamer": STREAMERS[:1] * 2}, "batch has 2, and streamer holds 1: pass a list of 2 different"),
         ({"num_return_sequences": 2, "do_sample": True, "streamer": STREAMERS[0]}, "the batch has 2.*one prompt at a time"),
     ],
     ("generate", "seed"): [
-        ({"input_ids": PAIR, "do_sample": True, "seed": [1]}, "1 values for 2 rows: give one per row"),
-        ({"input_ids": PAIR, "do_sample": True, "seed": [1, 2], "num_return_sequences": 2}, "2 values for 4 rows"),
+        ({"input_ids": PAIR, "do_sample": True, "seed": [1, 2], "num_return_sequences": 2}, "2 values for 4 rows.*one per row")
     ],
     ("generate", "eos_token_id"): [
         (64, "eos_token_id holds 64, outside the vocabulary of 64.*inside"),
-        ([3, -1], "eos_token_id holds -1, outside"),
         ([9, 60], "eos_token_id holds the mask id 60"),
     ],
     ("generate", "pad_token_id"): [(64, "pad_token_id holds 64, outside")],
-    ("generate", "bad_words_ids"): [([[3], [4, 64]], "bad_words_ids or sequence_bias hold the id 64, outside.*tokenizer")],
     ("generate", "sequence_bias"): [({"sequence_bias": {(3, 99): 1.0}}, "bad_words_ids or sequence_bias hold the id 99")],
     ("generate", "kernels"): [(True, "kernels is True, but .* no kernels for torch.float64.*load the model in bfloat16")],
     ("generate", "graphs"): [(True, "graphs is True, but the model is on cpu: move it to a CUDA device, or leave graphs")],
     ("generate", "stop_strings"): [("x", "stop_strings='x' need the tokenizer: pass tokenizer=")],
     ("generate", "max_length"): [
         ({"max_new_tokens": None, "max_length": 5}, "is 5, but `max_length` is set to 5.*increasing `max_length`"),
-        ({"max_new_tokens": 600}, "600 new ones .*lower max_new_tokens"),
     ],
     ("generate", "input_ids"): [
         (None, r"input_ids are a NoneType: pass a \[rows, n\] tensor"),
-        *((torch.ones(s, dtype=torch.long), "with a token or more in each") for s in ((0, 3), (2, 0), (1, 2, 3))),
+        (torch.ones(2, 0, dtype=torch.long), "with a token or more in each"),
         (PROMPT[0], r"shape \[5\].* For one row pass input_ids\[None\]"),
         (PROMPT.float(), r"input_ids are torch.float32: pass a \[rows, n\] tensor of ids, torch\.long$"),
-        (PROMPT.tolist(), "input_ids are a list"),
         (BatchEncoding({"input_ids": PROMPT}), r"input_ids are a BatchEncoding.*pass \*\*inputs"),
         *((torch.tensor([[1, token, 3]]), f"id {token}, outside the vocabulary of 64.*tokenizer") for token in (64, -1)),
-        *((torch.tensor([[1, 2, 3], row]), "mask id 60.*infill_ids") for row in ([60, 1, 2], [1, 2, 60])),
-        (torch.tensor([[5, 0, 7]]), "row 0 has holes.*contiguous"),  # the mask that transformers infers of padding
-        (torch.tensor([[0, 0, 0], [1, 2, 3]]), "row 0 has no token.*drop"),
+        (torch.tensor([[1, 2, 3], [1, 2, 60]]), "mask id 60.*infill_ids"),
+        (torch.tensor([[5, 0, 7]]), "row 0 has holes.*contiguous"),  # the mask that is inferred of padding
     ],
     ("forward", "input_ids"): [(None, "neither input_ids nor inputs_embeds: pass one of them")],
     ("forward", "noise"): [
         ({"noise_level": torch.ones(1)}, "^noise_level: no effect without labels.*Pass them too"),
-        ({"noise_mask": PROMPT > 0}, "^noise_mask: no effect without labels"),
         ({"attention_masks": 5}, "no argument attention_masks: check the spelling"),
     ],
     ("loss", "labels"): [
         ({"input_ids": None, "inputs_embeds": EMBEDS}, ALONE),
         ({"attention_mask": torch.ones(1, 1, 5, 5)}, ALONE),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}, "has holes.*contiguous, .*one side"),
-        ({"attention_mask": torch.ones(1, 4)}, r"attention_mask.*\[1, 5\]"),
         *(({name: value}, f"^{name}: no effect with labels.*Leave out either") for name, value in NAMED.items()),
-        ({"logits_to_keep": 1}, "^logits_to_keep: no effect with labels"),
-        ({"junk": 5}, "no argument junk"),
         *(({"noise_level": torch.tensor([v])}, r"noise_level is \[.*\]: levels are above 0") for v in (0.0, 1.01, NAN)),
         ({"noise_level": torch.ones(2)}, r"noise_level has shape \[2\]: .* must be \[1\]"),
         ({"noise_mask": torch.ones(1, 4).bool()}, r"noise_mask has shape \[1, 4\]: .* must be \[1, 5\]"),
     ],
     ("score", "input_ids"): [
         (torch.tensor([[1, 60]]), "mask id 60.*call the model"),
-        (torch.tensor([[1, 64]]), "hold the id 64, outside the vocabulary of 64.*tokenizer"),
         (torch.ones(1, 40_000, dtype=torch.long), "40000.*max_position_embeddings.*shorten"),
     ],
-    ("score", "attention_mask"): [(torch.tensor([[1, 0, 1, 1, 1]]), "row 0 has holes.*contiguous")],
     ("score", "labels"): [
         (PROMPT.roll(-1, 1), r"labels differ from input_ids at row and column \[0, 0\]: .*without a shift"),
     ],
@@ -222,30 +199,22 @@ def test_arguments_that_cannot_be_used(model: MRPForCausalLM, called: str, name:
     method: Any = {"generate": model.generate, "score": model.score}.get(called, model)
     for value, said in REFUSED[called, name]:
         given = {"input_ids": PROMPT, **ALWAYS.get(called, {}), **(value if type(value) is dict else {name: value})}
-        rejected(lambda given=given: method(**given), f"(?s){said}", "")
+        rejected(partial(method, **given), f"(?s){said}", "")
 
 
 ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "generate": [
         {"input_ids": PROMPT.int()},
-        *({"eos_token_id": ids} for ids in (2, [0, 63], (2, 3), np.int64(2), torch.tensor(2), torch.tensor([2, 3]))),
+        *({"eos_token_id": ids} for ids in ((2, 3), np.int64(2), torch.tensor(2), torch.tensor([2, 3]))),
         {"generation_config": {"max_new_tokens": 600, "decoding": "mrp_spec"}},  # arguments go before it
         {"input_ids": torch.tensor([[5, 0, 7], [0, 5, 7]]), "eos_token_id": 0},  # an eos is no padding
-        *({"use_cache": use} for use in (True, False)),  # a Trainer leaves it so in the config of what it saves
-        *(
-            {"input_ids": PROMPT.repeat(2, 1), "attention_mask": torch.tensor([mask, [1] * 5]).to(kind)}
-            for mask in ([0, 1, 1, 1, 0], [0, 0, 0, 0, 1], [1, 0, 0, 0, 0])
-            for kind in (torch.float, torch.bool)
-        ),
+        {"use_cache": False},  # a Trainer leaves it so in the config of what it saves
         *(  # padding that holds anything
-            {"input_ids": torch.tensor([[padding, 2, 3], [4, 5, 6]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
+            {"input_ids": torch.tensor([[padding, 2, 3], [4, 5, 6]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1.0]])}
             for padding in (60, 64, -1)
         ),
     ],
-    "forward": [
-        {"use_cache": False, "output_attentions": None, "output_hidden_states": None, "return_dict": None},  # as peft calls
-        {"return_dict": True, "output_attentions": False, "output_hidden_states": False},
-    ],
+    "forward": [{"use_cache": False, "output_attentions": None, "output_hidden_states": False, "return_dict": None}],  # as peft
     "loss": [
         {"num_items_in_batch": 3, "use_cache": None, "position_ids": None, "logits_to_keep": 0, "junk": None},
         {"noise_level": torch.ones(1), "noise_mask": PROMPT > 0},
@@ -264,43 +233,38 @@ def test_a_bias_on_several_tokens_needs_all_before_its_last(model: MRPForCausalL
     bias = {"sequence_bias": [[[3], 2.0], [[3, 9], 1.0]], "max_new_tokens": 4}
     for order in ({"decoding": "sequential"}, {"decoding": "mrp_spec", "target": "sequential"}):
         accepts(lambda order=order: model.generate(PROMPT, **bias, **order))
-    others: list[dict[str, Any]] = [{"decoding": "sequential", "denoising_steps": 2}, {"decoding": "self_spec"}]
-    for order in [*others, *({"decoding": mode} for mode in DECODINGS if mode != "sequential")]:
+    others: list[dict[str, Any]] = [{"decoding": mode} for mode in DECODINGS if mode != "sequential"]
+    for order in [{"decoding": "sequential", "denoising_steps": 2}, *others]:
         rejected(lambda order=order: model.generate(PROMPT, **bias, **order), r"\[3, 9\], of several tokens", "'sequential'")
         accepts(lambda order=order: model.generate(PROMPT, bad_words_ids=[[3, 9]], max_new_tokens=4, **order))
 
 
-@pytest.mark.parametrize("length", [5, 15, 16, 17])
-def test_room_for_the_text(length: int) -> None:
+def test_room_for_the_text() -> None:
     """16 positions; padding takes none."""
-    short, new = guarded(make_model(max_position_embeddings=16)), max(1, 17 - length)
-    ids = torch.cat([torch.zeros(1, 30, dtype=torch.long), torch.ones(1, length, dtype=torch.long)], 1)
-    mask = (ids != 0).long()
-    said = f"prompt of {length} tokens and {new} new ones .*max_position_embeddings=16"
-    rejected(lambda: short.generate(ids, attention_mask=mask, max_new_tokens=new), said, "shorten the prompt or lower")
-    if length < 16:
-        accepts(lambda: short.generate(ids, attention_mask=mask, max_new_tokens=new - 1))
-        short.generation_config.max_length = 17
-        rejected(lambda: short.generate(ids[:, 30:]), "max_position_embeddings=16", "lower .*max_length")
+    short = guarded(make_model(max_position_embeddings=16))
+    for length, new in ((5, 12), (15, 2), (16, 1), (17, 1)):
+        ids = torch.cat([torch.zeros(1, 30, dtype=torch.long), torch.ones(1, length, dtype=torch.long)], 1)
+        call = partial(short.generate, ids, attention_mask=(ids != 0).long())
+        said = f"prompt of {length} tokens and {new} new ones .*max_position_embeddings=16"
+        rejected(partial(call, max_new_tokens=new), said, "shorten the prompt or lower")
+        if length < 16:
+            accepts(partial(call, max_new_tokens=new - 1))
 
 
 # What a user's processor returns, and how it is called in the error.
-BAD_ANSWERS: list[tuple[Any, str]] = [
-    (None, "processor Wrong returned a NoneType"),
-    (torch.zeros(3), r"processor Wrong returned torch.float32 of \[3\]"),
-    (torch.zeros(4, 64, dtype=torch.long), r"processor Wrong returned torch.int64 of \[4, 64\]"),
-]
-
-
-@pytest.mark.parametrize(("answer", "said"), BAD_ANSWERS)
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "processor Wrong returned a NoneType.*it must return"),
+        (torch.zeros(3), r"processor Wrong returned torch.float32 of \[3\].*it must return"),
+        (torch.zeros(4, 64, dtype=torch.long), r"processor Wrong returned torch.int64 of \[4, 64\].*it must return"),
+        (torch.full((2, 64), torch.inf), r"processor Wrong returned \+inf.*let it return -inf for all others"),
+    ],
+)
 def test_processors_that_return_the_wrong_thing(random_model: MRPForCausalLM, answer: Any, said: str) -> None:
     """The error names the user's own; it comes when that is first asked."""
-
-    class Wrong:
-        def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Any:
-            return answer
-
-    rejected(lambda: random_model.generate(PAIR, max_new_tokens=4, logits_processor=[Wrong()]), said, "it must return")
+    wrong = type("Wrong", (), {"__call__": lambda *_, **__: answer})()
+    rejected(lambda: random_model.generate(PAIR, max_new_tokens=4, logits_processor=[wrong]), said, "")
 
 
 @pytest.mark.parametrize(("decoding", "warned"), [("sequential", False), ("static", True)])
@@ -312,24 +276,6 @@ def test_a_processor_that_does_not_see_all_on_its_left_is_told(
     random_model.generate(PROMPT, decoding=decoding, max_new_tokens=4, logits_processor=[lambda ids, scores: scores], top_k=3)
     assert [said for said in heard if "logits processor function sees what is known" in said] == heard
     assert len(heard) == warned
-
-
-# ------------------------------------------------------------------------------------------------ configs and models
-
-SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "mask_token_id": 60}
-CONFIGS: dict[str, tuple[list[Any], str]] = {
-    "block_size": ([0, -4, 2.5, "x"], "an int from 1 to"),
-    "mask_token_id": ([64, 1000, -1, None], "the tokenizer's mask token, inside"),
-    "num_nextn_predict_layers": ([-1, 1.5], "0: no head"),
-    "layer_types": ([["sliding_attention", "full_attention"]], "needs 'full_attention' in each of the 2 layers"),
-}
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_configuration(name: str) -> None:
-    for value in CONFIGS[name][0]:
-        said = f"{name} is {re.escape(repr(value))}"
-        rejected(lambda value=value: MRPConfig(**{**SMALL, name: value}), said, CONFIGS[name][1])
 
 
 def test_caches_and_heads(model: MRPForCausalLM, headless: MRPForCausalLM) -> None:

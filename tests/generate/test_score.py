@@ -13,29 +13,15 @@ pytestmark = pytest.mark.usefixtures("exact_norms")
 TEXTS = [random_ids(seed, length).tolist() for seed, length in enumerate((11, 4, 1, 16, 9))]
 
 
-def said(model: MRPForCausalLM, text: list[int], at: int, shown: list[int], temperature: float = 1.0) -> Tensor:
-    """Log-probabilities [vocab] of the token at a position, whose block shows some positions: one call of `forward`."""
-    block = model.config.block_size
-    end = (at // block + 1) * block
-    ids = [text[i] if i < end - block or i in shown else MASK for i in range(end)]
-    logits = model(torch.tensor([ids])).logits[0, at].clone()
-    logits[MASK] = -torch.inf
-    return (logits / temperature).log_softmax(-1)
-
-
-def slowly(model: MRPForCausalLM, text: list[int], temperature: float = 1.0) -> Tensor:
-    """Log-probabilities [length] of a text, a forward for each token."""
-    return torch.stack([said(model, text, at, list(range(at)), temperature)[one] for at, one in enumerate(text)])
-
-
-def batch(texts: list[list[int]], side: str, prompts: list[int] | None = None) -> dict[str, Tensor]:
-    """Inputs of `score`, of which so many first tokens are not scored."""
-    inputs = left_padded(texts, side)
-    labels = inputs["input_ids"].clone()
-    for row, (text, length) in enumerate(zip(texts, prompts or [0] * len(texts), strict=True)):
-        begin = labels.shape[1] - len(text) if side == "left" else 0
-        labels[row, begin : begin + length] = -100
-    return inputs if prompts is None else {**inputs, "labels": labels}
+def slowly(model: MRPForCausalLM, text: list[int]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [length] of a text, and which of its tokens are the likeliest: a forward for each token."""
+    block, found = model.config.block_size, []
+    for at in range(len(text)):
+        end = (at // block + 1) * block
+        logits = model(torch.tensor([[*text[:at], *[MASK] * (end - at)]])).logits[0, at]
+        found.append(logits.index_fill(0, torch.tensor([MASK]), -torch.inf).log_softmax(-1))
+    said = torch.stack(found)
+    return said.gather(1, torch.tensor(text)[:, None])[:, 0], said.argmax(-1) == torch.tensor(text)
 
 
 @pytest.fixture(scope="module")
@@ -46,32 +32,39 @@ def models() -> dict[int | str, MRPForCausalLM]:
     return found | {"fast_dllm_v2": make_model(family="fast_dllm_v2"), "sdar_moe": make_model(family="sdar_moe", **sizes)}
 
 
-@pytest.mark.parametrize(("most", "side"), [(1, "left"), (512, "right")])
+@pytest.mark.parametrize(("most", "side", "share"), [(1, "left", None), (512, "right", 0.6), (40, "left", 0.3), (9, "left", 0)])
 @pytest.mark.parametrize("kind", [BLOCK, 32, "fast_dllm_v2", "sdar_moe"])
 def test_a_forward_for_each_token_says_the_same(
-    models: dict[int | str, MRPForCausalLM], kind: int | str, most: int, side: str
+    models: dict[int | str, MRPForCausalLM], kind: int | str, most: int, side: str, share: float | None
 ) -> None:
-    model, inputs = models[kind], batch(TEXTS, side)
-    out = model.score(**inputs, tokens_per_forward=most)
-    real = inputs["attention_mask"].bool()
+    """Of all tokens, of some and of none, whatever stands in the padding; what is not scored is 0."""
+    model, inputs = models[kind], left_padded(TEXTS, side)
+    ids, real = inputs["input_ids"], inputs["attention_mask"].bool()
+    scored = real & (torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < (1 if share is None else share))
+    labels = None if share is None else ids.masked_fill(~scored, -100)
+    inputs["input_ids"] = ids.masked_fill(~real, -1)
+    out = model.score(**inputs, labels=labels, tokens_per_forward=most)
     assert out.logprobs.dtype == torch.float64
-    assert out.scored.equal(real)
-    assert out.logprobs[~real].eq(0).all()
+    assert out.scored.equal(scored)
+    assert out.logprobs[~scored].eq(0).all()
     for row, text in enumerate(TEXTS):
-        slow = slowly(model, text)
-        close(out.logprobs[row, real[row]], slow)
-        close(out.sums[row], slow.sum())
-        close(out.perplexity[row], (-slow.mean()).exp(), 1e-8)
+        slow, likeliest = slowly(model, text)
+        asked = scored[row, real[row]]
+        close(out.logprobs[row, real[row]], slow * asked)
+        assert out.greedy[row, real[row]].equal(likeliest & asked)
+        assert not out.greedy[row, ~real[row]].any()
+        close(out.sums[row], slow[asked].sum())
+        torch.testing.assert_close(out.perplexity[row], (-slow[asked].mean()).exp(), rtol=0, atol=1e-8, equal_nan=True)
 
 
 def test_how_many_forwards_it_takes(models: dict[int | str, MRPForCausalLM]) -> None:
     """The text before the last scored block is read once, a state for each scored token: 16 of the longest row."""
-    inputs = batch(TEXTS, "right")
+    inputs = left_padded(TEXTS, "right")
     for most, forwards in ((512, (1, 1)), (5 * BLOCK * 4, (1, 4)), (5 * BLOCK, (3, 16)), (1, (3, 16))):
         found = models[BLOCK].score(**inputs, tokens_per_forward=most).forwards
         assert (found["prefill"], found["score"]) == forwards
-    inputs = batch(TEXTS[:1], "right", [9])
-    assert models[BLOCK].score(**inputs, tokens_per_forward=1).forwards == {"prefill": 2, "score": 2}
+    none = models[BLOCK].score(**inputs, labels=torch.full_like(inputs["input_ids"], -100))
+    assert none.forwards == {"prefill": 0, "score": 0}
 
 
 @pytest.mark.parametrize(
@@ -96,58 +89,6 @@ def test_what_generate_reports_of_its_text(attention: str, decoding: str, temper
     close(out.logprobs[:, width:].float(), made.token_logprobs, 1e-6)
     told = model.compute_transition_scores(made.sequences, made.scores, normalize_logits=True)
     close(out.logprobs[:, width:], told, 1e-10 if attention == "sdpa" else 1e-6)  # eager attention has a softmax in float32
-
-
-def test_greedy_texts_are_the_likeliest_token_by_token(models: dict[int | str, MRPForCausalLM]) -> None:
-    model = models[BLOCK]
-    made = generate(model, PROMPTS, decoding="sequential", max_new_tokens=9)
-    real = torch.cat([left_padded(PROMPTS)["attention_mask"], torch.ones(3, 9, dtype=torch.long)], 1)
-    labels = made.sequences.masked_fill(torch.arange(19) < 10, -100)
-    assert model.score(made.sequences, real, labels).greedy[:, 10:].all()
-    other = made.sequences.clone()
-    other[0, 14] = 1 + other[0, 14] % 40
-    out = model.score(other, real, labels.where(labels == -100, other))
-    assert out.greedy[1:, 10:].all()
-    assert not out.greedy[0, 14]
-    assert not out.greedy[:, :10].any()
-    labels = made.sequences.clone()
-    labels[0, :-1] = -100  # of the others more are scored
-    assert model.score(made.sequences, real, labels.where(real == 1, -100)).greedy[0].nonzero().tolist() == [[18]]
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_what_is_not_scored_changes_nothing(models: dict[int | str, MRPForCausalLM], side: str) -> None:
-    """Prompts, and tokens between the scored ones: the others have what they have without labels, 0 stands there."""
-    whole = models[BLOCK].score(**batch(TEXTS, side)).logprobs
-    part = models[BLOCK].score(**batch(TEXTS, side, [6, 0, 1, 15, 3]))
-    assert part.scored.sum(1).tolist() == [5, 4, 0, 1, 6]
-    close(part.logprobs, whole * part.scored)
-    assert part.sums[2] == 0
-    assert part.perplexity[2].isnan()
-    inputs = batch(TEXTS, side)
-    inputs["labels"] = inputs["input_ids"].masked_fill(torch.arange(16) % 3 == 1, -100)
-    holes = models[BLOCK].score(**inputs)
-    close(holes.logprobs, whole * holes.scored)
-    whole, inputs["labels"] = models[BLOCK].score(**batch(TEXTS, side)), inputs["input_ids"].clone()
-    inputs["labels"][tuple(whole.greedy.nonzero()[0])] = -100
-    but_one = models[BLOCK].score(**inputs)
-    assert but_one.greedy.sum() == whole.greedy.sum() - 1
-    none = models[BLOCK].score(inputs["input_ids"], labels=torch.full((5, 16), -100))
-    assert not none.scored.any()
-    assert none.logprobs.eq(0).all()
-    assert none.forwards == {"prefill": 0, "score": 0}
-
-
-def test_a_row_does_not_depend_on_its_neighbours(models: dict[int | str, MRPForCausalLM]) -> None:
-    inputs = batch(TEXTS, "left")
-    inputs["input_ids"].masked_fill_(inputs["attention_mask"] == 0, -1)
-    together = models[BLOCK].score(**inputs)
-    for row, text in enumerate(TEXTS):
-        padded = torch.tensor([[55] * 3 + text + [-1] * 2])  # on both sides, whatever stands there
-        real = torch.tensor([[0] * 3 + [1] * len(text) + [0] * 2])
-        alone = models[BLOCK].score(padded, real)
-        close(alone.logprobs[0, 3:-2], together.logprobs[row, -len(text) :])
-        assert alone.logprobs[~real.bool()].eq(0).all()
 
 
 def test_other_weights() -> None:

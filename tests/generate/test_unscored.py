@@ -12,11 +12,10 @@ from helpers import LIVELY, MASK, MODES, PROMPTS, VOCAB, generate, says_all, tex
 from refusals import rejected
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate.option_table import REMASK_RULES
 
 NAN, INF = float("nan"), float("inf")
-REMASKS: list[dict[str, Any]] = [
-    {"decoding": "mrp_remask", "remask_rule": rule} for rule in ("reread", "threshold", "residual")
-]
+REMASKS: list[dict[str, Any]] = [{"decoding": "mrp_remask", "remask_rule": rule} for rule in REMASK_RULES]
 
 
 def broken(name: str, number: float) -> Callable[[MRPForCausalLM], dict[str, Any]]:
@@ -56,23 +55,9 @@ def test_no_finite_score(cause: str, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_where_it_is_said_to_be(mode: str) -> None:
-    """A processor that gives up behind the first block: at the row and position where that begins, whatever the batch holds."""
-    options = {"decoding": mode, "max_new_tokens": 9, "seed": 1, **LIVELY, **says_all(-INF, 12)}
-    for prompts, row in ((PROMPTS, 2), (PROMPTS[::-1], 0)):
-        value = rf"row {row} has no token with a finite score at position 1[2-5], [2-5] behind its prompt"
-        rejected(partial(generate, make_model(), prompts, **options), value, "Says")
-
-
-def test_a_processor_that_returns_infinity_or_float16(random_model: MRPForCausalLM) -> None:
-    """Numbers of another type are taken as they are."""
-    call = partial(generate, random_model, PROMPTS, max_new_tokens=6, **says_all(INF))
-    rejected(call, r"logits processor Says returned \+inf", "let it return -inf for all others")
-    options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 9, "do_sample": True, "top_k": 20, "seed": 3}
-    given, rounded = (
-        generate(random_model, PROMPTS, logits_processor=[processor], **options)
-        for processor in (lambda _, scores: scores.half(), lambda _, scores: scores.half().to(scores.dtype))
-    )
-    assert given.sequences.equal(rounded.sequences)
+    """A processor that gives up behind the first block: at the row and position where that begins."""
+    call = partial(generate, make_model(), PROMPTS, decoding=mode, max_new_tokens=9, seed=1, **LIVELY, **says_all(-INF, 12))
+    rejected(call, "row 2 has no token with a finite score at position 1[2-5], [2-5] behind its prompt", "Says")
 
 
 @pytest.mark.parametrize("options", [{"decoding": "mrp_direct"}, *REMASKS], ids=str)

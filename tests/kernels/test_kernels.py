@@ -1,14 +1,11 @@
 """Which path a call takes: kernels where they can run, PyTorch with a warning where they fail, errors where forced."""
 
-import os
-import subprocess
-import sys
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT
 from torch import Tensor
 
 from modeling_mrp.kernels import dispatch
@@ -19,17 +16,13 @@ class Paths(Kernel):
     """A kernel and its twin that note their calls; the kernel fails if it is given an error."""
 
     def __init__(self, error: Exception | None = None, name: str = "k") -> None:
-        super().__init__(name, self.noted("kernel", error), self.noted("twin"))
-        self.calls: list[str] = []
+        kernel, twin = Mock(side_effect=error, return_value="kernel"), Mock(return_value="twin")
+        super().__init__(name, kernel, twin)
 
-    def noted(self, path: str, error: Exception | None = None) -> Any:
-        def run(*_: Any) -> str:
-            self.calls.append(path)
-            if error is not None:
-                raise error
-            return path
-
-        return run
+    @property
+    def calls(self) -> tuple[int, int]:
+        """Of the kernel, and of its twin."""
+        return self.launch.call_count, self.twin.call_count
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +40,21 @@ def run(paths: Paths, forced: bool | None = None, device: str = "cpu") -> Any:
     return Dispatch(forced).run(paths, torch.ones(2, device=device))
 
 
-@pytest.mark.parametrize(("forced", "path"), [(False, "twin"), (None, "twin"), (True, "kernel")])
-def test_what_runs_on_a_cpu(forced: bool | None, path: str) -> None:
+@torch.no_grad()
+def test_what_runs_on_a_cpu() -> None:
     """Kernels where they are forced, interpreted; of a parameter, too, where no gradient is wanted."""
-    with torch.no_grad():
+    for forced, path in ((False, "twin"), (None, "twin"), (True, "kernel")):
         assert Dispatch(forced).run(Paths(), torch.ones(2, requires_grad=True)) == path
     assert not kernels_usable(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.skipif(triton is None, reason="needs triton")
+def test_which_gpus_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From compute capability 8.0 on, which is Ampere."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    for capability in ((7, 5), (8, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert kernels_usable(torch.device("cuda", 0), torch.float32) is (capability >= (8, 0))
     assert not kernels_usable(torch.device("mps"), torch.float16)
 
 
@@ -66,7 +68,7 @@ def test_a_failing_kernel_is_reported_once_and_not_tried_again() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run(paths) == "twin"
-    assert paths.calls == ["kernel", "twin", "twin"]
+    assert paths.calls == (1, 2)
     # Neither another kernel nor another device is given up.
     assert run(Paths(name="other")) == run(Paths(), device="meta") == "kernel"
 
@@ -82,20 +84,19 @@ def test_errors_that_say_nothing_about_a_kernel(error: Exception, monkeypatch: p
         with pytest.raises(type(error)) as raised:
             run(paths)
         assert raised.value is error
-    assert paths.calls == ["kernel", "kernel"]
+    assert paths.calls == (2, 0)
     assert dispatch.failed_kernels() == []
 
 
 def test_a_failing_kernel_that_is_forced_raises() -> None:
-    error = ZeroDivisionError("in the kernel")
-    paths = Paths(error)
+    paths = Paths(error := ZeroDivisionError("in the kernel"))
     for _ in range(2):
         with pytest.raises(
             RuntimeError, match=r"'k' failed on cpu \(ZeroDivisionError: in the kernel\): use kernels="
         ) as raised:
             run(paths, forced=True)
         assert raised.value.__cause__ is error
-    assert paths.calls == ["kernel", "kernel"]
+    assert paths.calls == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -115,15 +116,7 @@ def test_what_kernels_cannot_take(tensors: list[Tensor], reason: str) -> None:
         assert Dispatch().run(paths, *tensors) == "twin"
         with pytest.raises(ValueError, match=reason + r".*kernels=False"):
             Dispatch(True).run(paths, *tensors)
-    assert paths.calls == ["twin"]
-
-
-@pytest.mark.parametrize(("capability", "recent"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
-def test_the_oldest_gpu(capability: tuple[int, int], recent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    if triton is not None:
-        monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-        assert kernels_usable(torch.device("cuda", 0), torch.float32) is recent
+    assert paths.calls == (0, 1)
 
 
 @pytest.mark.usefixtures("usable")
@@ -146,34 +139,10 @@ def test_what_both_write_to_one_place_is_compared(monkeypatch: pytest.MonkeyPatc
     assert len(seen) == 3
 
 
-WITHOUT_TRITON = """
-import sys
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "triton":
-            raise ImportError("triton is hidden")
-
-sys.meta_path.insert(0, Missing())
-import torch
-from modeling_mrp.kernels.dispatch import Dispatch, kernels_usable
-from modeling_mrp.kernels.round_layers import SUM_AND_NORM
-
-assert "triton" not in sys.modules
-assert not kernels_usable(torch.device("cuda", 0), torch.bfloat16)
-given = torch.ones(2), None, torch.nn.Identity()
-assert Dispatch().run(SUM_AND_NORM, *given)[1].tolist() == [1, 1]
-try:
-    Dispatch(True).run(SUM_AND_NORM, *given)
-except ValueError as error:
-    print(error)
-"""
-
-
-def test_without_triton() -> None:
-    """The package imports, the twin runs, and forcing says what to install."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", WITHOUT_TRITON]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "triton cannot be imported: install it (pip install triton), or use kernels=None" in done.stdout
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin runs, and forcing says what to install; `tests/model/test_remote_code.py` imports the code without it."""
+    monkeypatch.setattr(dispatch, "triton", None)
+    assert not kernels_usable(torch.device("cuda", 0), torch.bfloat16)
+    assert run(Paths()) == "twin"
+    with pytest.raises(ValueError, match=r"triton cannot be imported: install it \(pip install triton\), or use kernels=None"):
+        run(Paths(), forced=True)

@@ -49,9 +49,8 @@ def norm_of(size: int, dtype: torch.dtype, epsilon: float = 1e-5) -> Qwen3RMSNor
     return norm
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("adds", [True, False])
-@pytest.mark.parametrize(("rows", "size"), [(3, 40), (17, 127), (33, 1)])
+@pytest.mark.parametrize(("rows", "size", "dtype"), [(3, 40, DTYPES[0]), (17, 127, DTYPES[1]), (33, 1, DTYPES[2])])
 def test_a_sum_and_its_norm(rows: int, size: int, adds: bool, dtype: torch.dtype) -> None:
     """Of strided numbers, too. Squares of 1e4 sum up in float32 also for float16, whose largest is 65,504."""
     norm, hidden = norm_of(size, dtype), (numbers(1, 1, size, rows, dtype=dtype) * 1e4).clamp(-3e4, 3e4).transpose(1, 2)
@@ -63,10 +62,9 @@ def test_a_sum_and_its_norm(rows: int, size: int, adds: bool, dtype: torch.dtype
         assert ours.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "tokens", "heads", "kv_heads", "head_dim"),
-    [(1, 1, 1, 1, 2), (1, 16, 4, 2, 8), (2, 8, 8, 1, 32), (3, 5, 6, 3, 24), (2, 3, 9, 9, 16)],
+    ("rows", "tokens", "heads", "kv_heads", "head_dim", "dtype"),
+    [(1, 1, 1, 1, 2, DTYPES[0]), (1, 16, 4, 2, 8, DTYPES[1]), (2, 8, 8, 1, 32, DTYPES[2]), (3, 5, 6, 3, 24, DTYPES[0])],
 )
 def test_queries_keys_and_values(
     rows: int, tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -100,9 +98,6 @@ def test_queries_keys_and_values(
         assert torch.equal(ours[:, 3 : 3 + tokens, 1, 1].flatten(2), parts[2]), "values as they are"
 
 
-# ------------------------------------------------------------------------------------------------ attention
-
-
 def random_round(
     committed: list[int],
     parent: list[list[int]],
@@ -132,41 +127,29 @@ def in_float64(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask) -> Te
     return round_attention_ref(query.double(), key, value, mask, query.shape[-1] ** -0.5)
 
 
+# By case: committed slots and parents of each row, states, block, slots read, heads of queries and keys, their size, splits.
+ROUNDS: list[tuple[list[int], list[list[int]], int, int, int, tuple[int, int], int, int | None]] = [
+    ([0], [[-1]], 1, 4, 0, (1, 1), 32, None),  # nothing but itself: fewer rows than a tile
+    ([64], [[-1]], 1, 16, 64, (2, 2), 32, None),  # every tile full
+    ([37], [[-1, 0]], 2, 4, 64, (4, 2), 8, 1),
+    ([5, 0, 64], [[-1, 0, -1], [-1, -1, 1], [-1, -1, -1]], 3, 4, 64, (4, 1), 16, 2),  # shares with nothing in them
+    ([129, 3], [[-1, 0], [-1, -1]], 2, 4, 192, (2, 1), 24, 5),  # more shares than tiles
+    ([7, 0], [[-1, 0, -1]] * 2, 3, 32, 64, (2, 1), 32, None),  # more rows and scratch than a tile, which may show nothing
+    ([10], [[-1, 0]], 2, 16, 64, (1, 1), 128, 2),
+    ([200], [[-1, 0]], 2, 4, 64, (2, 1), 8, 2),  # committed beyond what is read
+    ([4, 3], [[-1, -1, 0]] * 2, 3, 4, 8, (4, 2), 8, None),  # prefix and scratch fit one tile
+]
+
+
 @pytest.mark.parametrize(
-    ("committed", "parent", "width", "block", "used", "heads", "head_dim", "splits"),
-    [
-        ([0], [[-1]], 1, 4, 0, (1, 1), 32, None),  # nothing but itself: fewer rows than a tile
-        ([64], [[-1]], 1, 16, 64, (2, 2), 32, None),  # every tile full
-        ([37], [[-1, 0]], 2, 4, 64, (4, 2), 8, 1),
-        ([5, 0, 64], [[-1, 0, -1], [-1, -1, 1], [-1, -1, -1]], 3, 4, 64, (4, 1), 16, 2),  # shares with nothing in them
-        ([129, 3], [[-1, 0], [-1, -1]], 2, 4, 192, (2, 1), 24, 5),  # more shares than tiles
-        ([7, 0], [[-1, 0, -1]] * 2, 3, 32, 64, (2, 1), 32, None),  # more rows and scratch than a tile, which may show nothing
-        ([10], [[-1, 0]], 2, 16, 64, (1, 1), 128, 2),
-        ([200], [[-1, 0]], 2, 4, 64, (2, 1), 8, 2),  # committed beyond what is read
-        ([4, 3], [[-1, -1, 0]] * 2, 3, 4, 8, (4, 2), 8, None),  # prefix and scratch fit one tile
-    ],
+    ("case", "dtype"), [*product(range(len(ROUNDS)), DTYPES[:1]), *product((2, 4), DTYPES[1:])], ids=lambda value: str(value)
 )
-def test_attention(
-    committed: list[int],
-    parent: list[list[int]],
-    width: int,
-    block: int,
-    used: int,
-    heads: tuple[int, int],
-    head_dim: int,
-    splits: int | None,
-) -> None:
-    query, key, value, mask = random_round(committed, parent, width, block, used, heads, head_dim)
+def test_attention(case: int, dtype: torch.dtype) -> None:
+    *shape, head_dim, splits = ROUNDS[case]
+    query, key, value, mask = random_round(*shape, head_dim, dtype)  # type: ignore[arg-type]
     got = round_attention(query, key, value, mask, head_dim**-0.5, splits)
-    assert got.dtype == torch.float32
-    close(got.double(), in_float64(query, key, value, mask), atol=2e-6)
-
-
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
-def test_attention_in_half_precision(dtype: torch.dtype, atol: float) -> None:
-    query, key, value, mask = random_round([70], [[-1, 0]], 2, 4, 128, (2, 1), 32, dtype)
-    got = round_attention(query, key, value, mask, 32**-0.5, 2)
     assert got.dtype == dtype
+    atol = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     close(got.double(), in_float64(query, key, value, mask), atol)
 
 
@@ -202,25 +185,6 @@ def test_places_beyond_the_reach_of_32_bits(rows: int, strides: tuple[int, ...],
     key.copy_(scored)
     query, mask = torch.ones(rows, 1, 1, 16), RoundMask(torch.tensor([2] * rows), torch.tensor([[-1]] * rows), 1, 1)
     close(round_attention(query, key, key, mask, 0.25), round_attention_ref(query, scored, scored, mask, 0.25), atol=2e-6)
-
-
-def test_extreme_logits_and_ties() -> None:
-    """Scores of 1e4, 0 and -1e4: the weight is shared by the highest that a query sees, wherever they lie."""
-    mask = RoundMask(torch.tensor([6], device=DEVICE), torch.tensor([[-1, -1]], device=DEVICE), 2, 4)
-    query = torch.zeros(1, 1, 8, 16, device=DEVICE)
-    query[..., 0] = 1.0
-    key = torch.zeros(1, 1, 64 + 8, 16, device=DEVICE)
-    key[0, 0, :, 0] = -1e4
-    key[0, 0, [1, 4], 0] = 1e4  # two committed slots
-    value = torch.arange(72.0, device=DEVICE)[None, None, :, None].repeat(1, 1, 1, 16)
-    for splits in (1, 2):
-        close(round_attention(query, key, value, mask, 1.0, splits).cpu(), torch.full((1, 8, 1, 16), (1 + 4) / 2))
-    key[0, 0, 64 + 5, 0] = 1e4  # and one of the second state's own
-    got = round_attention(query, key, value, mask, 1.0)[0, :, 0, 0].cpu()
-    close(got, torch.tensor([2.5] * 4 + [(1 + 4 + 69) / 3] * 4), atol=2e-6)
-    key[..., 0] = -1e4  # all alike
-    own = 64 * 4 + torch.tensor([[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4).sum(1)
-    close(round_attention(query, key, value, mask, 1.0)[0, :, 0, 0].cpu(), (own + sum(range(6))) / 10, atol=2e-6)
 
 
 def test_mask_by_hand() -> None:

@@ -11,18 +11,12 @@ from modeling_mrp.model.code import CONFIGURATION, MODELING
 from modeling_mrp.model.families.registry import families
 
 
-def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run when a module is imported, those under `if` and `try` too."""
+def bound(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    """The names that statements bind when they run, those under `if` and `try` too, each with the code that does it."""
     for node in body:
-        yield node
         if isinstance(node, ast.If | ast.Try):
-            yield from statements(node.body)
-
-
-def bound(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """The names that a file binds, each with the code that does it."""
-    for node in statements(tree.body):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield from bound(node.body)
+        elif isinstance(node, DEFINED):
             yield node.name, ast.dump(node)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((a.asname or a.name, f"{getattr(node, 'module', None)} {a.name}") for a in node.names)
@@ -41,7 +35,7 @@ def test_two_files_hold_what_a_repository_needs(family: str) -> None:
     trees = [ast.parse(text) for text in files.values()]
     for tree in trees:
         meant: dict[str, set[str]] = {}
-        for name, code in bound(tree):
+        for name, code in bound(tree.body):
             meant.setdefault(name, set()).add(code)
         assert {name for name, codes in meant.items() if len(codes) > 1} <= {"triton", "tl", *OPTIONAL}
         assert len([node for node in tree.body if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node)]) == 0

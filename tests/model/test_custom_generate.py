@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +69,6 @@ def test_the_parameters_are_shared_and_nothing_else_is_kept(saved: Saved) -> Non
     assert [one() for one in gone] == [None, None], "it goes with the stock model"
 
 
-def test_it_follows_the_stock_model_to_another_dtype(saved: Saved) -> None:
-    model, repository = saved
-    stock = stock_of(model)
-    options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 12}
-    for dtype in (torch.float64, torch.float32):
-        out = stock.to(dtype).generate(random_ids(4, 1, 6), **options, **repository)
-        assert torch.equal(out, make_model().to(dtype).generate(random_ids(4, 1, 6), **options))
-
-
 def test_an_mrp_model_keeps_its_own_generate(saved: Saved) -> None:
     """Loading with remote code does not replace `generate`, and the repository's function decodes with the model's own head."""
     model, repository = saved
@@ -92,53 +82,37 @@ def test_an_mrp_model_keeps_its_own_generate(saved: Saved) -> None:
     assert torch.equal(loaded.generate(ids, custom_generate=str(TINY), trust_remote_code=True, **options), expected)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"block_size": 8, "mask_token_id": 61}, "its block_size is 4, the backbone's 8; its mask_token_id is 60, .* 61"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, r"rope_parameters is {.*10000.0.*}, .* {.*5.0"),
-    ],
-)
-def test_a_model_that_the_head_was_not_made_for_is_refused(saved: Saved, overrides: dict[str, Any], message: str) -> None:
-    model, repository = saved
-    with pytest.raises(ValueError, match=message):
-        stock_of(model, **overrides).generate(random_ids(7, 1, 5), **repository)
+def test_a_model_that_the_head_was_not_made_for_is_refused(saved: Saved) -> None:
+    stock = stock_of(saved[0], block_size=8, mask_token_id=61)
+    with pytest.raises(ValueError, match=r"its block_size is 4, the backbone's 8; its mask_token_id is 60, .* 61"):
+        stock.generate(random_ids(7, 1, 5), **saved[1])
 
 
 def test_a_model_that_is_no_plain_qwen3_decoder_is_refused(saved: Saved) -> None:
-    """It has a parameter too many, one too few, and one of another shape."""
-    model, repository = saved
-    stock = stock_of(model)
+    """It has a parameter too many."""
+    stock, repository = stock_of(saved[0]), saved[1]
     projection = stock.model.layers[0].self_attn.q_proj
     projection.bias = torch.nn.Parameter(torch.zeros(projection.out_features))
-    stock.lm_head = torch.nn.Linear(32, 10, bias=False)
-    del stock.model.layers[0].self_attn.k_norm
-    with pytest.raises(ValueError, match=r"(?s)this SDARForCausalLM is no Qwen3 decoder .*from_backbone") as refused:
+    with pytest.raises(ValueError, match=r"(?s)SDARForCausalLM is no Qwen3 decoder .*from_backbone.*q_proj\.bias"):
         stock.generate(random_ids(8, 1, 5), **repository, max_new_tokens=3)
-    for name in ("self_attn.q_proj.bias", "lm_head.weight", "self_attn.k_norm.weight"):
-        assert name in str(refused.value)
 
 
 def test_a_config_of_transformers_4_is_understood(saved: Saved) -> None:
-    """SDAR's own configs hold `rope_theta` and `rope_scaling` instead of `rope_parameters`."""
+    """SDAR's own configs hold `rope_theta` and `rope_scaling` for `rope_parameters`. The head follows to another dtype."""
     model, repository = saved
-    old = {name: value for name, value in stock_of(model).config.to_dict().items() if name != "rope_parameters"}
-    for theta, message in ((10000.0, None), (7.0, r"its rope_parameters is {.*10000.0.*}, the backbone's {.*7.0")):
-        stock = stock_of(model)
-        stock.config = PretrainedConfig()
-        stock.config.__dict__ |= {**old, "rope_theta": theta, "rope_scaling": None}
-        options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 9}
-        with pytest.raises(ValueError, match=message) if message else nullcontext():
-            out = stock.generate(random_ids(9, 1, 5), **options, **repository)
-            assert torch.equal(out, model.generate(random_ids(9, 1, 5), **options))
+    stock = stock_of(model).float()
+    old = {name: value for name, value in stock.config.to_dict().items() if name != "rope_parameters"}
+    stock.config = PretrainedConfig()
+    stock.config.__dict__ |= {**old, "rope_theta": 10000.0, "rope_scaling": None}
+    options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 9}
+    out = stock.generate(random_ids(9, 1, 5), **options, **repository)
+    assert torch.equal(out, make_model().float().generate(random_ids(9, 1, 5), **options))
 
 
 def test_what_is_refused(saved: Saved, tmp_path: Path) -> None:
-    """A wrong option, code that is not trusted, a folder (whose place its code cannot know) and a repository without a head."""
+    """Code that is not trusted, a folder (whose place its code cannot know) and a repository without a head."""
     model, repository = saved
     stock, ids = stock_of(model), random_ids(1, 1, 4)
-    with pytest.raises(ValueError, match="decoding is 'fast': choose one of"):
-        stock.generate(ids, **repository, max_new_tokens=3, decoding="fast")
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         stock.generate(ids, **{**repository, "trust_remote_code": False})
     with pytest.raises(ValueError, match=r"custom_generate is a local folder.*from_backbone\(backbone, head=folder\)"):

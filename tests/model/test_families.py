@@ -8,14 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, make_model
 from families import FAMILIES, LLADA2_TWIN, SDAR_MOE, Twin, loaded, slow_decode, twin_of
 from fresh import Fresh
-from helpers import close, generate, left_padded, same_tensors
-from mrp_trainer.data.samples import Sample
+from helpers import close, generate, left_padded, same_tensors, sample
 from mrp_trainer.heads import new_head
 from mrp_trainer.publish.card import render_card
 from mrp_trainer.train.arguments import MRPTrainingArguments
@@ -86,30 +84,20 @@ def test_drafts_are_lossless(twin: Twin) -> None:
             assert row.equal(alone), decoding
 
 
-def assert_saved_and_loaded(model: Any, folder: Path) -> None:
-    """A model is saved in our layout, its head by itself, and both are loaded again as they were."""
-    options = {"decoding": "mrp_spec", "target": "static", "max_new_tokens": 12, "num_draft_states": 4}
-    text = model.generate(torch.tensor(PROMPTS[:1]), **options)
-    for name, alone in (("whole", False), ("head", True)):
-        model.save_pretrained(folder / name, head_only=alone)
-        again = MRPForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
-        assert again.config.family == model.config.family
-        assert same_tensors(again, model)
-        assert again.generate(torch.tensor(PROMPTS[:1]), **options).equal(text)
-
-
 @pytest.mark.parametrize("name", ["sdar_moe", "llada2_moe", "fast_dllm_v2", "stable_diffcoder"])
 def test_a_head_is_trained_saved_and_loaded(name: str, tmp_path: Path) -> None:
-    """Two steps of its objective change the head alone."""
+    """In our layout, the head by itself too; two steps of its objective change the head alone."""
     model = twin_of(name, 4, tmp_path, head_layers=1).model
-    assert_saved_and_loaded(model, tmp_path / "before")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(6, 90, (20,), generator=generator).numpy() for _ in range(4)]
-    rows = [Sample(index, row, np.arange(len(row)) >= 6) for index, row in enumerate(ids)]
+    for where, alone in (("whole", False), ("head", True)):
+        model.save_pretrained(tmp_path / where, head_only=alone)
+        again = MRPForCausalLM.from_pretrained(tmp_path / where, dtype=torch.float64)
+        assert again.config.family == model.config.family
+        assert same_tensors(again, model)
     options: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no", "report_to": []}
     options |= {"logging_strategy": "no", "use_cpu": True, "disable_tqdm": True, "objective": "mrp", "learning_rate": 1e-3}
-    MRPTrainer(model=model, args=MRPTrainingArguments(str(tmp_path / "run"), **options), train_dataset=rows).train()
+    args, rows = MRPTrainingArguments(str(tmp_path / "run"), **options), [sample(index, 20, 6) for index in range(4)]
+    MRPTrainer(model=model, args=args, train_dataset=rows).train()
     changed = {name for name, tensor in model.state_dict().items() if not tensor.double().equal(before[name])}
     assert changed
     assert all(name.startswith("mrp_head.") for name in changed)
@@ -131,9 +119,6 @@ def test_the_published_sizes_have_the_published_numbers(name: str, config: dict[
     expected = {"sdar_moe": (4, 151669), "llada2_moe": (32, 156895), "fast_dllm_v2": (32, 151665), "stable_diffcoder": (4, 5)}
     assert (ours.block_size, ours.mask_token_id) == expected[name]
     assert ours.head_dim == 128
-
-
-# ------------------------------------------------------------------------------------------------- what is one family's own
 
 
 def test_sdar_moe(tmp_path: Path) -> None:
@@ -244,15 +229,12 @@ def test_rounds_of_unequal_width_of_fast_dllm(monkeypatch: pytest.MonkeyPatch) -
     assert drafted.equal(model.generate(ids, decoding="fast_dllm", **options))
 
 
-# ------------------------------------------------------------------------------------------------- what looks like one
-
 PLAIN = backbone_config(block_size=4, mask_token_id=97)
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     # I-DLM and UNO declare themselves SDAR: `use_regular_causal` is what their code reads, and UNO's may leave it out.
     "yifanyu/I-DLM-8B": ({**PLAIN, "use_regular_causal": True}, "each token of it sees the tokens before it alone"),
     "uno-qwen3-8B": (PLAIN, "each token of it sees the tokens before it alone"),
     "lfm2-diffusion": ({"model_type": "lfm2_diffusion", "canvas_length": 128}, "model_type is 'lfm2_diffusion': what loads"),
-    "unobtrusive": (PLAIN, ""),  # a name that only begins alike
 }
 
 
@@ -261,9 +243,7 @@ def test_what_looks_like_a_family_is_refused(name: str, tmp_path: Path) -> None:
     config, message = OTHERS[name]
     (tmp_path / name).mkdir(parents=True)
     (tmp_path / name / "config.json").write_text(json.dumps(config))
-    if not message:
-        assert MRPConfig.from_pretrained(tmp_path / name).block_size == 4
-        return
     for load in (MRPForCausalLM.from_pretrained, MRPForCausalLM.from_backbone):
         with pytest.raises(ValueError, match=message):
             load(tmp_path / name)
+    assert MRPConfig.from_dict(PLAIN).block_size == 4

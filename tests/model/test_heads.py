@@ -19,6 +19,7 @@ from modeling_mrp import MRPForCausalLM, MRPHead
 from modeling_mrp.model.layouts import backbone_location
 
 PROMPT = torch.tensor([[5, 17, 40, 3, 44, 9]])
+BASE = ("base_model_name_or_path", "base_model_revision")
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +37,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     other = with_new_head(MRPForCausalLM.from_pretrained(root / "backbone"), 1, "published")
     other.save_pretrained(root / "other")
     return {path.name: path for path in root.iterdir()}
-
-
-# ------------------------------------------------------------------------------------------------ head repositories
 
 
 def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
@@ -74,13 +72,12 @@ def test_a_head_repository_loads_its_backbone(folders: dict[str, Path], tmp_path
 @torch.no_grad()
 def test_a_head_on_a_backbone_that_is_spread_over_devices(folders: dict[str, Path], tmp_path: Path) -> None:
     """Half of it on the disk: accelerate's hooks move what passes between its parts."""
-    parts = {f"model.{name}": "cpu" for name in ("embed_tokens", "layers.0", "norm", "rotary_emb")} | {"lm_head": "cpu"}
-    parts["model.layers.1"] = "disk"
+    parts = {f"model.{name}": "cpu" for name in ("embed_tokens", "layers.0", "norm", "rotary_emb")}
+    parts |= {"lm_head": "cpu", "model.layers.1": "disk"}
     spread = MRPForCausalLM.from_pretrained(folders["head"], device_map=parts, offload_folder=tmp_path / "offloaded")
     assert spread.model.layers[1].mlp.up_proj.weight.is_meta
     full = MRPForCausalLM.from_pretrained(folders["full"])
     arguments = (PROMPT, torch.ones(1, 6, 32), torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
-    assert torch.equal(spread(PROMPT).logits, full(PROMPT).logits)
     assert torch.equal(spread.residual(*arguments), full.residual(*arguments))
     assert spread.hf_device_map["mrp_head"] == spread.mrp_head._hf_hook.execution_device
     with pytest.raises(ValueError, match=r"its last layers are offloaded or quantized: load them into memory"):
@@ -109,9 +106,6 @@ def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path:
         MRPForCausalLM.from_pretrained("org/head", cache_dir=tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------ what may be followed
-
-
 def test_names_of_backbones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A config from the Hub names a repository and nothing else; that of a folder may name one on this machine."""
     for folder in ("head/inner", "backbone", "org/name"):
@@ -120,7 +114,7 @@ def test_names_of_backbones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     local, hub, absolute = str(tmp_path / "head"), "someone/head", str(tmp_path / "backbone")
     for source in (local, hub):
         assert backbone_location("JetLM/SDAR-4B-Chat-b16", source) == "JetLM/SDAR-4B-Chat-b16"
-        for name in ("../backbone", "inner", "./inner", "a/b/c", "..", "~", "gpt2", "", "/no/such/folder", "org\\name"):
+        for name in ("../backbone", "inner", "a/b/c", "~", "gpt2", "", "/no/such/folder", "org\\name"):
             with pytest.raises(ValueError, match=r"is not followed.*from_backbone"):
                 backbone_location(name, source)
         with pytest.raises(ValueError, match=r"is not followed.*no path that exists here"):
@@ -138,9 +132,6 @@ def test_a_head_repository_is_no_backbone(folders: dict[str, Path], tmp_path: Pa
     path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": str(tmp_path / "head")}))
     with pytest.raises(ValueError, match=r"is a head repository and has no backbone"):
         MRPForCausalLM.from_pretrained(tmp_path / "head")
-
-
-# ------------------------------------------------------------------------------------------------ attaching
 
 
 @pytest.mark.parametrize("kind", ["full", "head"])
@@ -171,101 +162,94 @@ def test_attach_and_detach(kind: str, folders: dict[str, Path]) -> None:
 
 def test_a_published_head_on_a_published_backbone(tmp_path: Path) -> None:
     """The two come from different authors: JetLM's folder with the weights of one, heavyball's with both."""
-    tensors = heavyball_tensors()
-    write(tmp_path / "heavyball", published_config(), tensors, shards=2)
-    write(tmp_path / "sdar", backbone_config(), random_tensors(backbone_shapes(), seed=3), shards=2)
-    model = MRPForCausalLM.from_backbone(tmp_path / "sdar", head=tmp_path / "heavyball", dtype=torch.bfloat16)
-    state = model.state_dict()
-    for name, tensor in random_tensors(backbone_shapes(), seed=3).items():
-        assert torch.equal(state[name], tensor.bfloat16())
-    for name, tensor in tensors.items():
-        if name.startswith("mrp_modules"):
-            assert torch.equal(state[name.replace("mrp_modules.0.model", "mrp_head")], tensor.bfloat16())
-    assert len(state) == len(tensors)
+    theirs, backbone = heavyball_tensors(), random_tensors(backbone_shapes(), seed=3, dtype=torch.bfloat16)
+    write(tmp_path / "heavyball", published_config(), theirs, shards=2)
+    write(tmp_path / "sdar", backbone_config(torch_dtype="bfloat16"), backbone, shards=2)
+    state = MRPForCausalLM.from_backbone(tmp_path / "sdar", head=tmp_path / "heavyball").state_dict()
+    heads = {name.replace("mrp_modules.0.model", "mrp_head"): one for name, one in theirs.items() if name not in backbone}
+    assert state.keys() == backbone.keys() | heads.keys()
+    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+    assert all(torch.equal(state[name], tensor.bfloat16()) for name, tensor in (backbone | heads).items())
 
 
 def test_heads_that_do_not_fit(folders: dict[str, Path], tmp_path: Path) -> None:
     model = MRPForCausalLM.from_pretrained(folders["full"])
     before = model.mrp_head
-    with pytest.raises(ValueError, match=r"head of another model does not belong to this backbone: its block_size is 8, .* 4"):
-        model.attach_head(make_model(block_size=8).detach_head())
     make_model(rope_parameters={"rope_type": "default", "rope_theta": 5.0}).float().save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"does not belong to this backbone.*rope_parameters is .*5\.0.*10000"):
-        MRPForCausalLM.from_backbone(folders["backbone"], head=tmp_path / "other")
+    for name in ("short", "cut"):
+        shutil.copytree(folders["head"], tmp_path / name)
+    stored, data = load_file(folders["head"] / "model.safetensors"), (folders["head"] / "model.safetensors").read_bytes()
+    del stored["mrp_head.norm.weight"]
+    save_file(stored, tmp_path / "short" / "model.safetensors")
+    (tmp_path / "cut" / "model.safetensors").write_bytes(data[:-5])
+    heads: list[tuple[Any, str]] = [
+        (
+            make_model(block_size=8).detach_head(),
+            "head of another model does not belong .*: its block_size is 8, .* 4",
+        ),
+        (tmp_path / "other", r"does not belong to this backbone.*rope_parameters is .*5\.0.*10000"),
+        (folders["backbone"], "has no MRP head"),
+        (tmp_path / "short", r"(?s)the head of .*does not fit its config: .*norm\.weight"),
+        (tmp_path / "cut", "the head of .* is not whole"),
+    ]
+    for head, message in heads:
+        with pytest.raises(ValueError, match=message):
+            model.attach_head(head)
     with pytest.raises(ValueError, match=r"revison: attach_head takes .*revision.*spelling"):
         model.attach_head(folders["full"], revison="main")
-    with pytest.raises(ValueError, match=r"has no MRP head"):
-        model.attach_head(folders["backbone"])
-    shutil.copytree(folders["head"], tmp_path / "head")
-    stored = load_file(tmp_path / "head" / "model.safetensors")
-    del stored["mrp_head.norm.weight"]
-    save_file(stored, tmp_path / "head" / "model.safetensors")
-    with pytest.raises(ValueError, match=r"(?s)the head of .*does not fit its config: .*norm\.weight"):
-        model.attach_head(tmp_path / "head")
-    data = (folders["head"] / "model.safetensors").read_bytes()
-    (tmp_path / "head" / "model.safetensors").write_bytes(data[:-5])
     with pytest.raises(ValueError, match=r"the head of .* is not whole"):
-        MRPForCausalLM.from_pretrained(tmp_path / "head")
+        MRPForCausalLM.from_pretrained(tmp_path / "cut")
     assert model.mrp_head is before
 
 
-# ------------------------------------------------------------------------------------------------ new heads
-
-
-def test_new_heads(folders: dict[str, Path]) -> None:
+def test_new_heads() -> None:
     """They add nothing to begin with. One starts from copies of the backbone's last layers, which read h_A as it is; one from
     matrices as in the published recipe."""
-    arguments = (PROMPT, torch.randn(1, 6, 32), torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
-    for how in ("identity", "backbone"):
-        torch.manual_seed(0)
-        model = with_new_head(MRPForCausalLM.from_pretrained(folders["backbone"]), 2, how)
-        assert model.residual(*arguments).eq(0).all()
-        assert model.config.num_nextn_predict_layers == 2
-        assert model.mrp_head.layers[0].mlp.up_proj.weight.std() > 0.1
-        torch.manual_seed(0)
-        assert same_tensors(model.mrp_head, new_head(model, 2, how))
+    arguments = (PROMPT, torch.randn(1, 6, 32).double(), torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
     model = make_model(num_hidden_layers=3, num_nextn_predict_layers=0, initializer_range=0.02)
     torch.manual_seed(1)
     head = new_head(model, 3, "published")
     matrices = torch.cat([p.flatten() for p in head.parameters() if p.dim() == 2])
     assert matrices.std().item() == pytest.approx(0.2, rel=0.02)  # 30,000 numbers
     assert all(p.eq(1).all() for p in head.parameters() if p.dim() == 1)
-    with_new_head(model, 2, "backbone")
+    for how in ("identity", "backbone"):
+        with_new_head(model, 2, how)
+        assert model.residual(*arguments).eq(0).all()
+        assert model.config.num_nextn_predict_layers == 2
+    assert MRPForCausalLM(model.config).mrp_head.norm.weight.eq(0).all()
     for layer, source in zip(model.mrp_head.layers, model.model.layers[1:], strict=True):
         assert same_tensors(layer, source)
-    expected = torch.cat([torch.zeros(32, 32), torch.eye(32)], 1).double()
-    assert torch.equal(model.mrp_head.eh_proj.weight, expected)
-    model.mrp_head.layers[0].mlp.up_proj.weight.data.zero_()
-    assert model.model.layers[1].mlp.up_proj.weight.abs().max() > 0
-    for layers in (0, 2.0, True, None):
-        with pytest.raises(ValueError, match=rf"head_layers is {layers!r}: a head has 1 layer"):
-            new_head(model, layers)
-    with pytest.raises(ValueError, match=r"head_init is 'zero': choose one of identity, backbone, published"):
-        new_head(model, 2, "zero")
-    with pytest.raises(ValueError, match=r"4 layers and the backbone 3: use fewer"):
-        new_head(model, 4, "backbone")
+        assert layer.mlp.up_proj.weight.data_ptr() != source.mlp.up_proj.weight.data_ptr()
+    assert torch.equal(model.mrp_head.eh_proj.weight, torch.cat([torch.zeros(32, 32), torch.eye(32)], 1).double())
+    refused: dict[tuple[Any, ...], str] = {
+        (0,): "is 0: a head has 1 layer",
+        (2.0,): "is 2.0: a head",
+        (4, "backbone"): "use fewer",
+    }
+    for given, message in {**refused, (2, "zero"): "is 'zero': choose one of identity, backbone, published"}.items():
+        with pytest.raises(ValueError, match=message):
+            new_head(model, *given)
 
 
-# ------------------------------------------------------------------------------------------------ autoregressive backbones
-
-
-def qwen3(folder: Path, tied: bool, both: bool = False, **changes: Any) -> Qwen3ForCausalLM:
+def qwen3(folder: Path, **changes: Any) -> Qwen3ForCausalLM:
     options = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    options |= {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": tied, "max_position_embeddings": 64}
+    options |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, **changes}
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**{**options, **changes}))
+    model = Qwen3ForCausalLM(Qwen3Config(**options))
     model.save_pretrained(folder)
-    if both:  # as Qwen/Qwen3-0.6B has it
-        stored = load_file(folder / "model.safetensors")
+    return model.eval()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_autoregressive_checkpoint_as_a_backbone(tied: bool, tmp_path: Path, caplog: Any) -> None:
+    """Under a causal mask it is still the model that it was. Tied weights may lie there twice, as in Qwen/Qwen3-0.6B."""
+    source = qwen3(tmp_path / "qwen", tie_word_embeddings=tied)
+    if tied:
+        stored = load_file(tmp_path / "qwen/model.safetensors")
         stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
-        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    return model
-
-
-@pytest.mark.parametrize(("tied", "both"), [(False, False), (True, False), (True, True)])
-def test_an_autoregressive_checkpoint_as_a_backbone(tied: bool, both: bool, tmp_path: Path, caplog: Any) -> None:
-    """Under a causal mask it is still the model that it was."""
-    source = qwen3(tmp_path / "qwen", tied, both).eval()
+        save_file(stored, tmp_path / "qwen/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"mask_token_id is 151669: it must be an int from 0 to 63 \(the"):
+        MRPForCausalLM.from_backbone(tmp_path / "qwen")
     with caplog.at_level(logging.WARNING):
         model = MRPForCausalLM.from_backbone(tmp_path / "qwen", block_size=8, mask_token_id=63)
     assert "autoregressive" in caplog.text
@@ -275,37 +259,25 @@ def test_an_autoregressive_checkpoint_as_a_backbone(tied: bool, both: bool, tmp_
         expected = source(PROMPT).logits
         torch.testing.assert_close(model(PROMPT, attention_mask=causal).logits, expected, rtol=0, atol=1e-6)
         assert (model(PROMPT).logits - expected).abs().max() > 1e-3  # a block sees itself from both sides
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     model.save_pretrained(tmp_path / "ours")
     again = MRPForCausalLM.from_pretrained(tmp_path / "ours")
     assert same_tensors(again, model)
-    assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
-
-
-def test_the_mask_of_an_autoregressive_checkpoint(tmp_path: Path) -> None:
-    qwen3(tmp_path / "small", tied=False)
-    with pytest.raises(ValueError, match=r"mask_token_id is 151669: it must be an int from 0 to 63 \(the"):
-        MRPForCausalLM.from_backbone(tmp_path / "small")
-    qwen3(tmp_path / "large", tied=True, vocab_size=151936, hidden_size=4, head_dim=2, intermediate_size=4)
-    model = MRPForCausalLM.from_backbone(tmp_path / "large")
-    assert (model.config.block_size, model.config.mask_token_id) == (16, 151669)
-
-
-# ------------------------------------------------------------------------------------------------ saving
+    for one in (model, again):
+        assert (one.lm_head.weight is one.model.embed_tokens.weight) == tied
 
 
 def test_a_head_that_cannot_be_saved_alone(folders: dict[str, Path], tmp_path: Path) -> None:
-    backbone = MRPForCausalLM.from_pretrained(folders["backbone"])
-    with pytest.raises(ValueError, match=r"the model has no MRP head\. Give it one with attach_head"):
-        backbone.save_pretrained(tmp_path / "x", head_only=True)
-    with pytest.raises(ValueError, match=r"save the head to a folder, and push that with `mrp push`"):
-        backbone.save_pretrained(tmp_path / "x", head_only=True, push_to_hub=True)
-    with pytest.raises(ValueError, match=r"pass base_model_name_or_path"):
-        make_model().save_pretrained(tmp_path / "x", head_only=True)
-    for named in ({"base_model_name_or_path": "org/x"}, {"base_model_revision": "main"}):
-        with pytest.raises(ValueError, match=r"names none\. Pass head_only=True"):
-            backbone.save_pretrained(tmp_path / "x", **named)
-    assert not (tmp_path / "x").exists()
-    make_model().save_pretrained(tmp_path / "x", head_only=True, base_model_name_or_path="org/x", base_model_revision="v1")
-    config = json.loads((tmp_path / "x" / "config.json").read_text())
-    assert (config["base_model_name_or_path"], config["base_model_revision"]) == ("org/x", "v1")
+    backbone, x = MRPForCausalLM.from_pretrained(folders["backbone"]), tmp_path / "x"
+    refused: list[tuple[MRPForCausalLM, dict[str, Any], str]] = [
+        (backbone, {"head_only": True}, r"the model has no MRP head\. Give it one with attach_head"),
+        (backbone, {"head_only": True, "push_to_hub": True}, "save the head to a folder, and push that with `mrp push`"),
+        (make_model(), {"head_only": True}, "pass base_model_name_or_path"),
+        *((backbone, {name: "x"}, r"names none\. Pass head_only=True") for name in BASE),
+    ]
+    for model, given, message in refused:
+        with pytest.raises(ValueError, match=message):
+            model.save_pretrained(x, **given)
+    assert not x.exists()
+    make_model().save_pretrained(x, head_only=True, **dict(zip(BASE, ("org/x", "v1"), strict=True)))
+    config = json.loads((x / "config.json").read_text())
+    assert [config[name] for name in BASE] == ["org/x", "v1"]

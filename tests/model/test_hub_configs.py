@@ -2,7 +2,6 @@
 
 import json
 import os
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,10 @@ SHARED |= {"num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu", "att
 SHARED |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "max_position_embeddings": 32768}
 SHARED |= {"tie_word_embeddings": False, "block_size": 16, "mask_token_id": 151669, "num_nextn_predict_layers": 3}
 SHARED |= {"bos_token_id": 151643, "eos_token_id": 151643, "pad_token_id": 151643}
-each_size = pytest.mark.parametrize("size", SIZES)
 
 
 def folder_of(size: str) -> Path:
     return ROOT / "hub_configs" / f"sdar-{size}-mrp"
-
-
-@cache
-def config_of(size: str) -> Any:
-    return MRPConfig.from_pretrained(folder_of(size))
 
 
 def published(size: str) -> dict[str, Any]:
@@ -52,37 +45,28 @@ def parameters(size: str) -> Shapes:
     return {**shapes, "mrp_head.eh_proj.weight": (hidden, 2 * hidden)}
 
 
-@each_size
-def test_config_has_the_published_values(size: str) -> None:
-    """A folder without weights holds no code, nor does its config name any: the installed package reads it."""
-    config, expected = config_of(size), published(size)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_folder_is_that_of_the_published_model(size: str) -> None:
+    """Its config's values; names and shapes of parameters, also in the published layout, whose names are mapped to ours; and
+    how it decodes. A folder without weights holds no code, nor does its config name any: the installed package reads it."""
+    config, expected = MRPConfig.from_pretrained(folder_of(size)), published(size)
     expected |= {"layer_types": ["full_attention"] * expected["num_hidden_layers"], "dtype": torch.bfloat16}
     assert {name: getattr(config, name) for name in expected} == expected
     names = {path.relative_to(folder_of(size)).as_posix() for path in folder_of(size).rglob("*")}
     assert names == {"README.md", "config.json", "generation_config.json"}
     assert "auto_map" not in json.loads((folder_of(size) / "config.json").read_text())
-
-
-@each_size
-def test_parameter_names_and_shapes(size: str) -> None:
-    """Of the model, and of its published layout, whose names are mapped to ours."""
     with torch.device("meta"):
-        model = MRPForCausalLM(config_of(size)).to(torch.bfloat16)
+        model = MRPForCausalLM(config).to(torch.bfloat16)
     ours = parameters(size)
     assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == ours
     assert set(model.state_dict()) == set(ours)  # no buffer is saved beside them
     theirs = {name.replace("mrp_head.", f"{HEAD}."): shape for name, shape in ours.items()}
     assert {our_name(name): shape for name, shape in theirs.items()} == ours
-
-
-@each_size
-def test_generation_config_decodes_with_the_head(size: str) -> None:
-    loaded = GenerationConfig.from_pretrained(folder_of(size))
-    config = MRPGenerationConfig.from_dict(loaded.to_dict())
-    config.check(16, True)
-    expected: dict[str, Any] = {"decoding": "mrp_spec", "target": "dynamic", "num_draft_states": "auto", "do_sample": False}
+    options = MRPGenerationConfig.from_dict(GenerationConfig.from_pretrained(folder_of(size)).to_dict())
+    options.check(16, True)
+    expected = {"decoding": "mrp_spec", "target": "dynamic", "num_draft_states": "auto", "do_sample": False}
     expected |= {"eos_token_id": [151645, 151643], "bos_token_id": 151643, "pad_token_id": 151643}
-    assert {name: getattr(config, name) for name in expected} == expected
+    assert {name: getattr(options, name) for name in expected} == expected
 
 
 def test_the_embedded_checkpoint_holds_what_its_repository_would() -> None:

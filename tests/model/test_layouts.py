@@ -14,12 +14,9 @@ from published import (
     BLOCK,
     HEAD,
     MASK,
-    backbone_config,
-    backbone_shapes,
     heavyball_tensors,
     hidden_states,
     published_config,
-    random_tensors,
     residual,
     write,
 )
@@ -37,9 +34,6 @@ def heavyball(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("hub") / "heavyball", published_config(), heavyball_tensors(), shards=2)
 
 
-# ------------------------------------------------------------------------------------------------ what loads
-
-
 @torch.no_grad()
 def test_heavyball_logits_and_residuals(heavyball: Path) -> None:
     """fp32 against a reference in float64. Two shards."""
@@ -55,22 +49,6 @@ def test_heavyball_logits_and_residuals(heavyball: Path) -> None:
     got = model.residual(torch.tensor([after]), hidden[None].float(), positions, mask)[0]
     close(got.double(), residual(exact, after, hidden), atol=1e-5)
     assert got.abs().max() > 0.1  # the head says something
-
-
-@pytest.mark.parametrize(("dtype", "shards"), [(torch.bfloat16, 3), (torch.float32, 1)], ids=str)
-def test_sdar_layout(dtype: torch.dtype, shards: int, tmp_path: Path) -> None:
-    """Every tensor arrives as it is in the file, in the file's type; the head's modes say what is missing."""
-    tensors = random_tensors(backbone_shapes(), dtype=dtype)
-    write(tmp_path, backbone_config(torch_dtype=str(dtype).removeprefix("torch.")), tensors, shards)
-    model = MRPForCausalLM.from_pretrained(tmp_path)
-    assert model.mrp_head is None
-    assert model.config.num_nextn_predict_layers == 0
-    state = model.state_dict()
-    assert state.keys() == tensors.keys()
-    assert all(torch.equal(state[name], tensor) and state[name].dtype == dtype for name, tensor in tensors.items())
-    with pytest.raises(ValueError, match=r"mrp_spec.*from_backbone.*attach_head.*self_spec"):
-        model.generate(torch.tensor([PROMPT]), decoding="mrp_spec", max_new_tokens=4)
-    assert model.generate(torch.tensor([PROMPT]), decoding="self_spec", max_new_tokens=4, pad_token_id=1).shape == (1, 10)
 
 
 def test_old_fields_are_dropped_and_our_layout_is_saved(heavyball: Path, tmp_path: Path, caplog: Any) -> None:
@@ -104,9 +82,6 @@ def test_saving_over_the_files_that_the_weights_are_mapped_from(heavyball: Path,
         assert torch.equal(again.state_dict()[our_name(name)], tensor)
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
-
-
 def test_misfits_are_listed(tmp_path: Path) -> None:
     """What is loaded, and what is only looked at before a push."""
     tensors = heavyball_tensors()
@@ -125,20 +100,6 @@ def test_misfits_are_listed(tmp_path: Path) -> None:
         f"wrong shape: {HEAD}.eh_proj.weight is [32, 63], needs [32, 64]",
     ):
         assert line in str(caught.value)
-
-
-def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(published_config()))
-    torch.save(heavyball_tensors(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        MRPForCausalLM.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize(("kind", "remedy"), [("qwen3", "from_backbone"), ("llama", "sdar_mrp")])
-def test_another_kind_of_model(kind: str, remedy: str, tmp_path: Path) -> None:
-    write(tmp_path, backbone_config(model_type=kind), random_tensors(backbone_shapes()))
-    with pytest.raises(ValueError, match=rf"model_type is '{kind}'.*{remedy}"):
-        MRPForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("source", ["./folder", "", "org/misspelt", "{empty}"])

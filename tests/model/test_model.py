@@ -9,7 +9,7 @@ from published import published_config
 from torch import Tensor
 from transformers import DynamicCache
 
-from modeling_mrp import MRPConfig, MRPForCausalLM, MRPHead
+from modeling_mrp import MRPConfig, MRPForCausalLM
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
 
@@ -33,18 +33,17 @@ def test_padding_changes_nothing(random_model: MRPForCausalLM) -> None:
         close(logits[row, at], random_model(ids[row, at][None]).logits[0])
 
 
-@pytest.mark.parametrize("kind", ["boolean", "additive"])
 @torch.no_grad()
-def test_a_4d_mask_replaces_the_2d_one(random_model: MRPForCausalLM, kind: str) -> None:
-    lengths, width = torch.tensor([10, 7]), 10
-    ids, positions = random_ids(2, 2, width), torch.arange(width).expand(2, -1)
-    valid = positions < lengths[:, None]
-    sees = (seen(positions) & valid[:, None, None]) | torch.eye(width, dtype=torch.bool)
-    mask = sees if kind == "boolean" else torch.zeros(sees.shape, dtype=torch.float64).masked_fill(~sees, -torch.inf)
-    full, flat = random_model(ids, attention_mask=mask).logits, random_model(ids, attention_mask=valid.long()).logits
-    close(full[valid], flat[valid])
-    causal = sees & torch.ones(width, width, dtype=torch.bool).tril()  # another mask is another model
-    assert (random_model(ids, attention_mask=causal).logits - full)[0, 0].abs().max() > 1e-6
+def test_a_4d_mask_replaces_the_2d_one(random_model: MRPForCausalLM) -> None:
+    """Boolean or additive."""
+    ids, positions = random_ids(2, 2, 10), torch.arange(10).expand(2, -1)
+    valid = positions < torch.tensor([[10], [7]])
+    sees = (seen(positions) & valid[:, None, None]) | torch.eye(10, dtype=torch.bool)
+    flat, additive = random_model(ids, attention_mask=valid.long()).logits, torch.zeros(sees.shape, dtype=torch.float64)
+    for mask in (sees, additive.masked_fill(~sees, -torch.inf)):
+        close(random_model(ids, attention_mask=mask).logits[valid], flat[valid])
+    causal = random_model(ids, attention_mask=sees & sees.new_ones(10, 10).tril()).logits  # another mask is another model
+    assert (causal - flat)[0, 0].abs().max() > 1e-6
 
 
 @torch.no_grad()
@@ -80,18 +79,13 @@ def test_eager_attention_equals_sdpa() -> None:
     """transformers' eager attention takes its softmax in float32, hence 1e-5."""
     sdpa, eager = make_model(), make_model()
     eager.set_attn_implementation("eager")
-    assert (sdpa.config._attn_implementation, eager.config._attn_implementation) == ("sdpa", "eager")
-    ids, labels = random_ids(6, 2, 11), random_ids(6, 2, 11)
-    labels[:, :5] = -100
-    mask = torch.ones_like(ids)
-    mask[1, 8:] = 0
+    ids, labels, mask = random_ids(6, 2, 11), random_ids(6, 2, 11), torch.ones(2, 11, dtype=torch.long)
+    labels[:, :5], mask[1, 8:] = -100, 0
     noise = {"noise_level": torch.tensor([0.5, 0.25]), "noise_mask": random_ids(7, 2, 11) > 20}
     close(eager(ids, attention_mask=mask).logits[mask.bool()], sdpa(ids, attention_mask=mask).logits[mask.bool()], atol=1e-5)
-    losses = [model(ids, attention_mask=mask, labels=labels, **noise).loss for model in (eager, sdpa)]
-    close(*losses, atol=1e-5)
-    sees = torch.ones(1, 1, 11, 11, dtype=torch.bool).tril()
-    positions, hidden = torch.arange(11)[None], torch.randn(1, 11, 32, dtype=torch.float64)
-    close(eager.residual(ids[:1], hidden, positions, sees), sdpa.residual(ids[:1], hidden, positions, sees), atol=1e-5)
+    close(*(model(ids, attention_mask=mask, labels=labels, **noise).loss for model in (eager, sdpa)), atol=1e-5)
+    hidden, positions = torch.randn(1, 11, 32, dtype=torch.float64), torch.arange(11)[None]
+    close(*(model.residual(ids[:1], hidden, positions, seen(positions)) for model in (eager, sdpa)), atol=1e-5)
 
 
 @torch.no_grad()
@@ -110,17 +104,6 @@ def test_what_a_forward_takes_and_gives(random_model: MRPForCausalLM) -> None:
     close(model(inputs_embeds=out.hidden_states[0]).logits, out.logits, atol=0)
 
 
-@torch.no_grad()
-def test_the_head_of_a_new_model_adds_nothing() -> None:
-    config, positions = make_model().config, torch.arange(3, 9)[None]
-    fresh = MRPForCausalLM(config).double()
-    given = random_ids(15, 1, 6), torch.ones(1, 6, 32, dtype=torch.float64), positions, seen(positions)
-    assert fresh.residual(*given).eq(0).all()
-    torch.nn.init.ones_(fresh.mrp_head.norm.weight)
-    assert fresh.residual(*given).ne(0).all()
-    assert MRPHead(config).norm.weight.eq(0).all()
-
-
 def test_published_config_fields_load() -> None:
     """With the fields that transformers 4.52 wrote, at the values of heavyball/sdar-1_7b-mrp-3lyr."""
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936, "mask_token_id": 151669, "head_dim": 128}
@@ -128,17 +111,14 @@ def test_published_config_fields_load() -> None:
     config = MRPConfig.from_dict(published)
     renamed = {"rope_theta", "rope_scaling", "torch_dtype", "model_type", "transformers_version"}
     renamed |= {"fuse_cross_entropy", "debug", "auto_map", "num_mrp_heads"}  # these mean nothing here
-    for name in published.keys() - renamed:
-        assert getattr(config, name) == published[name], name
-    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1000000}
-    assert config.dtype == torch.bfloat16
-    assert config.to_dict()["model_type"] == "sdar_mrp"
-    assert "fuse_cross_entropy" not in config.to_dict()
-    assert config.has_head
-    assert "family" not in config.to_diff_dict()
-    assert not MRPConfig.from_dict({**published, "num_nextn_predict_layers": 0}).has_head
-    again = MRPConfig.from_dict(config.to_dict())
-    assert (again.block_size, again.mask_token_id, again.rope_parameters) == (16, 151669, config.rope_parameters)
+    assert {name: getattr(config, name) for name in published.keys() - renamed} == {
+        name: published[name] for name in published.keys() - renamed
+    }
+    assert (config.rope_parameters, config.dtype) == ({"rope_type": "default", "rope_theta": 1000000}, torch.bfloat16)
+    saved = config.to_diff_dict()
+    assert saved["model_type"] == "sdar_mrp"
+    assert not saved.keys() & {"family", "fuse_cross_entropy"}
+    assert MRPConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
 
 
 def test_a_model_whose_weights_are_nowhere() -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from modeling_mrp.networks.cache import LEAST_BUCKET, BlockCache
+from modeling_mrp.networks.cache import BlockCache
 
 CPU = torch.device("cpu")
 ROWS, HEADS, WIDTH, CAPACITY, SCRATCH = 3, 2, 4, 12, 8
@@ -10,19 +10,6 @@ ROWS, HEADS, WIDTH, CAPACITY, SCRATCH = 3, 2, 4, 12, 8
 
 def new_cache(devices: list[torch.device], **options: int | bool) -> BlockCache:
     return BlockCache(ROWS, HEADS, WIDTH, devices, CAPACITY, SCRATCH, torch.float64, **options)  # type: ignore[arg-type]
-
-
-def test_where_shapes_are_fixed_slots_come_in_powers_of_two() -> None:
-    cache = new_cache([CPU], fixed=True)
-    assert [cache.target(used, 4) for used in (0, 7, 255, 256, 257, 700)] == [256, 256, 256, 256, 512, 1024]
-    assert (cache.begin, cache.end) == (1024, 1028)
-    assert cache.target(7, 4, prefill=True) == 7
-    assert cache.nbytes == ROWS * (LEAST_BUCKET + SCRATCH) * 2 * HEADS * WIDTH * 8
-    big = BlockCache(1, 1, 1, [CPU], 300, 8, torch.bfloat16, fixed=True)
-    assert big.nbytes == 2 * 2 * (512 + 8)
-    assert new_cache([CPU] * 3, hidden_size=5).nbytes == ROWS * 8 * (
-        (SCRATCH + CAPACITY) * 3 * 2 * HEADS * WIDTH + CAPACITY * 5
-    )
 
 
 def test_what_can_be_reused() -> None:

@@ -14,19 +14,7 @@ from modeling_mrp.networks.networks import Networks
 from tests.random_cases import dampened, make_model
 
 PROMPTS = torch.tensor([[0, 0, 1, 2, 3], [4, 5, 6, 7, 8], [0, 9, 10, 11, 12]])
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    # transformers' top-k and top-p are not left out: they do not wait either.
-    "sampled": {
-        **LIVELY,
-        "top_k": 20,
-        "top_p": 0.9,
-        "temperature": 0.8,
-        "eos_token_id": [3, 9],
-        "min_new_tokens": 7,
-        "seed": 4,
-    },
-}
+SAMPLED = {**LIVELY, "top_k": 20, "top_p": 0.9, "temperature": 0.8, "eos_token_id": [3, 9], "min_new_tokens": 7, "seed": 4}
 
 
 class Waits(TorchDispatchMode):
@@ -45,10 +33,10 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("mode", "sampling"), [(mode, [*SAMPLINGS][place % 2]) for place, mode in enumerate(MODES)])
-def test_the_host_waits_for_what_was_picked_alone(sampling: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_the_host_waits_for_what_was_picked_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind each network once; no operation of a round needs a result on the host, nor has a size that depends on one. Keys
-    and values stay where they are, from the first round to the last."""
+    and values stay where they are, from the first round to the last. transformers' top-k and top-p do not wait either."""
     reads, places, score, found = list[int](), list[list[int]](), Networks.score, Waits()
 
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +50,7 @@ def test_the_host_waits_for_what_was_picked_alone(sampling: str, mode: str, monk
     monkeypatch.setattr(networks, "spread_columns", noted(networks.spread_columns))
     monkeypatch.setattr(Networks, "score", watched)
     options: dict[str, Any] = {"decoding": mode, "max_new_tokens": 13, "mrp_steps": 2, "num_draft_states": 5, "draft_passes": 2}
-    options |= {"attention_mask": (PROMPTS > 0).long(), "return_dict_in_generate": True, **SAMPLINGS[sampling]}
+    options |= {"attention_mask": (PROMPTS > 0).long(), "return_dict_in_generate": True, **SAMPLED}
     out = dampened(make_model(4), 0.3).generate(PROMPTS, **options)
     assert found.found == []
     assert 3 < len(reads) <= sum(out.stats.forwards.values())

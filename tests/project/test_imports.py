@@ -1,10 +1,19 @@
-"""Who imports whom in the package: one way, and nothing of the project's other parts."""
+"""Who imports whom in the package: one way, and nothing of the project's other parts; and how many files a decode needs."""
 
 import ast
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 from conftest import ROOT
+
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate.loop import Decoder
 
 PACKAGE = ROOT / "modeling_mrp"
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in PACKAGE.rglob("*.py")}
@@ -58,3 +67,39 @@ def test_a_repositorys_code_uses_public_names_only() -> None:
         others = {other for other in others if not other.startswith("torch.utils._pytree")}
         private = [other for other in others if any(part.startswith("_") for part in other.split(".") if part != "__future__")]
         assert not private, f"{name}: {private}"
+
+
+@contextmanager
+def noted(files: set[str]) -> Iterator[None]:
+    """Note the package's files of which a function is called meanwhile."""
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if PACKAGE in path.parents:
+            files.add(path.relative_to(PACKAGE).as_posix())
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_files_from_generate_to_a_kernel(random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a reader opens who follows a drafted decode, or one of its rounds: more files only with a reason."""
+    ids, options = torch.tensor([[1, 2, 3, 4, 5]]), {"decoding": "mrp_spec", "num_draft_states": 4, "max_new_tokens": 8}
+    random_model.generate(ids, **options)
+    whole: set[str] = set()
+    with noted(whole):
+        random_model.generate(ids, **options)
+    round_of, one = Decoder.round, {"generate/generation.py"}
+
+    def traced(*args: Any) -> Any:
+        with noted(one):
+            return round_of(*args)
+
+    monkeypatch.setattr(Decoder, "round", traced)
+    random_model.generate(ids, **options)
+    assert len(whole) <= 22, sorted(whole)
+    assert len(one) <= 14, sorted(one)

@@ -21,6 +21,7 @@ class FastDLLMBackbone(FamilyBackbone):
     models, paper = "Fast-dLLM v2", "2509.26328"
     layer, attention = Qwen2DecoderLayer, Qwen2Attention
     norm_kind, rotary = Qwen2RMSNorm, Qwen2RotaryEmbedding
+    unsaid = {"mask_token_id": 151665}
 
     @classmethod
     def reads(cls, fields: Mapping[str, Any]) -> bool:
@@ -29,5 +30,5 @@ class FastDLLMBackbone(FamilyBackbone):
 
     @classmethod
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate a published config, which calls the block size `bd_size` and names no mask."""
-        return {"block_size": fields.get("bd_size", 32), "mask_token_id": 151665, **fields}
+        """Translate a published config, which calls the block size `bd_size`."""
+        return super().translated({"block_size": fields.get("bd_size", 32), **fields})

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter, WeightRenaming
 from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeAttention,
@@ -83,6 +81,7 @@ class LLaDA2Backbone(FamilyBackbone):
     layer, attention = Glm4MoeDecoderLayer, Glm4MoeAttention
     norm_kind, rotary = Glm4MoeRMSNorm, Glm4MoeRotaryEmbedding
     own_weights = (Glm4MoeExperts, Glm4MoeTopkRouter)
+    unsaid = {"block_size": 32, "mask_token_id": 156895, "eos_token_id": 156892}
     conversions = (
         *(WeightRenaming(published, ours) for published, ours in _NAMES.items()),
         WeightConverter(
@@ -93,14 +92,6 @@ class LLaDA2Backbone(FamilyBackbone):
         *EXPERTS,
     )
     _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
-
-    def head_rotary(self, embeds: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for the layers of a head, which turn as many pairs of dimensions as the backbone's."""
-        cos, sin = self.rotary_emb(embeds, position_ids)
-        turned = cos.shape[-1] // 2
-        still = (0, self.config.head_dim // 2 - turned)
-        cos, sin = F.pad(cos[..., :turned], still, value=1.0), F.pad(sin[..., :turned], still)
-        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
     @classmethod
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,8 +106,7 @@ class LLaDA2Backbone(FamilyBackbone):
             )
         rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
         return {
-            **{"block_size": 32, "mask_token_id": 156895, "eos_token_id": 156892},
-            **{name: value for name, value in fields.items() if name not in _DROPPED},
+            **super().translated({name: value for name, value in fields.items() if name not in _DROPPED}),
             "n_shared_experts": fields.get("num_shared_experts", 1),
             "rope_parameters": {
                 **{"rope_type": "default", "rope_theta": fields.get("rope_theta", 10000.0)},

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from .registry import family
@@ -18,6 +17,7 @@ class MRPBackbone(Qwen3Model):
         models: What its published models are called.
         paper: Where they are described; None: nowhere that is cited.
         shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
+        unsaid: Fields that its published configs leave out, with their values.
     """
 
     _tp_plan: ClassVar[Any] = {"embed_tokens": "replicate"}  # rows of lm_head, with which it may be tied, are read
@@ -25,6 +25,7 @@ class MRPBackbone(Qwen3Model):
     models: ClassVar[str] = "SDAR"
     paper: ClassVar[str | None] = "2510.06303"
     shifted: ClassVar[bool] = False
+    unsaid: ClassVar[dict[str, Any]] = {}
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -40,11 +41,6 @@ class MRPBackbone(Qwen3Model):
             )
         return super().forward(*args, attention_mask=attention_mask, **kwargs)
 
-    def head_rotary(self, embeds: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for the layers of a head, [batch, length, head_dim] each."""
-        cos, sin = self.rotary_emb(embeds, position_ids)
-        return cos, sin
-
     @classmethod
     def reads(cls, fields: Mapping[str, Any]) -> bool:
         """Tell if a published config is one of this family: if its `model_type` is the family's name."""
@@ -53,7 +49,7 @@ class MRPBackbone(Qwen3Model):
     @classmethod
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Translate those fields of a published config that are not null into those of `MRPConfig`; others are dropped."""
-        return dict(fields)
+        return {**cls.unsaid, **fields}
 
     @classmethod
     def note(cls, source: str) -> str | None:

@@ -1,6 +1,5 @@
 """SDAR-30B-A3B (`sdar_moe`): Qwen3-MoE layers (SDAR, arXiv 2510.06303). Checkpoints hold each expert's matrices singly."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
@@ -32,8 +31,4 @@ class SDARMoeBackbone(FamilyBackbone):
     norm_kind, rotary = Qwen3MoeRMSNorm, Qwen3MoeRotaryEmbedding
     own_weights = (Qwen3MoeExperts, Qwen3MoeTopKRouter)
     conversions = EXPERTS
-
-    @classmethod
-    def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate a published config; the first checkpoints, of blocks of 4, name no block size."""
-        return {"block_size": 4, **fields}
+    unsaid = {"block_size": 4}  # by the first checkpoints

@@ -17,13 +17,9 @@ class StableDiffCoderBackbone(FamilyBackbone):
     models, paper = "Stable-DiffCoder", None
     layer, attention = LlamaDecoderLayer, LlamaAttention
     norm_kind, rotary = LlamaRMSNorm, LlamaRotaryEmbedding
+    unsaid = {"block_size": 4, "mask_token_id": 5}
 
     @classmethod
     def reads(cls, fields: Mapping[str, Any]) -> bool:
         """Tell if a published config is one of this family."""
         return fields.get("model_type") == "llama" and "StableDiffcoderForCausalLM" in (fields.get("architectures") or ())
-
-    @classmethod
-    def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate a published config, which names neither blocks nor the mask."""
-        return {"block_size": 4, "mask_token_id": 5, **fields}
