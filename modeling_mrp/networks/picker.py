@@ -266,7 +266,7 @@ class Picker:
             return logits, None
         if top_k is None:
             return logits.masked_fill(self._truncated(tempered(logits).clone()) == -torch.inf, -torch.inf), None
-        top, _ = likeliest_tokens(logits, top_k)  # tokens are kept from the least kept logit of these k on
+        top, _ = likeliest_tokens(logits, top_k)  # what is kept is not under a logit that is found among k
         return logits, top.masked_fill(self._truncated(tempered(top)) == -torch.inf, torch.inf).amin(-1)
 
     def _top_k(self) -> int | None:

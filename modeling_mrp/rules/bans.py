@@ -46,7 +46,7 @@ class Bans:
                     place == hole or ids[other + place] == token for place, token in enumerate(window)
                 ):
                     found.add(ids[other + hole])
-        for token in {one for window in windows.values() for one in window}:  # two windows around the position may become equal
+        for token in {one for window in windows.values() for one in window}:  # two of them may be equal
             whole = []
             for begin, window in windows.items():
                 window[at - begin] = token

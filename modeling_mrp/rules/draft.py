@@ -59,7 +59,8 @@ def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: 
     """
     token, odds = (said.token, said.odds) if said.likeliest is None else draw_tokens(row, state, said)
     (start, ids), memory, eos = state.key, row.memory, row.eos
-    goes_on = state.end == row.block_size < row.open_end - start  # then only an eos can end the text
+    # Whether the text continues in the next block, unless the reveal holds an eos.
+    goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
     for where, likely in rule.likely(state, odds, branches):
         if not likely > 0:
             continue
@@ -95,7 +96,7 @@ def target_nodes(row: Row, narrow: bool) -> list[Node]:
     nodes = [Node(row.state, -1, row.source)]
     if not row.state.masks and not narrow:
         behind = row.opened(row.state.start + row.block_size)
-        if behind.masks:  # a next block without masks (given whole) waits for the next round
+        if behind.masks:  # one block at a time: a given one has to wait
             nodes.append(Node(behind, 0, None))
     return nodes
 
@@ -124,7 +125,7 @@ def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates:
             continue
         if not state.masks:
             behind = row.opened(state.start + row.block_size)
-            if behind.masks:  # a next block without masks (given whole) waits for the next round
+            if behind.masks:  # one block at a time: a given one has to wait
                 waiting.append((behind, (), behind.key, None, len(nodes) - 1))
                 chances.append(chance)
         elif (said := estimates.get(key, source)) is not None:
@@ -205,8 +206,9 @@ def accept(
     Raises:
         UnscoredError: if no token had a finite score at a position that is revealed.
     """
+    # Places in the round: of states by key, and of next blocks' first states by the place of the clean state before.
     places: dict[Key, int] = {}
-    next_blocks: dict[int, int] = {}  # by place of the clean state before
+    next_blocks: dict[int, int] = {}  # by clean states
     for place, node in enumerate(nodes):
         if node.parent < 0:
             places[node.state.key] = place

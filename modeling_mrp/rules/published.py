@@ -95,7 +95,7 @@ class Hierarchy(Dynamic):
 
     def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
         """Find the columns that need only the low threshold: the most confident one of each run of masks."""
-        runs = groupby(enumerate(free), lambda pair: pair[1] - pair[0])  # of neighbours: column - place is constant
+        runs = groupby(enumerate(free), lambda pair: pair[1] - pair[0])  # of neighbours, which are as far from their places
         return {surest([column for _, column in run], odds) for _, run in runs}
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
@@ -276,7 +276,7 @@ class SlowFast(Dynamic):
         """See `RevealRule`: the memo holds the span's begin and end (0 while exploring), its steps and the last estimate."""
         begin, end, steps, last = recalled(memo, state, (0, 0, 0, 0))
         free, odds = state.free, scores.odds
-        if end and not any(begin <= column < end for column in free):  # no mask is left in the span
+        if end and not any(begin <= column < end for column in free):  # it is clean
             begin, end, steps, last = end, 0, 0, 0
         scope = tuple([column for column in free if begin <= column and (not end or column < end)]) or free
         if not end:

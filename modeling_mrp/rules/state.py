@@ -101,7 +101,7 @@ class Counts:
     """Counts of a row's forwards and drafts (`MRPGenerateStats` explains each)."""
 
     def __init__(self, width: int, drafts: bool) -> None:
-        depths = 2 * width - 1 if drafts else 0  # a path may also pass states that the round before scored
+        depths = 2 * width - 1 if drafts else 0  # a path goes on through what the round before scored
         self.forwards = self.head_forwards = 0
         self.drafted = self.accepted = self.revoked = 0
         self.lengths = [0] * ((1 + drafts) * width + 1)
