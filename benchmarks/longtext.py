@@ -45,6 +45,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.networks.picker import LIKELIEST, SHORTLIST
 
 from .common import RESULTS, header, load, parser_of, read_lines
 from .frontier import Setting
@@ -119,7 +120,8 @@ def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerFast, count: int) -> 
 def settings() -> Iterator[list[Setting]]:
     """List the settings to measure, in groups: a target, then its drafts."""
     for block_size, sampled, target in product(BLOCKS, (False, True), TARGETS):
-        ways = alone(target), *(drafted(mode, target, STATES) for mode in ("self_spec", "mrp_spec"))
+        listed = {"draft_shortlist": LIKELIEST if sampled else SHORTLIST}  # the default of real vocabularies
+        ways = alone(target), drafted("self_spec", target, STATES), drafted("mrp_spec", target, STATES, **listed)
         yield [{"block_size": block_size, "do_sample": sampled, **way} for way in ways]
 
 
@@ -214,7 +216,7 @@ def times(options: Namespace) -> None:
     _, texts = prompts_of(options.folder, tokenizer, options.count)
     results = ResultsFile(options.output, "asked")
     results.begin(header("longtext", options, model))
-    ways = {"static": alone("static"), "mrp_spec": drafted("mrp_spec", "static", STATES)}
+    ways = {"static": alone("static"), "mrp_spec": drafted("mrp_spec", "static", STATES, draft_shortlist=SHORTLIST)}
     edges = [PROMPT + options.tokens * part // PARTS for part in range(PARTS + 1)]
     for block_size in BLOCKS:
         model.config.block_size, taken, size = block_size, {name: list[Any]() for name in ways}, {}
