@@ -3723,7 +3723,7 @@ class Reveal:
         return self.row.after(self.state, where, self.token)
 
     def keep(self, passed: Sequence[int], asked: Sequence[float]) -> None:
-        """Keep the columns that passed; those of the earlier ones for which `asked` is NaN become unscored."""
+        """Keep the columns that passed; mark earlier ones as unscored where `asked`, the head's number by column, is NaN."""
         for column in self.where:
             if asked[column] != asked[column]:
                 self.log_odds[column] = asked[column]
@@ -4094,7 +4094,7 @@ def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Colum
 
 @dataclass(frozen=True)
 class FastDLLM(RevealRule):
-    """Reveal the n most confident columns, n as large as c_i >= 1 - f / (i + 1) holds for all i = 1 ... n; at least one.
+    """Reveal the n most confident columns, for the largest n with c_i >= 1 - f / (i + 1) for all i from 2 to n; at least one.
 
     The factor rule of Fast-dLLM (arXiv 2505.22618), which bounds (n + 1)(1 - c_n) by f. With f = 1, the n tokens picked
     independently are also the likeliest n tokens jointly.

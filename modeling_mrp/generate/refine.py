@@ -33,7 +33,7 @@ class Reveal:
         return self.row.after(self.state, where, self.token)
 
     def keep(self, passed: Sequence[int], asked: Sequence[float]) -> None:
-        """Keep the columns that passed; those of the earlier ones for which `asked` is NaN become unscored."""
+        """Keep the columns that passed; mark earlier ones as unscored where `asked`, the head's number by column, is NaN."""
         for column in self.where:
             if asked[column] != asked[column]:
                 self.log_odds[column] = asked[column]

@@ -39,7 +39,7 @@ def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Colum
 
 @dataclass(frozen=True)
 class FastDLLM(RevealRule):
-    """Reveal the n most confident columns, n as large as c_i >= 1 - f / (i + 1) holds for all i = 1 ... n; at least one.
+    """Reveal the n most confident columns, for the largest n with c_i >= 1 - f / (i + 1) for all i from 2 to n; at least one.
 
     The factor rule of Fast-dLLM (arXiv 2505.22618), which bounds (n + 1)(1 - c_n) by f. With f = 1, the n tokens picked
     independently are also the likeliest n tokens jointly.
