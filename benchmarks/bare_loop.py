@@ -1,8 +1,8 @@
-"""`dynamic` in a loop of its own, of sixty lines, beside `generate`: what the package costs over the least that decodes.
+"""`dynamic` in a minimal loop of sixty lines, beside `generate`: what the package costs over the least code that decodes.
 
     python -m benchmarks.bare_loop --count 16
 
-Batch 1, greedy, in turns in one process; prints the ratio of CPU times, its spread, and how many texts are equal.
+Batch 1, greedy, the two in turns in one process; prints the ratio of CPU times, its spread, and how many texts are equal.
 """
 
 import time
@@ -22,7 +22,7 @@ TAU = 0.9
 
 @torch.inference_mode()
 def decoded(model: MRPForCausalLM, prompt: Sequence[int], eos: set[int]) -> list[int]:
-    """Decode one prompt block by block: reveal all above tau, at least the surest, until no mask is left."""
+    """Decode one prompt block by block, revealing all columns above tau in each step, at least the most confident one."""
     config, cache, ids = model.config, DynamicCache(), list(prompt)
     block, mask_id, limit = config.block_size, config.mask_token_id, len(prompt) + NEW_TOKENS["math"]
 
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     taken = take_turns({"bare": bare, "generate": package}, options.count)
     equal = sum(package.texts[turn][0].tolist() == prompts[turn] + texts[turn] for turn in texts)
-    ratio = faster(taken["bare"], taken["generate"])  # of speeds: the time of the other way round
+    ratio = faster(taken["bare"], taken["generate"])  # `faster` divides speeds, so the ratio of times has its arguments swapped
     emit({"generate_over_bare_loop": ratio, "texts_equal": equal, "texts": len(texts)})
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark commands share: reading what was measured with the embedded weights, and decodes of their own."""
+"""Shared parts of the benchmark commands: reading what was measured with the embedded weights, and their own decodes."""
 
 import json
 import sys
@@ -40,10 +40,10 @@ PRINTED = Path("/proc/self/fd/1")
 
 
 def header(benchmark: str, options: Any, model: MRPForCausalLM | None = None, printed: Path = PRINTED) -> dict[str, Any]:
-    """Make the header of a command's output, `provenance.header`; without `options.output` that is what is `printed`.
+    """Make the header of a command's output (`provenance.header`); without `options.output` the output is the file `printed`.
 
     Raises:
-        ValueError: if the output is a file of `benchmarks/results`, and the code has changes that no commit holds.
+        ValueError: if the output is a file of `benchmarks/results` and the code has uncommitted changes.
     """
     made = provenance.header(benchmark, options, model)
     check_clean(getattr(options, "output", None) or printed, made)
@@ -51,30 +51,31 @@ def header(benchmark: str, options: Any, model: MRPForCausalLM | None = None, pr
 
 
 def emit(line: dict[str, Any], file: TextIO | None = None) -> None:
-    """Print one measurement at once, and write it to a file, so that a run that is cut short leaves what it had."""
+    """Print one measurement at once and write it to a file, so that an interrupted run leaves what it had."""
     for target in filter(None, (sys.stdout, file)):
         print(json.dumps(line), file=target, flush=True)
 
 
 @cache
 def embedded_weights() -> dict[str, str | None]:
-    """The digests of the embedded checkpoint."""
+    """Return the digests of the embedded checkpoint."""
     return digests(load(TINY)[0])
 
 
 def read_lines(path: Path, embedded: bool = True) -> list[dict[str, Any]]:
     """Read the measurements that a command left, without their headers.
 
-    Lines of other weights than the embedded ones, or of code that decided otherwise, are left out where today's have been
-    measured behind them. What was measured before headers noted that code is read: it is of the commit that they name.
+    Lines measured with other weights than the embedded ones, or with different decoding code, are left out if later lines of
+    the file are of today's. Lines under an older header that does not name the decoding code are kept: they belong to its
+    commit.
 
     Args:
         path: The file.
-        embedded: If False, the lines are of a checkpoint that is not kept, the last that the file names, at the commits that it
-            names: what decides today is not compared, since nobody can measure again without training again.
+        embedded: If False, read the lines of the last checkpoint that the file names, which is not kept. Their decoding code is
+            not compared with today's, since measuring again would take training again.
 
     Raises:
-        ValueError: The file holds lines of other weights or code and ends with them.
+        ValueError: if the file ends with lines of other weights or code.
     """
     measured = list(with_headers(map(json.loads, path.read_text().splitlines())))
     weights = {**embedded_weights(), "deciding": deciding()} if embedded else {**measured[-1][0], "deciding": None}
@@ -92,9 +93,9 @@ def read_lines(path: Path, embedded: bool = True) -> list[dict[str, Any]]:
 
 
 def measuring_command(header: Mapping[str, Any], path: Path) -> str:
-    """The command that a header names, with its options, writing to a path."""
+    """Reconstruct the command that wrote a header, with its options, writing to a path."""
     name = header["benchmark"]
-    ours = name in ("mrp evaluate", "mrp_trainer.evaluate")  # as it was called before
+    ours = name in ("mrp evaluate", "mrp_trainer.evaluate")  # the second is its former name
     parts = ["mrp evaluate" if ours else f"python -m benchmarks.{name}"]
     for name, value in header["options"].items():
         if value is None or value is False or value == [] or name == "output":
@@ -105,29 +106,29 @@ def measuring_command(header: Mapping[str, Any], path: Path) -> str:
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a host clock, read when the device has done all it was given."""
+    """Read a host clock, in seconds, once the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def load(folder: str | Path) -> tuple[MRPForCausalLM, PreTrainedTokenizerFast]:
-    """A checkpoint in evaluation mode, and its tokenizer."""
+    """Load a checkpoint in evaluation mode, and its tokenizer."""
     return MRPForCausalLM.from_pretrained(folder).eval(), PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def greedy_decode(
     model: MRPForCausalLM, mode: Mode, prompts: list[list[int]], new_tokens: int, eos: list[int], width: int
 ) -> tuple[Networks, list[Row]]:
-    """Set up a greedy decode of a batch on a CPU, for a `Decoder` or for a loop of one's own.
+    """Set up a greedy decode of a batch on a CPU, for a `Decoder` or for a loop of the benchmark's own.
 
     Args:
         model: In evaluation mode.
         mode: What is revealed and drafted.
         prompts: Ids by row.
-        new_tokens: At most.
+        new_tokens: Most new tokens.
         eos: Ids that end a text.
-        width: States of a row that a forward has room for.
+        width: States per row that a forward has room for.
     """
     config = model.config
     options = MRPGenerationConfig(eos_token_id=eos, do_sample=False)

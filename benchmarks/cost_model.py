@@ -1,11 +1,11 @@
-"""When speculation pays: speed over `static` at the published shapes, predicted from measured counts and a device's roofline.
+"""When speculation pays: predicted speed over `static` at the published shapes, from measured counts and a device's roofline.
 
     python -m benchmarks.cost_model --device H200 --batch 1 2 4 --states 4 8
 
-prints the mode to use at each shape, batch size and K, `static` where no draft pays. Tokens per forward, states per forward and
-head passes per round are of `results/tiny_sweep.jsonl`, which commit 27b9ad0 measured with the embedded checkpoint, a toy; the
-bandwidth is ideal. So predictions hold for a model whose drafts are right as often, on a device that never waits. `--shape
-30b-a3b` is SDAR-30B-A3B, of whose experts a round reads those that some token chooses (`Shape.experts_read`).
+prints the best mode at each shape, batch size and K, `static` where no draft pays. Tokens per forward, states per forward and
+head passes per round come from `results/tiny_sweep.jsonl`, measured by commit 27b9ad0 with the embedded toy checkpoint; the
+bandwidth is ideal. So predictions hold for a model whose drafts are accepted as often, on a device that never waits. `--shape
+30b-a3b` is SDAR-30B-A3B; a round reads only the experts that some token chooses (`Shape.experts_read`).
 """
 
 import json
@@ -19,14 +19,14 @@ from mrp_trainer.publish.card import markdown_table
 
 from .common import RESULTS, parser_of
 
-# Bandwidth of the H200 as measured with a large copy, the others and all peaks (dense bf16) as their makers give them.
+# The H200's bandwidth was measured with a large copy; the other bandwidths and all peaks (dense bf16) are the makers' numbers.
 DEVICES = {
     "H200": Device("H200", 4.3e12, 989e12),
     "A100-80G": Device("A100-80G", 2.04e12, 312e12),
     "RTX4090": Device("RTX4090", 1.01e12, 165e12),
 }
 SHAPES = (*map(str.lower, PUBLISHED), "30b-a3b")
-# SDAR-30B-A3B in blocks of 16, those of the counts, under a head of three dense layers.
+# SDAR-30B-A3B in blocks of 16, like the counts, with a head of three dense layers.
 EXPERTS = Shape(
     "30B-A3B", 2048, 6144, 48, 32, 4, 128, 151936, 16, 3, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
 )
@@ -42,8 +42,10 @@ def speedup(shape: Shape, device: Device, counts: Counts, static: Counts, batch:
 
 
 def counts_at(lines: Sequence[Line], family: str, mode: str, states: int, batch: int, block_size: int) -> Counts:
-    """Give the counts of a mode, measured at the largest batch that is not above the one asked. `static` scores a state a
-    forward, and at a block's end the next block's first one, too."""
+    """Return the counts of a mode, measured at the largest batch that is at most the one asked for.
+
+    `static` scores one state a forward and, at a block's end, the next block's first one as well.
+    """
     alone = mode == "static"
     wanted = {"family": family, "mode": mode, **({} if alone else {"states": states})}
     fitting = [line for line in lines if all(line.get(name) == value for name, value in wanted.items())]
@@ -61,7 +63,7 @@ def read_counts() -> list[Line]:
 
 
 def table(device: Sequence[str], shape: Sequence[str], batch: Sequence[int], states: Sequence[int], prefix: int) -> str:
-    """Predict by family and K the mode to use at each shape and batch size, and its speed over `static`."""
+    """Predict the best mode and its speed over `static`, by family and K, shape and batch size."""
     lines, columns = read_counts(), list(product(FAMILIES, states))
     choices = list[list[str]]()
     for of, size in product(map(DEVICES.__getitem__, device), shape):

@@ -1,18 +1,18 @@
 """Draft graphs in the manner of Spiffy (arXiv 2509.18085): lossless drafts without a head, for any target.
 
-Written from descriptions of the paper, which comes without code. A *pick* (i, j) names the i-th position, in the order in which
-the target prefers them, and its j-th likeliest token, both by what the model said at the last accepted state. A *node* is a set
-of picks: the state that reveals these beyond the row's next one. Reveals come in any order, so a node may have several parents.
+Written from descriptions of the paper, which comes without code. A *pick* (i, j) names the i-th position, in the target's order
+of preference, and its j-th likeliest token, both by the model's scores at the last accepted state. A *node* is a set of picks:
+the state that reveals these beyond the row's next one. Reveals come in any order, so a node may have several parents.
 
-- **Calibrated** offline: tuning problems are decoded with the target, and it is counted which nodes it goes through next; the
-  graph grows by the node that most of the recorded paths come to next from what is in it, and so stays connected.
-- **Pruned** at run time: nodes are made of the stale predictions, each is scored by the geometric mean of its tokens'
-  probabilities and, where it has children, of that and their mean score; the best connected K - 1 are scored by the model
-  beside the row's next state. Not pruned, the first of the calibration are.
-- **Tuned** for each target and K (`CHOSEN`): how many nodes, pruned or not, and how many tokens of a position picks may name,
-  by `python -m benchmarks.tuned draft_graph`, on tuning problems that no graph is calibrated on.
-- **Verified** by this package's own round, which gives the graph what its description has not: a state scored in vain is
-  remembered for a round and takes no place in the next, and behind a clean state the next block's first one rides along.
+- **Calibrated** offline: tuning problems are decoded with the target, and the nodes that it passes are counted. The graph grows
+  by the node that most recorded paths reach next from within it, and so stays connected.
+- **Pruned** at run time: nodes become states by the stale predictions. A node's score is the geometric mean of its tokens'
+  probabilities, averaged with its children's mean score if it has children; the best connected K - 1 are scored by the model
+  together with the row's next state. Without pruning, the first K - 1 of the calibration are.
+- **Tuned** for each target and K (`CHOSEN`): the number of nodes, pruning, and the number of tokens per position that picks may
+  name, by `python -m benchmarks.tuned draft_graph`, on tuning problems that no graph is calibrated on.
+- **Verified** by this package's own round, which adds two things that the description lacks: a state scored in vain is
+  remembered for a round and takes no place in the next, and after a clean state the next block's first one is scored, too.
 """
 
 import math
@@ -38,16 +38,16 @@ from .measure import Loop, loop_of
 
 Pick = tuple[int, int]  # rank of the position, rank of its token
 Node = frozenset[Pick]
-TOKENS = 3  # tokens of a position that picks may name, at most
+TOKENS = 3  # most tokens per position that picks may name
 
 
 class Build(NamedTuple):
     """How a graph of drafts with K states is made.
 
     Attributes:
-        times: Nodes, in times K - 1.
-        pruned: Whether those that score best are drafted, else the first.
-        tokens: Tokens of a position that picks may name.
+        times: Number of nodes, as a multiple of K - 1.
+        pruned: Whether the best-scoring nodes are drafted, rather than the first.
+        tokens: Tokens per position that picks may name.
     """
 
     times: int = 2
@@ -55,7 +55,7 @@ class Build(NamedTuple):
     tokens: int = TOKENS
 
 
-# By target and K, the best of `python -m benchmarks.tuned draft_graph`.
+# The best graphs by target and K, from `python -m benchmarks.tuned draft_graph`.
 CHOSEN = {
     "static": {4: Build(2, True, 1), 8: Build(4, False)},
     "dynamic": {4: Build(2, False), 8: Build()},
@@ -66,12 +66,12 @@ CHOSEN = {
 
 @dataclass(frozen=True)
 class DraftGraph:
-    """Nodes and who leads to whom.
+    """Nodes, and the edges between them.
 
     Attributes:
-        nodes: In the order in which they were taken.
+        nodes: In the order in which they were added.
         edges: (parent, child) by number; the parent -1 is the row's next state.
-        pruned: As of `Build`.
+        pruned: See `Build`.
     """
 
     nodes: tuple[Node, ...]
@@ -87,7 +87,7 @@ class DraftGraph:
 
     @classmethod
     def calibrated(cls, paths: Sequence[Sequence[Node]], size: int) -> "DraftGraph":
-        """Take `size` nodes, one after the other that which most paths come to next; fewer where paths end before."""
+        """Add nodes one by one, always the one that most paths reach next, up to `size`; fewer if the paths end before."""
         nodes: dict[Node, int] = {}
         depth = [0] * len(paths)
         for _ in range(size):
@@ -103,7 +103,7 @@ class DraftGraph:
 
     @cached_property
     def leading(self) -> list[list[int]]:
-        """Who leads to each node: numbers of nodes, and -1 for the row's next state."""
+        """List the parents of each node: numbers of nodes, and -1 for the row's next state."""
         return [[parent for parent, child in sorted(self.edges) if child == node] for node in range(len(self.nodes))]
 
 
@@ -119,12 +119,12 @@ def _pairs(path: Sequence[Node]) -> Iterable[tuple[Node, Node]]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Ranks of columns and tokens by what the model said at one state.
+    """Ranks of columns and tokens by the model's scores at one state.
 
     Attributes:
-        order: [block], by which columns come, the highest first.
-        token: [block][TOKENS], likeliest first,
-        chance: [block][TOKENS], and their probabilities.
+        order: [block], the key that columns are sorted by, the highest first.
+        token: [block][TOKENS], likeliest first.
+        chance: [block][TOKENS], their probabilities.
     """
 
     order: list[float]
@@ -132,12 +132,12 @@ class Ranking:
     chance: list[list[float]]
 
     def columns(self, state: State) -> list[int]:
-        """The columns that are left at a state, in the order in which the target prefers them."""
+        """List the masked columns of a state in the target's order of preference."""
         return sorted(state.free, key=lambda column: -self.order[column])
 
 
 def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[int, Ranking]:
-    """Rank by what was said at rows' last accepted states, in the order that the rule goes by; by the rows' places."""
+    """Rank columns and tokens by the scores at the rows' last accepted states, in the rule's order; by the rows' places."""
     seeded = [row for row in rows if row.stop is None and row.source is not None]
     if not seeded:
         return {}
@@ -159,9 +159,9 @@ def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[
 
 
 def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tuple[State, float]]:
-    """Make the states of nodes behind a row's next one, each with the geometric mean of its tokens' probabilities.
+    """Make the states of nodes after a row's next one, each with the geometric mean of its tokens' probabilities.
 
-    Left out are nodes with a pick of no column that is left, and those behind which nothing is left to reveal.
+    Left out are nodes with a pick of a column that does not exist any more, and those that leave nothing to reveal.
     """
     left, found = ranking.columns(row.state), {}
     for number, node in enumerate(graph.nodes):
@@ -176,7 +176,7 @@ def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tup
 
 
 def scores(graph: DraftGraph, local: dict[int, float]) -> dict[int, float]:
-    """Score nodes: a leaf by its own geometric mean `local`, others by that of this and their children's mean."""
+    """Score nodes: a leaf by its own geometric mean `local`, another by the mean of that and its children's mean score."""
     score = dict(local)
     for node in sorted(local, key=lambda node: -len(graph.nodes[node])):
         if children := [score[child] for child in local if node in graph.leading[child]]:
@@ -185,13 +185,13 @@ def scores(graph: DraftGraph, local: dict[int, float]) -> dict[int, float]:
 
 
 def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -> list[draft.Node]:
-    """Keep, of a graph, what scores best behind a row's next state, or what comes first.
+    """Select the nodes to draft after a row's next state: those that score best, or the first ones.
 
     Args:
-        graph: What may be drafted.
-        row: Where it stands.
-        ranking: By what was said at the last accepted state; None: nothing was.
-        states: K, with the row's next state.
+        graph: The nodes.
+        row: The row to draft for.
+        ranking: By the scores at the last accepted state; None if there are none.
+        states: K, the row's next state included.
     """
     nodes = draft.target_nodes(row, states < 2)
     behind = row.opened(row.state.start + row.block_size)
@@ -211,7 +211,7 @@ def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -
 
 
 class GraphDecoder(Decoder):
-    """Rounds whose drafts a graph makes."""
+    """Rounds whose drafts come from a graph."""
 
     graph: DraftGraph
 
@@ -222,7 +222,7 @@ class GraphDecoder(Decoder):
 
 
 def graph_drafts(rule: RevealRule, graph: DraftGraph, states: int) -> Loop:
-    """Draft a target by a graph that was calibrated for it; K states are scored a forward, the row's next one included."""
+    """Make a loop that drafts for a target by a graph calibrated for it, with K states scored per forward."""
 
     def decoder(mode: Mode, networks: Networks, budget: Fixed) -> GraphDecoder:
         made = GraphDecoder(mode, networks, budget)
@@ -237,12 +237,12 @@ def graph_drafts(rule: RevealRule, graph: DraftGraph, states: int) -> Loop:
 
 @dataclass(frozen=True)
 class Watched:
-    """Rows' next states and the rankings that they were revealed by, round after round of a plain decode.
+    """The rows' next states and the rankings that they were revealed by, in each round of a plain decode.
 
     Attributes:
-        networks: What the device computes.
+        networks: Backbone and picks on the device.
         rule: The target's.
-        seen: By round, for each row that goes on its state and ranking; None: it was seen before a ranking was there.
+        seen: By round and unfinished row, its state and ranking; None for a state before the first ranking.
     """
 
     networks: Networks
@@ -250,12 +250,12 @@ class Watched:
     seen: list[dict[int, tuple[State, Ranking | None]]] = field(default_factory=list)
 
     def note(self, rows: Sequence[Row]) -> None:
-        """Note where rows stand."""
+        """Note the rows' states and rankings."""
         ranked = rankings(self.networks, self.rule, rows)
         self.seen.append({row.place: (row.state, ranked.get(row.place)) for row in rows if row.stop is None})
 
     def paths(self) -> list[list[Node]]:
-        """List, for each state that a row came to next, the nodes it went through from there, to the end of the block."""
+        """List, for each next state of a row, the nodes that it passed from there to the end of the block."""
         found = []
         for turn, going in enumerate(self.seen):
             for row, (first, ranking) in going.items():
@@ -274,7 +274,7 @@ class Watched:
 
 
 def node_of(first: State, later: State, ranking: Ranking) -> Node | None:
-    """Name what a later state reveals beyond a first one; None if a token is not among the likeliest."""
+    """Name the node of a state relative to an earlier one; None if a token is not among the likeliest."""
     place, picks = {column: rank for rank, column in enumerate(ranking.columns(first))}, []
     for column, (before, token) in enumerate(zip(first.ids, later.ids, strict=True)):
         if before != token:
@@ -288,7 +288,7 @@ def node_of(first: State, later: State, ranking: Ranking) -> Node | None:
 def recorded_paths(
     model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], new_tokens: int, eos: list[int]
 ) -> list[list[Node]]:
-    """Decode prompts with a target, and record the paths that it took."""
+    """Decode prompts with a target and record its paths."""
     networks, rows = greedy_decode(model, Mode(rule), prompts, new_tokens, eos, 2)
     watched = Watched(networks, rule)
     decoder = Decoder(Mode(rule), networks, Fixed(Amount()), watches=[watched.note], least_rows=len(prompts))

@@ -1,8 +1,8 @@
-"""An engine of SGLang in which a seeded coin says whether a draft is right: `sglang.launch_server`, for `serving --shape`.
+"""An SGLang engine in which a seeded coin decides whether a draft is right: `sglang.launch_server`, for `serving --shape`.
 
-Drafts of random weights are right never or always; so the time of a published acceptance is measured by forcing it. The
-networks compute what they would: only what they say of a draft is overwritten before it is accepted or not. The engine's
-processes are spawned, and import this module again.
+With random weights, drafts are right never or always; so time at a published acceptance is measured by forcing it. The
+networks compute as usual: only their scores of drafts are overwritten before acceptance. The engine's processes are spawned
+and import this module again.
 """
 
 import os
@@ -16,12 +16,12 @@ from mrp_serving.rounds import EngineDecoder
 from modeling_mrp.rules.draft import Node
 from modeling_mrp.rules.state import Frontier, Row, Scores, State
 
-ACCEPTANCE = "MRP_FORCED_ACCEPTANCE"  # the variable that holds the chance of a draft
+ACCEPTANCE = "MRP_FORCED_ACCEPTANCE"  # environment variable with the chance that a draft is right
 SURE = 1e6  # log-odds above all others
 
 
 def followed(state: State, drafted: State, mask_id: int) -> int | None:
-    """Find the column whose reveal makes a drafted state out of another; None if no single one does."""
+    """Find the column whose reveal turns a state into a drafted one; None if no single one does."""
     if state.start != drafted.start:
         return None
     changed = [column for column, ids in enumerate(zip(state.ids, drafted.ids, strict=True)) if ids[0] != ids[1]]
@@ -29,14 +29,14 @@ def followed(state: State, drafted: State, mask_id: int) -> int | None:
 
 
 def force(nodes: Sequence[Node], scores: Sequence[Scores], mask_id: int, chance: float, coin: random.Random) -> None:
-    """Overwrite what was said at the states of a chain, so that each draft is right with a chance, and none behind a wrong one.
+    """Overwrite the scores at the states of a chain so that each draft is right with a given chance if all before it are.
 
     Args:
         nodes: The states of a row, its own first.
-        scores: What the backbone said at each.
+        scores: The backbone's scores at each.
         mask_id: The mask's id.
         chance: That a draft is right.
-        coin: Draws.
+        coin: Source of randomness.
     """
     at = 0
     for place in range(1, len(nodes)):

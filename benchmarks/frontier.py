@@ -1,25 +1,24 @@
 """The frontier: accuracy against tokens per unit of every mode and target at the settings people use, with 95 % intervals.
 
-``python -m benchmarks.frontier`` decodes 500 held-out problems a family, greedily, with each of `settings()`: every target
+``python -m benchmarks.frontier`` decodes 500 held-out problems per family, greedily, with each of `settings()`: every target
 alone; the rules of `mrp_remask`; `mrp_direct`; four targets drafted by `self_spec`, a calibrated draft graph
 (`benchmarks.draft_graph`) and `mrp_spec`; the released reference (`benchmarks.released`), row by row; and PSD
-(`benchmarks.psd`). Of `source`, which has no right answer, it decodes half as many, with the targets and what drafts for
-them.
+(`benchmarks.psd`). Of `source`, which has no right answers, it decodes half as many, only with the targets and their drafts.
 
 With `--rules [NAME ...]` it decodes with reveal rules instead, those from papers as published: alone, and drafted by `mrp_spec`
 with one head pass (`--count 40` shows what differs; `python -m benchmarks.tables rules`).
 
-With `--rivals` it decodes what the head is to be held against, of every target: `self_spec`, draft graphs and PSD as they were
-tuned for it (`benchmarks.tuned`), and `mrp_spec` with a shortlist of 16 tokens and one to three passes. No table reads these
-lines yet.
+With `--rivals` it decodes each target with the head's competitors, `self_spec`, draft graphs and PSD as tuned for it
+(`benchmarks.tuned`), and with `mrp_spec` with a shortlist of 16 tokens and one to three passes. No table reads these lines
+yet.
 
-Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has one there, of the weights that it
-uses, is not measured again. `python -m benchmarks.tables frontier` (`targets`, `break_even`, `headline`, `eager`) prints
-tables, and `python -m benchmarks.plots` draws the figure, from all of `tiny_frontier*.jsonl`: processes may take a family and a
-file each.
+Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has a line there, measured with the same
+weights, is skipped. `python -m benchmarks.tables frontier` (`targets`, `break_even`, `headline`, `eager`) prints tables, and
+`python -m benchmarks.plots` draws the figure, from all of `tiny_frontier*.jsonl`: several processes may each take a family and
+a file.
 
-In float64, so that every drafted text is its target's, token by token; `texts_that_differ` counts those that are not.
-With `--seed` problems are of another seed, without those whose prompts the tables' 500 have, too.
+Decodes are in float64, so that every drafted text is its target's, token by token; `texts_that_differ` counts exceptions. With
+`--seed`, problems come from another seed, without those that share a prompt with the 500 of the tables.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -54,16 +53,16 @@ REMASK_TAUS = (0.4, *TAUS)
 BOUNDS = (0.35, 0.7, 1.0)
 STATES, WIDTHS, PASSES = (3, 4, 8), (4, 8), (1, 2, 3)
 PSD_TAUS = (0.7, 0.8, 0.9)
-# Beside the modes of `generate`.
+# Names of ways to decode beyond the modes of `generate`.
 GRAPH, PSD, RELEASED = "draft_graph", "psd", "released"
 DRAFTERS = ("self_spec", GRAPH, "mrp_spec")
 # Tuning problems of each family that a graph is calibrated on, as in the paper.
 CALIBRATED_ON = 25
-USED = 500  # first problems of seed 0, those of the tables
+USED = 500  # the first problems of seed 0 are those of the tables
 
 
 def settings(family: Family = "math") -> list[Setting]:
-    """List what is measured: the fields of a line that say how it was decoded."""
+    """List the settings to measure: the fields of a line that say how it was decoded."""
     lossless = [alone(target) for target in TARGETS]
     for prefix, states in product((False, True), STATES):
         lossless.append(drafted(RELEASED, "static", states, head_prefix=prefix))
@@ -84,23 +83,23 @@ def settings(family: Family = "math") -> list[Setting]:
 
 
 def graph_of(target: str, states: int, build: draft_graph.Build | None = None) -> Setting:
-    """Return the setting of a target that a draft graph drafts for, by default the one that was chosen for it."""
+    """Return the setting of a target drafted by a draft graph, by default the tuned one."""
     return drafted(GRAPH, target, states, graph=[*(build or draft_graph.CHOSEN[target][states])])
 
 
 def listed(target: str, states: int, passes: int) -> Setting:
-    """Return the setting of a target that the head drafts for, which picks among a shortlist."""
+    """Return the setting of a target drafted by the head with a shortlist."""
     return drafted("mrp_spec", target, states, draft_passes=passes, draft_shortlist=SHORTLIST)
 
 
 def psd_of(policy: str, states: int, reading: psd.Reading | None = None) -> Setting:
-    """Return the setting of PSD with a target as its policy, by default in the reading that was chosen for it."""
+    """Return the setting of PSD with a target as its policy, by default in the tuned reading."""
     chosen = [*(reading or psd.CHOSEN.get(policy, psd.Reading()))]
     return {"decoding": PSD, "policy": policy, **RULES[policy], "num_draft_states": states, "reading": chosen}
 
 
 def rival_settings() -> list[Setting]:
-    """List what the head's drafts with a shortlist are held against, each target by itself first."""
+    """List the settings of `--rivals`, each target by itself first."""
     measured = [alone(target) for target in TARGETS]
     for target, states in product(TARGETS, WIDTHS):
         measured += [drafted("self_spec", target, states), graph_of(target, states), psd_of(target, states)]
@@ -108,7 +107,7 @@ def rival_settings() -> list[Setting]:
 
 
 def rule_settings(rules: Iterable[str] = RULES) -> list[Setting]:
-    """List what is measured of reveal rules: each alone, and drafted with two numbers of states."""
+    """List the settings of reveal rules: each alone, and drafted with two values of K."""
     measured: list[Setting] = []
     for target in rules:
         measured += [alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in WIDTHS)]
@@ -116,7 +115,7 @@ def rule_settings(rules: Iterable[str] = RULES) -> list[Setting]:
 
 
 def of_target(setting: Setting) -> dict[str, Setting]:
-    """Name the target of a drafted setting."""
+    """Return the setting of a drafted setting's target."""
     return {"target": alone(setting["target"])} if "target" in setting else {}
 
 
@@ -132,7 +131,7 @@ def setting_name(line: Mapping[str, Any]) -> str:
 
 
 def references(setting: Setting) -> dict[str, Setting]:
-    """Name the settings that a drafted one is compared with, its target first; those of the same K."""
+    """Return the settings of the same K that a drafted one is compared with, by name; its target first."""
     if not (others := of_target(setting)):
         return {}
     plain = {name: value for name, value in setting.items() if name not in ("draft_passes", "head_prefix")}
@@ -147,7 +146,7 @@ def references(setting: Setting) -> dict[str, Setting]:
 
 
 def rivals(setting: Setting) -> dict[str, Setting]:
-    """Name the settings of `rival_settings` that a drafted one is compared with, its target first."""
+    """Return the settings of `rival_settings` that a drafted one is compared with, by name; its target first."""
     if (others := of_target(setting)) and setting["decoding"] == "mrp_spec":
         target, states = setting["target"], setting["num_draft_states"]
         others |= {"self_spec": drafted("self_spec", target, states), GRAPH: graph_of(target, states)}
@@ -155,21 +154,21 @@ def rivals(setting: Setting) -> dict[str, Setting]:
 
 
 def on_frontier(line: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> bool:
-    """Tell if none of others is as accurate and as fast as a line, and better at one of them."""
+    """Tell if no other line is at least as accurate and as fast as this one, and better in one of the two."""
     ours = line["accuracy"], line["tokens_per_unit"]
     theirs = ((other["accuracy"], other["tokens_per_unit"]) for other in others)
     return not any(each != ours and each[0] >= ours[0] and each[1] >= ours[1] for each in theirs)
 
 
 def rule_of(target: str, **options: Any) -> RevealRule:
-    """Make the reveal rule of a target, at its setting but for some options."""
+    """Make the reveal rule of a target, with its default options except for those given."""
     config = MRPGenerationConfig(**{**alone(target), **options})
     config.check(block_size=1, has_head=False)
     return config.mode(block_size=1).rule
 
 
 class Decoder:
-    """Decodes problems with one setting after another, and keeps what several need.
+    """Decodes problems with one setting after another, and caches what several need.
 
     Args:
         model: Of any dtype.
@@ -198,11 +197,11 @@ class Decoder:
             loop = psd.parallel_speculative(rule, states, reading)
         else:
             return measure(self.model, self.tokenizer, asked, self.batch_size, **options)
-        alone = options["decoding"] == RELEASED  # in a batch it waits for the slowest row
+        alone = options["decoding"] == RELEASED  # since its batches wait for the slowest row
         return measure_loop(loop, self.model, self.tokenizer, asked, 1 if alone else self.batch_size)
 
     def _paths(self, target: str) -> list[list[Node]]:
-        """Record what a target does on tuning problems of all families."""
+        """Record the paths of a target on tuning problems of all families."""
         found: list[list[Node]] = []
         eos = [self.tokenizer.eos_token_id, self.tokenizer.pad_token_id]
         for family in FAMILIES:
@@ -219,7 +218,7 @@ def lines(
     identity: dict[str, Any],
     compared: Callable[[Setting], dict[str, Setting]] = references,
 ) -> Iterator[dict[str, Any]]:
-    """Measure each of some settings that has no line yet, on problems of one family; over those it is compared with, too."""
+    """Measure the settings that have no line yet on problems of one family, with ratios over those they are compared with."""
     made: dict[str, Measured] = {}
 
     def decoded(setting: Setting) -> Measured:
@@ -241,7 +240,7 @@ def lines(
 
 
 def problems_of(family: Family, split: Split, count: int, seed: int) -> list[Problem]:
-    """Return problems of a seed, fresh ones if it is not 0."""
+    """Return problems of a seed, without those of the tables if it is not 0."""
     used = {problem.prompt for problem in problems(family, split, USED)} if seed else set()
     found = problems(family, split, 2 * count if seed else count, seed)
     return [problem for problem in found if problem.prompt not in used][:count]

@@ -1,10 +1,10 @@
-"""What the host decides, timed alone: drafts, acceptance and ends of text, in microseconds a row and round.
+"""The time of the host's decisions alone: drafts, acceptance and ends of text, in microseconds a row and round.
 
     python -m benchmarks.host --batches 1 4 16 64 --states 1 4 8 --blocks 4 16
 
-A decode is recorded: what each network said, in order. Then it is run again with the recording in place of the networks, so
-that all that is left is the host. Microseconds are stated as of a machine whose bare loop (`s += i` in a function) takes 27 ns
-an iteration; `loop_ns` is what it took here, just before and behind. Packing of ids and the device's own work are not in it.
+A decode is recorded: the results of the networks, in order. Then it is run again with the recording in place of the networks,
+so that only the host's work is left. Microseconds are scaled to a machine whose bare loop (`s += i` in a function) takes 27 ns
+an iteration; `loop_ns` is the time here, measured just before and after. Packing of ids and the device's work are excluded.
 """
 
 import gc
@@ -27,15 +27,15 @@ from modeling_mrp.rules.state import Row
 from .common import TINY, emit, greedy_decode, header, load, parser_of
 
 NEW, LOOP_NS = 64, 27.0
-SAID = ("prefill", "score", "head", "pick")  # methods of networks whose results are noted
+SAID = ("prefill", "score", "head", "pick")  # methods of networks whose results are recorded
 
 
 class Recording:
-    """The networks of a decode, which note what they say.
+    """The networks of a decode, recording their results.
 
     Args:
         networks: The real ones.
-        said: What was said so far, in order.
+        said: Their results so far, in order.
     """
 
     def __init__(self, networks: Networks, said: list[Any]) -> None:
@@ -52,10 +52,10 @@ class Recording:
 
 
 class Replay:
-    """Stands for the networks of a recorded decode, and says again what they said.
+    """Networks that return the recorded results of a decode.
 
     Args:
-        said: In order.
+        said: The results, in order.
     """
 
     picker = drafter = None
@@ -71,7 +71,7 @@ class Replay:
 
 
 def loop_ns(count: int = 1_000_000) -> float:
-    """Time an iteration of a bare loop."""
+    """Time an iteration of a bare loop, in nanoseconds."""
 
     def bare(count: int) -> None:
         total = 0
@@ -84,14 +84,14 @@ def loop_ns(count: int = 1_000_000) -> float:
 
 
 def measured(model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], states: int, repeats: int) -> float:
-    """Decode once for the recording, then time the host alone: seconds a row and round, the least of some repeats.
+    """Decode once for the recording, then time the host alone: seconds a row and round, the least of `repeats` runs.
 
     Args:
         model: The embedded checkpoint.
         rule: The target's.
         prompts: Ids by row.
         states: K; 1: the target alone; more: drafted with one head pass.
-        repeats: How often.
+        repeats: Number of timed runs.
     """
     mode, amount = (Mode(rule), Amount())
     if states > 1:

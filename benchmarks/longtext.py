@@ -1,16 +1,16 @@
 """Long, real texts: a small model of the texts of installed packages, decoded on packages that it has never seen.
 
     python -m benchmarks.longtext prepare    # runs/long: the texts, split by package, and a tokenizer
-    python -m benchmarks.longtext causal     # an autoregressive model of them, which judges texts in the end
+    python -m benchmarks.longtext causal     # an autoregressive model of them, which judges the decoded texts
     mrp train backbone --config packages     # made a block-diffusion model of three block sizes
     mrp train head --config packages-head
-    python -m benchmarks.longtext measure    # lines to benchmarks/results/long.jsonl, gone on with where they end
+    python -m benchmarks.longtext measure    # lines to benchmarks/results/long.jsonl; goes on where they end
     python -m benchmarks.longtext times      # more lines of it: time and memory along a text
     python -m benchmarks.longtext tables
 
-`make long` is the six, each of which goes on where it was interrupted. `measure` decodes the beginnings of texts of held-out
-packages greedily and at temperature 1, by every target alone and drafted, with each block size, in float64. What is counted
-along a text is by windows of `WINDOW` tokens; head passes are charged evenly along it. No text ends before its last token.
+`make long` runs all of these; each goes on where it was interrupted. `measure` decodes beginnings of texts of held-out packages
+greedily and at temperature 1, by every target alone and drafted, with each block size, in float64. Counts along a text are by
+windows of `WINDOW` tokens; head passes are charged evenly along it. No text ends before its last token.
 `python -m benchmarks.plots long` draws the tokens a unit along a text.
 """
 
@@ -56,13 +56,13 @@ from .turns import faster
 
 VOCABULARY, PROMPT, LONGEST, WINDOW = 4096, 64, 1024, 64
 BLOCKS, STATES = (8, 16, 32), 4
-WATCHED = 64  # pieces that the loss is watched on
-PARTS = 4  # of a text, whose times are compared
+WATCHED = 64  # pieces for the validation loss
+PARTS = 4  # parts of a text whose times are compared
 Line = dict[str, Any]
 
 
 def prepare(options: Namespace) -> None:
-    """Write each split's texts in pieces of a prompt and its continuation, the same as one stream of ids, and the tokenizer."""
+    """Write each split's texts as pieces (a prompt and its continuation) and as one stream of ids, and the tokenizer."""
     split = split_packages(installed())
     texts = [text for texts in split["train"].values() for text in texts]
     tokenizer = new_tokenizer(iter(texts[::5]), VOCABULARY, PROMPT + LONGEST)
@@ -118,7 +118,7 @@ def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerFast, count: int) -> 
 
 
 def settings() -> Iterator[list[Setting]]:
-    """List what is measured: a target, and behind it what drafts for it."""
+    """List the settings to measure, in groups: a target, then its drafts."""
     for block_size, sampled, target in product(BLOCKS, (False, True), TARGETS):
         listed = {"draft_shortlist": LIKELIEST if sampled else SHORTLIST}  # the default of real vocabularies
         ways = alone(target), drafted("self_spec", target, STATES), drafted("mrp_spec", target, STATES, **listed)
@@ -126,19 +126,19 @@ def settings() -> Iterator[list[Setting]]:
 
 
 def to_the_end(new: int) -> Line:
-    """Give the options of `generate` for texts of so many new tokens that do not end before."""
+    """Return the options of `generate` for texts of exactly `new` new tokens."""
     return {"max_new_tokens": new, "eos_token_id": None, "suppress_tokens": [0, 1], "return_dict_in_generate": True}
 
 
 def decode(model: MRPForCausalLM, prompts: Tensor, new: int, batch_size: int, **options: Any) -> tuple[Measured, Line]:
-    """Decode prompts [rows, prompt]: texts and counts, and what is counted in each window, all rows together."""
+    """Decode prompts [rows, prompt]: texts and counts, and counts by window, summed over rows."""
     made, edges = Measured([], [], []), torch.arange(0, new + 1, WINDOW)[:, None, None]
     along = {name: torch.zeros(len(edges) - 1, dtype=torch.long) for name in ("row_forwards", "drafted", "accepted")}
     for given in prompts.split(batch_size):
         sampled: Line = {"temperature": 1.0, "top_k": 0, "seed": len(made.ids)} if options["do_sample"] else {}
         out: Any = model.generate(given, attention_mask=torch.ones_like(given), **to_the_end(new), **sampled, **options)
         reached = out.stats.rounds["column"] >= edges  # [edges, rounds, rows]
-        # A round that comes to a block scores its first state, too: what was before is the block's beginning.
+        # The round that reaches a block scores its first state, too, so the count before that round is the block's beginning.
         before = torch.where(reached.any(1), reached.int().argmax(1), reached.shape[1])
         for name, counts in along.items():
             counts += pad(out.stats.rounds[name], (0, 0, 1, 0)).gather(0, before).diff(dim=0).sum(1)
@@ -150,7 +150,7 @@ def decode(model: MRPForCausalLM, prompts: Tensor, new: int, batch_size: int, **
 
 @torch.inference_mode()
 def judged(judge: Qwen3ForCausalLM, texts: Tensor) -> Line:
-    """Nats a token that another model takes for continuations, by window, and the share of 4-grams that a text has twice."""
+    """Compute nats per token of continuations under another model, by window, and the share of repeated 4-grams in a text."""
     logits = torch.cat([judge(one[None]).logits[:, PROMPT - 1 : -1] for one in texts])
     nats = -logits.float().log_softmax(-1).gather(-1, texts[:, PROMPT:, None])[..., 0]
     grams = texts[:, PROMPT:].unfold(1, 4, 1)
@@ -177,7 +177,7 @@ def measure(options: Namespace) -> None:
         found = [results.find(**setting, asked=identity) for setting in group]
         if None not in found:
             continue
-        of_target = None  # its texts are in no file
+        of_target = None  # the target's texts are in no file
         for setting, line in zip(group, found, strict=True):
             if line is not None and of_target is not None:
                 continue
@@ -196,13 +196,13 @@ def measure(options: Namespace) -> None:
 
 
 class Clock(BaseStreamer):
-    """Notes the processor's time whenever a row's text grows, and how long it is then."""
+    """Notes the CPU time of the process whenever a row's text grows, and the text's length."""
 
     def __init__(self) -> None:
         self.tokens, self.seconds = [0], [0.0]
 
     def put(self, value: Tensor) -> None:
-        """Note the time; the prompt comes first."""
+        """Note time and length; the first call has the prompt."""
         self.tokens.append(self.tokens[-1] + value.numel())
         self.seconds.append(time.process_time())
 
@@ -211,7 +211,7 @@ class Clock(BaseStreamer):
 
 
 def times(options: Namespace) -> None:
-    """Time the parts of texts of one row, `static` alone and drafted in turns, and count the bytes of keys and values."""
+    """Time the parts of single-row texts, `static` alone and drafted in turns, and count the bytes of keys and values."""
     model, tokenizer = load(options.folder / "head")
     _, texts = prompts_of(options.folder, tokenizer, options.count)
     results = ResultsFile(options.output, "asked")
@@ -236,25 +236,25 @@ def times(options: Namespace) -> None:
 
 
 def units_along(line: Line) -> tuple[Line, Any]:
-    """Charge a line's head passes, evenly along its texts: the line, and by window the tokens a unit [windows]."""
+    """Charge a line's head passes evenly along its texts; return the line, and tokens a unit by window [windows]."""
     line = charged(line)
     tokens = line["tokens_per_unit"] / line["tokens_per_forward"] * line["asked"]["prompts"] * WINDOW
     return line, tokens / np.asarray(line["along"]["row_forwards"])
 
 
 def ends(values: Any, digits: int) -> str:
-    """Show the means of the first and the last quarter."""
+    """Format the means of the first and the last quarter."""
     quarter = max(1, len(values) // PARTS)
     return " -> ".join(f"{np.mean(part):.{digits}f}" for part in (values[:quarter], values[-quarter:]))
 
 
 def spreads(found: list[Line]) -> list[str]:
-    """Show medians of turns, with the quartiles."""
+    """Format medians over turns, with the quartiles."""
     return [f"{one['median']:.2f} ({one['quartiles'][0]:.2f}-{one['quartiles'][1]:.2f})" for one in found]
 
 
 def tables(options: Namespace) -> None:
-    """Print what was measured as Markdown: cost and acceptance, what another model says of the texts, and times."""
+    """Print the measurements as Markdown: cost and acceptance, the other model's judgement of the texts, and times."""
     costs, said, timed = [], [], []
     for line in read_lines(options.output, embedded=False):
         whose = line.get("target", line.get("decoding", "real"))

@@ -1,4 +1,4 @@
-"""One way to decode on one list of problems: texts, cost by problem, and a line of results."""
+"""The decode of a list of problems in one way: texts, cost by problem, and a line of results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from modeling_mrp.rules.state import Row
 from .common import greedy_decode
 
 SAMPLE = 4
-# Decodes prompts greedily, up to a number of new tokens and to the first of some ids that end a text.
+# Decodes prompts greedily, until a number of new tokens or one of the ids that end a text.
 Loop = Callable[[MRPForCausalLM, list[list[int]], int, list[int]], "Measured"]
 
 
@@ -33,8 +33,8 @@ class Measured:
     Attributes:
         ids: Generated ids, by problem.
         forwards: Backbone forwards in which each problem's row took part.
-        head_forwards: The same for the head.
-        right: Whether each text is accepted by its judge; None where there is no right answer.
+        head_forwards: Head forwards in which each problem's row took part.
+        right: Whether each text is judged right; None where there is no right answer.
     """
 
     ids: list[list[int]]
@@ -44,7 +44,7 @@ class Measured:
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row]) -> "Measured":
-        """Read texts and counts from rows at their ends."""
+        """Collect texts and counts from rows that have ended."""
         counts = [row.counts for row in rows]
         texts = [row.text[row.prompt : row.stop] for row in rows]
         return cls(texts, [count.forwards for count in counts], [count.head_forwards for count in counts])
@@ -62,7 +62,7 @@ class Measured:
         return found
 
     def line(self) -> dict[str, Any]:
-        """Give accuracy and tokens per forward with their intervals, the head's cost, and the first problems' counts."""
+        """Make a line of results: accuracy and tokens per forward with intervals, the head's cost, and some exact counts."""
         line: dict[str, Any] = {}
         if judged := [one for one in self.right if one is not None]:
             share = wilson(sum(judged), len(judged))
@@ -76,11 +76,11 @@ class Measured:
         return line | {"sample": self.sample()}
 
     def sample(self) -> dict[str, list[int]]:
-        """Give the exact counts of the first problems, which are quickly decoded again."""
+        """Return the exact counts of the first problems, which are quickly decoded again."""
         return {name: getattr(self, name)[:SAMPLE] for name in ("tokens", "forwards", "head_forwards")}
 
     def over(self, **others: "Measured") -> dict[str, Any]:
-        """Give `over_NAME` and `over_NAME_95` for each other way: the ratio of tokens per forward on the same problems."""
+        """Compute `over_NAME` and `over_NAME_95` for each other way: the ratio of tokens per forward on the same problems."""
         fields: dict[str, Any] = {}
         for name, other in others.items():
             interval = ratio(self, other)
@@ -88,13 +88,14 @@ class Measured:
         return fields
 
     def differ(self, other: "Measured") -> int:
-        """Count the texts that are not another's."""
+        """Count the texts that differ from another way's."""
         return sum(a != b for a, b in zip(self.ids, other.ids, strict=True))
 
 
 def ratio(ours: Measured, theirs: Measured) -> Interval:
-    """Divide tokens per forward of two ways, with a bootstrap interval over problems: a resample draws both ways' counts of a
-    problem, so that what makes it easy for both cancels.
+    """Divide the tokens per forward of two ways, with a paired bootstrap interval over problems.
+
+    A resample draws both ways' counts of a problem, so that its difficulty cancels.
 
     Raises:
         ValueError: if the two have not the same number of problems.
@@ -116,12 +117,12 @@ def measure(
 
 
 def loop_of(rule: RevealRule, states: int, decoder: Callable[[Mode, Networks, Fixed], Decoder]) -> Loop:
-    """Make a loop of a decoder with drafts of its own.
+    """Make a loop from a decoder class that makes drafts in its own way.
 
     Args:
         rule: The target's.
-        states: K, scored a forward, the row's next one included.
-        decoder: Makes it of a mode, networks and the budget.
+        states: K, the row's next state included.
+        decoder: Makes the decoder from a mode, networks and a budget.
     """
 
     @torch.inference_mode()
@@ -137,7 +138,7 @@ def loop_of(rule: RevealRule, states: int, decoder: Callable[[Mode, Networks, Fi
 def measure_loop(
     loop: Loop, model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Problem], batch_size: int
 ) -> Measured:
-    """Decode problems of one family with a loop beside `generate`."""
+    """Decode problems of one family with a loop instead of `generate`."""
     ids, forwards, head_forwards = list[list[int]](), list[int](), list[int]()
     eos = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     for begin in range(0, len(asked), batch_size):

@@ -1,7 +1,7 @@
 """Figures (``python -m benchmarks.plots frontier`` or ``long``; needs matplotlib, the extra `bench`).
 
 Reads `tiny_frontier*.jsonl` or `long.jsonl` from `benchmarks/results` and writes an SVG file beside them: the same bytes for
-the same numbers, with text as text.
+the same numbers, with text kept as text.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ DETERMINISTIC: Any = {
     "grid.alpha": 0.3,
 }
 
-# What tells the curves of the frontier apart: colour, marker and line of each.
+# Colour, marker and line of each curve of the frontier.
 CURVES: dict[str, tuple[str, str, str]] = {
     "static": ("#000000", "s", ""),
     "sequential": ("#000000", "D", ""),
@@ -44,7 +44,7 @@ CURVES: dict[str, tuple[str, str, str]] = {
 
 
 def frontier_figure(lines: Sequence[Line]) -> Figure:
-    """Accuracy over tokens per unit with 95 % intervals, a panel a family; drafted targets have their target's marker."""
+    """Plot accuracy over tokens per unit with 95 % intervals, a panel per family; drafts have their target's marker."""
     lines = [line for line in lines if "accuracy" in line]
     families = list(dict.fromkeys(line["family"] for line in lines))
     figure = Figure(figsize=(1.8 + 5.2 * len(families), 4.8), layout="constrained")
@@ -77,13 +77,13 @@ def frontier_figure(lines: Sequence[Line]) -> Figure:
 
 
 def _arms(points: Sequence[Line], name: str) -> list[list[float]]:
-    """How far the intervals of points reach below and above them, as error bars are drawn; rounding may leave a little less."""
+    """Compute the lengths of error bars below and above points, clipped at 0 against rounding."""
     below = [max(0.0, line[name] - line[f"{name}_95"][0]) for line in points]
     return [below, [max(0.0, line[f"{name}_95"][1] - line[name]) for line in points]]
 
 
 def long_figure(lines: Sequence[Line]) -> Figure:
-    """Tokens per unit along a text by each target, alone, with stale drafts and with the head's; a panel a block size and T."""
+    """Plot tokens per unit along a text by target: alone, with stale drafts, with the head's; a panel per block size and T."""
     figure = Figure(figsize=(13, 6.4), layout="constrained")
     panels = figure.subplots(2, len(BLOCKS), sharex=True, sharey="row")
     colors, styles = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a"), {"alone": ":", "self_spec": "--", "mrp_spec": "-"}

@@ -1,12 +1,12 @@
-"""The premise of the method: logits of steps that are near each other are alike, and the head's estimates more so.
+"""The premise of the method: logits of nearby steps are alike, and the head's estimates even more alike.
 
     python -m benchmarks.premise > benchmarks/results/tiny_premise.jsonl
 
-decodes 40 tuning problems of each family with each target alone, greedily in float64. At each state what the backbone says at
-its masked positions is held against two guesses made of what it said n steps before: `stale`, that itself; `head`, one pass
-of the head over all that was revealed since. `kl` is KL(backbone || guess) in nats, a mean over positions; `same` the share of
-positions whose likeliest token is the same. `missed` is how often the head's likeliest token is none of the 16 likeliest stale
-ones. `python -m benchmarks.tables premise` prints the table.
+decodes 40 tuning problems of each family with each target alone, greedily in float64. At each state, the backbone's logits at
+masked positions are compared with two guesses made from its output n steps before: `stale`, that output itself; `head`, one
+pass of the head over all tokens revealed since. `kl` is KL(backbone || guess) in nats, a mean over positions; `same` is the
+share of positions with the same likeliest token; `missed` is how often the head's likeliest token is not among the 16 likeliest
+stale ones. `python -m benchmarks.tables premise` prints the table.
 """
 
 from collections.abc import Sequence
@@ -37,13 +37,13 @@ GUESSES = ("stale", "head")
 
 @dataclass
 class Watched:
-    """Rows of a plain decode, round after round, and how guesses of what the backbone says next came off.
+    """Compares guesses of the backbone's logits with what it computes, round after round of a plain decode.
 
     Attributes:
-        networks: What the device computes.
+        networks: Backbone and head on the device.
         sums: By steps apart: positions, divergences of the guesses, same tokens, and tokens that a shortlist misses.
-        past: By row the start of its block, and the hidden states of its states so far, newest first.
-        guessed: By row the columns and hidden states of the guesses of what is said at its next state, newest first.
+        past: By row, the start of its block and the hidden states of its states so far, newest first.
+        guessed: By row, the columns and hidden states of the guesses at its next state, newest first.
     """
 
     networks: Networks
@@ -52,7 +52,7 @@ class Watched:
     guessed: dict[int, tuple[tuple[int, ...], list[tuple[Hidden, Hidden]]]] = field(default_factory=dict)
 
     def note(self, rows: Sequence[Row]) -> None:
-        """Hold the guesses of the last round against what was said, and guess what will be said next."""
+        """Compare the last round's guesses with what was computed, and make the next guesses."""
         asked: list[list[Any]] = []
         for row in rows:
             said = None if row.source is None else row.source.hidden
@@ -70,7 +70,7 @@ class Watched:
                 self.guessed[row.place] = row.state.free, list(zip(self.past[row.place][1], made, strict=True))
 
     def compare(self, told: Hidden, free: Sequence[int], guesses: Sequence[tuple[Hidden, Hidden]]) -> None:
-        """Add how far guesses are from what was said at the free columns of a state."""
+        """Add the differences between guesses and the computed hidden states at the free columns of a state."""
         said = self.logp(told, free)
         for steps in APART:
             if steps <= len(guesses):
@@ -82,7 +82,7 @@ class Watched:
                 self.sums[steps] += torch.tensor([len(free), *apart, *same, missed], dtype=torch.float64)
 
     def logp(self, hidden: Hidden, free: Sequence[int]) -> Tensor:
-        """Compute log-probabilities of all tokens but the mask at some columns, [n, vocab - 1]."""
+        """Compute log-probabilities [n, vocab - 1] of all tokens but the mask at some columns."""
         logits = gather_blocks([hidden])[0, list(free)] @ self.networks.picker.lm_head_weight.T
         keep = [one for one in range(logits.shape[-1]) if one != self.networks.mask_id]
         return logits[:, keep].log_softmax(-1)
@@ -90,7 +90,7 @@ class Watched:
 
 @torch.inference_mode()
 def measured(model: MRPForCausalLM, target: str, prompts: list[list[int]], new: int) -> dict[int, Tensor]:
-    """Decode prompts with a target; `Watched.sums`."""
+    """Decode prompts with a target, and return `Watched.sums`."""
     rule = rule_of(target)
     mode, eos = Mode(rule, drafting=Drafting(2, 1, 1)), ids_of(model.generation_config.eos_token_id)
     networks, rows = greedy_decode(model, mode, prompts, new, eos, APART[-1] + 1)

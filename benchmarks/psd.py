@@ -1,18 +1,17 @@
 """Parallel speculative decoding (PSD, arXiv 2605.15609): the deepest consistent draft is taken. It is not lossless.
 
-Written from the abstract and from third parties' summaries of v1; the full text was not to be had. They say: a policy (any
-target) reveals what is confident; from the same predictions drafts of several depths, 1, 3, 5 or 7, are made without a further
-forward, which fill the masks that are left in the order of confidence; one forward scores them all; going from the deepest to
-the shallowest, that draft is kept whose speculative tokens all agree with the updated predictions. Where they say no more, it
-is assumed that
+Written from the abstract and from third parties' summaries of v1, without the full text. They say: a policy (any target)
+reveals what is confident; from the same predictions, drafts of depths 1, 3, 5 or 7 fill further masks in order of confidence,
+without another forward; one forward scores them all; from the deepest to the shallowest, the first draft is kept whose
+speculative tokens all agree with the updated predictions. Where they say no more, it is assumed that
 
-- K states a forward are the policy's own next state, which is depth 0, and drafts of depths 1 to K - 1;
-- at the draft that is kept the policy goes on with the predictions made there;
+- K states a forward are the policy's own next state (depth 0) and drafts of depths 1 to K - 1;
+- at the kept draft the policy goes on with the predictions made there;
 - agreement is of tokens, whether or not the policy would reveal them next.
 
-`Reading` has what is open still: of those that solve as many tuning problems as the policy alone, but for one in a hundred, as
-the paper reports, each policy has the one that makes the most tokens a forward (`python -m benchmarks.tuned psd`). Blocks end
-as in this package: their keys and values cost no forward of their own.
+`Reading` holds what is still open. For each policy it is the reading with the most tokens a forward among those that solve as
+many tuning problems as the policy alone, but for one in a hundred, as the paper reports (`python -m benchmarks.tuned psd`).
+Blocks end as in this package: their keys and values cost no forward of their own.
 """
 
 from collections.abc import Sequence
@@ -30,12 +29,13 @@ from .measure import Loop, loop_of
 
 
 class Reading(NamedTuple):
-    """What descriptions leave open.
+    """An interpretation of what the descriptions leave open.
 
     Attributes:
-        adds: Positions that each depth adds, the surest ones; 0: those that the policy would reveal.
-        first: Whether drafts are held to the predictions at depth 0; else what each adds, to those at the depth before it.
-        least: The probability that a prediction must have to be agreed with.
+        adds: Positions that each depth adds, the most confident ones; 0: those that the policy would reveal.
+        first: Whether drafts must agree with the predictions at depth 0; else each depth's tokens with those at the depth
+            before.
+        least: Probability below which a prediction agrees with nothing.
     """
 
     adds: int = 0
@@ -43,19 +43,19 @@ class Reading(NamedTuple):
     least: float = 0.0
 
 
-# By policy, the best of `python -m benchmarks.tuned psd`, where that is not the first.
+# The best readings by policy (`python -m benchmarks.tuned psd`), where these are not the default.
 CHOSEN = {"entropy_bound": Reading(least=0.5)}
 
 
 class Consistent(RevealRule):
-    """A policy that goes on to the deepest draft behind a state of which all that it adds is predicted there.
+    """A policy that continues at the deepest draft after a state whose added tokens all agree with the predictions.
 
     Args:
-        policy: What is revealed elsewhere.
-        reading: How.
+        policy: Decides what is revealed elsewhere.
+        reading: What agreement means.
 
     Attributes:
-        behind: By state, the drafts that are held to what is said there, by depth: of the last two rounds.
+        behind: By state, the drafts after it that its predictions are compared with, by depth; of the last two rounds.
     """
 
     def __init__(self, policy: RevealRule, reading: Reading) -> None:
@@ -64,7 +64,7 @@ class Consistent(RevealRule):
         self._last: dict[Key, Sequence[State]] = {}
 
     def follow(self, chain: Sequence[Node]) -> None:
-        """Take a round's chain of drafts up, and forget those before the last one."""
+        """Take up a round's chain of drafts, and forget all but it and the one before."""
         states = [node.state for node in chain if node.parent < 0]
         new: dict[Key, Sequence[State]] = {one.key: [two] for one, two in pairwise(states)}
         if self.reading.first:
@@ -91,7 +91,7 @@ class Consistent(RevealRule):
 
 
 class PSDecoder(Decoder):
-    """Rounds of which a row's drafts are a chain, and the deepest consistent one is taken."""
+    """Rounds in which a row's drafts are a chain, and the deepest consistent one is taken."""
 
     reading: Reading
     rules: dict[int, Consistent]
@@ -114,7 +114,7 @@ class PSDecoder(Decoder):
 
 
 def parallel_speculative(rule: RevealRule, states: int, reading: Reading) -> Loop:
-    """Decode by PSD: with a policy, and K states scored a forward."""
+    """Make a loop of PSD with a policy and K states scored per forward."""
 
     def decoder(mode: Mode, networks: Networks, budget: Fixed) -> PSDecoder:
         made = PSDecoder(mode, networks, budget)

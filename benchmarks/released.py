@@ -1,16 +1,17 @@
-"""The released reference: speculative decoding as the published code does it, on the same model, cache and picks as `generate`.
+"""The released reference: speculative decoding as in the published code, on the same model, cache and picks as `generate`.
 
-Written from a description of it alone. Beside its rounds, a block costs a seed forward and one that stores its keys and values:
+Written from a description of it alone. Besides its rounds, a block costs a seed forward and one that stores its keys and
+values:
 
 1. **seed**: the first state of the block is scored; its reveal is slot 0 of the first round.
-2. **first round**: K states, all drafted by the head: slot 0 is the seed's own pick, each other what the head expects behind
-   the one before.
+2. **first round**: K states, all drafted by the head: slot 0 is the seed's own pick, each other one what the head expects after
+   the slot before.
 3. **later rounds**: K + 1 states. Slot 0 is what the last accepted state leads to, whose reveal is a *bonus* token; the first
-   draft behind it comes from the stale logits of the last accepted state, the others from the head.
-4. **store**: the clean block is run once more.
+   draft after it comes from the stale logits of the last accepted state, the others from the head.
+4. **store**: one more forward over the clean block.
 
-The head sees its own block only; with `head_prefix` the text before it too, as this package's does. A batch moves by what its
-slowest unfinished row had right. The text is that of `static`. For a CPU.
+The head sees only its own block; with `head_prefix` also the text before it, as in this package. A batch advances by the number
+of right drafts of its slowest unfinished row. The text is that of `static`. For a CPU.
 """
 
 from collections.abc import Sequence
@@ -31,12 +32,12 @@ from .measure import Measured
 
 
 class Lockstep:
-    """One decode of a batch, from the engine's own parts.
+    """One decode of a batch, made of the engine's parts.
 
     Args:
-        networks: What the device computes.
-        rows: All of the batch.
-        rule: What a step reveals.
+        networks: Backbone, head and picks on the device.
+        rows: All rows of the batch.
+        rule: Decides what a step reveals.
         states: K.
         head_prefix: Whether the head sees the text before the block.
     """
@@ -49,7 +50,7 @@ class Lockstep:
         """Decode all rows, block after block."""
         self.networks.prefill(self.rows, [0] * len(self.rows))
         for row in self.rows:
-            row.counts.forwards = int(any(other.held for other in self.rows))  # prompts of less than a block take none
+            row.counts.forwards = int(any(other.held for other in self.rows))  # prompts shorter than a block take no prefill
             row.settle()
         while any(row.stop is None for row in self.rows):
             self._seed()
@@ -71,7 +72,7 @@ class Lockstep:
                 row.settle()
 
     def _round(self, first: bool) -> None:
-        """Draft, verify, and accept as many as every unfinished row had right."""
+        """Draft, verify, and accept as many drafts as are right in every unfinished row."""
         chains = self._drafted(first)
         scores = self.networks.score(self.rows, [[Node(state, -1, None) for state in chain] for chain in chains])
         count = self.states + (not first)
@@ -81,7 +82,7 @@ class Lockstep:
         behind = [n for n, last, moves in zip(right, lasts, moving, strict=True) if moves and n < last]
         common = min(behind, default=count)
         for row, moves in zip(self.rows, moving, strict=True):
-            row.counts.forwards += row.stop is None and not moves  # it waits
+            row.counts.forwards += row.stop is None and not moves  # it waits for the others
         for row, chain, said, n, last, moves in zip(self.rows, chains, scores, right, lasts, moving, strict=True):
             if moves:
                 for state, one in zip(chain, said[: min(common, n, last) + 1], strict=False):
@@ -90,7 +91,7 @@ class Lockstep:
                 row.settle()
 
     def _right(self, row: Row, chain: Sequence[State], said: Sequence[Scores]) -> int:
-        """Count the drafts of a chain that the backbone comes by."""
+        """Count the right drafts of a chain, up to the first wrong one."""
         for place, (state, behind) in enumerate(pairwise(chain)):
             if (
                 not state.free
@@ -100,7 +101,7 @@ class Lockstep:
         return max(0, len(chain) - 1)
 
     def _drafted(self, first: bool) -> list[list[State]]:
-        """The K states of a block's first round, or the K + 1 of a later one, of each row that moves."""
+        """Draft for each row that moves: the K states of a block's first round, or the K + 1 of a later one."""
         chains = [[row.state] if self._moving(row) else [] for row in self.rows]
         hidden = [row.source.hidden if row.source is not None else None for row in self.rows]
         for slot in range(1, self.states + (not first)):
@@ -121,7 +122,7 @@ class Lockstep:
         return chains
 
     def _head(self, asked: dict[int, tuple[State, Hidden | None]]) -> dict[int, Hidden]:
-        """Compute h_A + h_C at a state of each of some rows."""
+        """Compute h_A + h_C at one state of each of some rows."""
         held = [row.held for row in self.rows]
         if not self.head_prefix:
             for row in self.rows:
@@ -136,7 +137,7 @@ class Lockstep:
         return {at: made[at][0] for at in asked}
 
     def _store_block(self) -> None:
-        """One more forward over the clean block, for its keys and values."""
+        """Run one more forward over the clean block, for its keys and values."""
         going = [[Node(row.state, -1, None)] if row.stop is None else [] for row in self.rows]
         if any(going):
             self.networks.score(self.rows, going)

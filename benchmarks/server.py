@@ -1,4 +1,4 @@
-"""A server of SGLang in a process of its own, on loopback, and its clients."""
+"""An SGLang server in a process of its own, on loopback, and its clients."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 START_SECONDS, ANSWER_SECONDS = 300, 300
-# The engine's flags and environment where there is no GPU.
+# The engine's flags and environment on a machine without a GPU.
 CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"),
     *("--max-total-tokens", "65536", "--dtype", "float32"),
@@ -35,7 +35,7 @@ _GAUGE = re.compile(r"^(?:sglang:)?(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
 def backbone_for_stock(source: Path, target: Path) -> Path:
-    """Write the backbone of a checkpoint of one file as the engine's own SDAR takes it, without head and without code."""
+    """Write the backbone of a single-file checkpoint for the engine's own SDAR class, without head and code."""
     target.mkdir()
     tensors = load_file(source / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if not name.startswith("mrp_head.")}, target / "model.safetensors")
@@ -62,8 +62,7 @@ class Measured:
         replies: By prompt, as the native endpoint gives them.
         seconds: From the first request to the last answer.
         cpu_seconds: CPU time of the engine's processes meanwhile.
-        forwards: Forwards of the backbone in which a request took part, all requests together, without those of whole blocks
-            of its prompt.
+        forwards: Backbone forwards in which a request took part, summed over requests; those of whole prompt blocks excluded.
     """
 
     replies: list[dict[str, Any]]
@@ -78,12 +77,12 @@ class Measured:
 
     @property
     def tokens(self) -> int:
-        """Generated tokens of all prompts."""
+        """Count the generated tokens of all prompts."""
         return sum(map(len, self.ids))
 
     @property
     def tokens_per_forward(self) -> float:
-        """Of all prompts together."""
+        """Divide tokens by forwards, of all prompts together."""
         return self.tokens / self.forwards
 
 
@@ -94,11 +93,11 @@ class Server:
         model: A checkpoint.
         folder: An empty or missing folder, for its options and its log.
         algorithm: `--dllm-algorithm`.
-        options: What `--dllm-algorithm-config` says.
-        flags: More of them.
-        environment: Variables beside this process's own.
+        options: Content of the file of `--dllm-algorithm-config`.
+        flags: Further flags.
+        environment: Variables added to this process's own.
         max_running_requests: `--max-running-requests`.
-        module: Starts the engine.
+        module: The module that starts the engine.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class Server:
             self._process = None
 
     def open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send a request, a POST if it has a body: the response, a file of bytes.
+        """Send a request, a POST if it has a body; return the response, a file of bytes.
 
         Raises:
             HTTPError: if the server refuses it.
@@ -180,12 +179,12 @@ class Server:
     def measure(
         self, prompts: Sequence[Sequence[int]], budgets: Sequence[int], concurrency: int, block: int, **custom_params: Any
     ) -> "Measured":
-        """Ask for a text of each prompt, so many at a time, and count, with an empty prefix cache at first.
+        """Request a text for each prompt from `concurrency` clients, and count; the prefix cache is empty at first.
 
         Args:
             prompts: Ids.
-            budgets: The limit on new tokens of each.
-            concurrency: Clients.
+            budgets: Most new tokens of each.
+            concurrency: Number of clients.
             block: The model's block size.
             custom_params: Of all requests.
         """
@@ -194,7 +193,7 @@ class Server:
         with ThreadPoolExecutor(concurrency) as clients:
             replies = list(clients.map(partial(self.generate, **custom_params), prompts, budgets))
         seconds, worked = time.perf_counter() - begun, self.cpu_seconds() - worked
-        time.sleep(0.5)  # the last batch is counted after it is answered
+        time.sleep(0.5)  # the engine counts the last batch only after answering it
         after = self.metrics()
         blocks = sum(len(prompt) // block for prompt in prompts)
         cached = (after["realtime_tokens_total/prefill_cache"] - before["realtime_tokens_total/prefill_cache"]) / block
@@ -204,17 +203,17 @@ class Server:
         return Measured(replies, seconds, round(forwards + cached) - blocks, worked)
 
     def cpu_seconds(self) -> float:
-        """Sum up the CPU time of the engine's processes so far, those of its session."""
+        """Sum the CPU time so far of the processes in the engine's session."""
         assert self._process is not None
         ticks = 0
         for file in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it has ended
-                fields = file.read_text().rpartition(") ")[2].split()  # from the third one on
+            with contextlib.suppress(OSError):  # the process has ended
+                fields = file.read_text().rpartition(") ")[2].split()  # the third field and those after it
                 ticks += int(fields[11]) + int(fields[12]) if int(fields[3]) == self._process.pid else 0
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def metrics(self) -> defaultdict[str, float]:
-        """Read the counters and gauges, each summed over its labels but `mode`: "realtime_tokens_total/decode":"""
+        """Read the counters and gauges, each summed over its labels but `mode`: "realtime_tokens_total/decode"."""
         found: defaultdict[str, float] = defaultdict(float)
         with self.open("/metrics") as response:
             lines = response.read().decode()
@@ -224,12 +223,12 @@ class Server:
         return found
 
     def resident_bytes(self) -> int:
-        """Sum up the memory of the engine's processes, in so far as no other shares it."""
+        """Sum the memory of the engine's processes that is not shared with other processes."""
         assert self._process is not None
         engine = psutil.Process(self._process.pid)
         return sum(process.memory_full_info().uss for process in (engine, *engine.children(recursive=True)))
 
     def load(self) -> dict[str, Any]:
-        """Read what the engine is at: `num_running_reqs`, `num_waiting_reqs`, `num_used_tokens` and more."""
+        """Read the engine's state: `num_running_reqs`, `num_waiting_reqs`, `num_used_tokens` and more."""
         with self.open("/v1/loads?include=core") as response:
             return dict(json.load(response)["loads"][0])

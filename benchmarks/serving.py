@@ -1,12 +1,12 @@
 """Tokens per forward and per second of a served model, with MRP and by stock `LowConfidence`: ``python -m benchmarks.serving``.
 
-Two engines of SGLang, of the same weights, answer the same prompts in turns, each with an empty prefix cache; the one that is
-not asked sleeps. The answers are those of `LowConfidence`, token for token, but for near ties. Needs the engine: on a CPU that
-is the environment of `make test-serving`; on a GPU give both engines a share of it: `--flag=--mem-fraction-static --flag=0.4`.
+Two SGLang engines with the same weights answer the same prompts in turns, each with an empty prefix cache; the other one sleeps
+meanwhile. The answers are those of `LowConfidence`, token for token, except for near ties. Needs the engine: on a CPU that is
+the environment of `make test-serving`; on a GPU give each engine a share of it: `--flag=--mem-fraction-static --flag=0.4`.
 
-With `--shape` the model has published layer shapes, cut to a few layers, with random weights in `--dtype`. Both reveal one
-token a step (threshold 1), and drafts are right as often as published, by a seeded coin (`forced_engine`): 2.7 tokens a round
-of three drafts at 0.75 each. The head is cut, too; the vocabulary is not, so that it weighs more here than in the whole model.
+With `--shape` the model has published layer shapes, cut to a few layers, with random weights in `--dtype`. Both engines reveal
+one token a step (threshold 1), and drafts are right as often as published, by a seeded coin (`forced_engine`): 2.7 tokens a
+round of three drafts at 0.75 each. The head is cut as well; the vocabulary is not, so it weighs more than in the whole model.
 """
 
 import json
@@ -32,18 +32,18 @@ from .turns import faster, take_turns
 
 WARM_UPS = 1  # turns
 RANDOM = ("--context-length", "1024", "--max-total-tokens", "16384", "--load-format", "dummy")
-Asked = tuple[list[list[int]], list[int]]  # prompts, and how many new tokens each may get
+Asked = tuple[list[list[int]], list[int]]  # prompts, and the most new tokens of each
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The models that are compared, and what they are asked.
+    """The models to compare, and their prompts.
 
     Attributes:
         mrp, stock: Checkpoints, with a head and without.
-        asked: Makes what so many clients ask at once.
-        threshold: Of stock's reveals.
-        server: More arguments of `Server`.
+        asked: Makes the prompts for a number of clients.
+        threshold: Confidence threshold of stock.
+        server: Further arguments of `Server`.
     """
 
     mrp: Path
@@ -54,7 +54,7 @@ class Compared:
 
 
 def trained(options: Any, folder: Path) -> Compared:
-    """Compare a trained model by the problems that it was trained for."""
+    """Compare a trained model on the problems that it was trained for."""
     backbone = Path(options.backbone) if options.backbone else backbone_for_stock(Path(options.model), folder / "backbone")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
     chosen = [problem for family in FAMILIES for problem in problems(family, "heldout", options.count)]
@@ -63,7 +63,7 @@ def trained(options: Any, folder: Path) -> Compared:
 
 
 def shaped(options: Any, folder: Path) -> Compared:
-    """Compare a published shape with fewer layers, and random weights, by random prompts: one for each client."""
+    """Compare a published shape, with fewer layers and random weights, on random prompts: one per client."""
     config = json.loads((HUB_CONFIGS / f"sdar-{options.shape}-mrp" / "config.json").read_text())
     config |= {"num_hidden_layers": options.layers, "num_nextn_predict_layers": options.head_layers}
     # The shape is Qwen3's; `sdar` would need code from the checkpoint.
@@ -73,7 +73,7 @@ def shaped(options: Any, folder: Path) -> Compared:
     for at, fields in zip(made, (config, backbone), strict=True):
         at.mkdir()
         (at / "config.json").write_text(json.dumps(fields))
-        for name in ("tokenizer.json", "tokenizer_config.json"):  # any: requests are ids
+        for name in ("tokenizer.json", "tokenizer_config.json"):  # any tokenizer will do: requests are ids
             (at / name).write_bytes((TINY / name).read_bytes())
     draw = torch.Generator().manual_seed(0)
 
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
         drafted = {"decoding": "mrp_spec", "target": "dynamic", "confidence_threshold": both.threshold}
         drafted |= {"target": "static"} if both.threshold == 1 else {}
         drafted["num_draft_states"] = options.states if options.states == "auto" else int(options.states)
-        drafted |= {"draft_branches": 1} if options.shape else {}  # the coin is tossed along a chain
+        drafted |= {"draft_branches": 1} if options.shape else {}  # forced drafts are chains
         more = {**both.server, "max_running_requests": max(options.concurrency)}
         more["flags"] = options.flag or more["flags"]
         more["environment"] = {**({} if torch.cuda.is_available() else CPU_ENVIRONMENT), **more.get("environment", {})}
@@ -135,13 +135,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def ask(name: str, server: Server, given: Any, made: dict[str, list[Measured]], turn: int) -> float:
-    """Have a server take its turn; returns the seconds of a token."""
+    """Let a server take its turn; return the seconds per token."""
     made[name].append(server.measure(*given))
     return float(made[name][-1].seconds / made[name][-1].tokens)
 
 
 def compared(stock: list[Measured], mrp: list[Measured]) -> dict[str, Any]:
-    """Give tokens per forward over all turns, the share of drafts that came true, and the texts of the first that differ."""
+    """Compute tokens per forward over all turns, the share of right drafts, and the texts of the first turn that differ."""
     speeds = [sum(turn.tokens for turn in turns) / sum(turn.forwards for turn in turns) for turns in (stock, mrp)]
     differ = sum(a != b for a, b in zip(stock[0].ids, mrp[0].ids, strict=True))
     costs = [reply["meta_info"]["mrp"] for turn in mrp for reply in turn.replies]

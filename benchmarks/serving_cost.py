@@ -1,12 +1,12 @@
 """Where MRP pays on a GPU behind SGLang, predicted: ``python -m benchmarks.serving_cost``.
 
     seconds of a round = bytes or FLOPs of backbone, head and picks (the roofline of `cost_model`)
-                       + what a forward of the engine took beyond its bytes, as published
+                       + what a forward of the engine takes beyond its bytes, as published
                        + launches outside of graphs, copies and reads, as counted (`tests/plugin/test_serving_work.py`)
 
-printed as a table of the best K and its speed over stock `LowConfidence` by requests at once, for drafts that are right with
-one chance, each if those before it were. Stock takes a forward more for each block, to store its keys and values. No GPU was
-measured: the seconds of a launch, a copy and a read are suppositions, which options change.
+It prints a table of the best K and its speed over stock `LowConfidence` by concurrent requests, for drafts that are each right
+with the same chance if those before were. Stock takes one more forward per block, to store its keys and values. No GPU was
+measured: the seconds of a launch, a copy and a read are assumptions, which options change.
 """
 
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ from mrp_trainer.publish.card import markdown_table
 from .common import parser_of
 from .cost_model import DEVICES
 
-# Memory and dense bf16 as its maker gives them.
+# Bandwidth and dense bf16 peak as its maker gives them.
 RTX_PRO = Device("RTX PRO 6000", 1.79e12, 503e12)
 PUBLISHED_FORWARD = 19.6e-3  # seconds of SDAR-8B at batch 1 on it, in SGLang
-WIDTHS = (1, 2, 3, 4)  # as drafts were published: three
+WIDTHS = (1, 2, 3, 4)  # up to three drafts, as published
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Work beside the networks with their picks in a round, at most, as a test counts it.
+    """The work of a round beside the networks and their picks, at most, as a test counts it.
 
     Attributes:
-        launches: Kernels.
-        copies: To the device.
-        reads: That the host waits for.
+        launches: Kernels launched.
+        copies: Copies to the device.
+        reads: Reads that the host waits for.
     """
 
     launches: int
@@ -39,18 +39,18 @@ class Beside:
     reads: int
 
     def seconds(self, launch: float, crossing: float) -> float:
-        """Give the seconds of a round, from those of a launch, and of a copy or a read."""
+        """Compute the seconds of a round from those of a launch, and of a copy or a read."""
         return self.launches * launch + (self.copies + self.reads) * crossing
 
 
-# With a head pass that drafts and one that reads a clean block, and without drafts.
+# With a head pass for drafts and one for a clean block; and without drafts.
 DRAFTED, ALONE = Beside(30, 4, 2), Beside(12, 1, 1)
-# Launches of a head pass in a graph: its inputs and metadata are written, and its result is copied. A supposition.
+# Assumed launches of a head pass in a graph: its inputs and metadata are written, and its result is copied.
 HEAD_PASS = 12
 
 
 def tokens_of(width: int, chance: float) -> float:
-    """Count the tokens of a round that scores a chain of `width` states, of which each draft is right with a chance."""
+    """Compute the expected tokens of a round that scores a chain of `width` states, each draft right with a chance."""
     return sum(chance**place for place in range(width))
 
 
@@ -65,14 +65,14 @@ def seconds_a_token(
     launch: float,
     crossing: float,
 ) -> float:
-    """Predict the seconds of a token of each row under MRP.
+    """Predict the seconds per token of each row under MRP.
 
     Args:
         shape: Of the model.
-        device: It.
+        device: The device.
         width: K.
         chance: That a draft is right.
-        batch: Requests at once.
+        batch: Concurrent requests.
         prefix: Committed tokens of each.
         waits: Seconds of a forward beyond its bytes or FLOPs.
         launch, crossing: Seconds of a launch outside of graphs, and of a copy or a read.
@@ -80,7 +80,7 @@ def seconds_a_token(
     tokens, block = tokens_of(width, chance), shape.block_size
     if width == 1:
         return round_seconds(shape, device, Counts(1, 1 + 1 / block), batch, prefix) + waits + ALONE.seconds(launch, crossing)
-    passes = 1 + tokens / block  # one that drafts, and one for each clean block
+    passes = 1 + tokens / block  # one for drafts, and one per clean block
     counts = Counts(tokens, width, passes, width - 1)
     head = passes * HEAD_PASS * launch
     seconds = round_seconds(shape, device, counts, batch, prefix) + waits + head + DRAFTED.seconds(launch, crossing)
@@ -88,12 +88,12 @@ def seconds_a_token(
 
 
 def stock_seconds_a_token(shape: Shape, device: Device, batch: int, prefix: int, waits: float) -> float:
-    """Predict the seconds of a token of each row by stock's static decoding, which stores each block with a forward more."""
+    """Predict the seconds per token of each row under stock's static decoding, which stores each block by an extra forward."""
     return (round_seconds(shape, device, Counts(1, 1), batch, prefix) + waits) * (1 + 1 / shape.block_size)
 
 
 def table(chance: float, prefix: int, launch: float, crossing: float) -> str:
-    """Predict the best K and its speed by requests at once, on devices that wait as published and that never wait."""
+    """Predict the best K and its speed by concurrent requests, on devices that wait as published and that never wait."""
     waits = PUBLISHED_FORWARD - round_seconds(PUBLISHED["8B"], RTX_PRO, Counts(1, 1), 1, prefix)
     cases = [
         ("8B, RTX PRO 6000, as published", PUBLISHED["8B"], RTX_PRO, waits),

@@ -1,17 +1,17 @@
-"""Decode at random for a bounded time, every text in several ways that must give the same, and count what was compared.
+"""Decode at random for a bounded time, each text in several ways that must agree, and count what was compared.
 
     python -m benchmarks.soak --minutes 30 --output FILE [--seed 0] [--mode MODE ...]
 
-Tiny models of random weights in float64, where nearly equal scores do not come up, so that a difference is a bug. Every case
-compares a batch with
-- `mode`: for what drafts may have as target a mode that drafts, for the others the same rows in another order and padding;
+Tiny models of random weights in float64, where near ties do not occur, so that a difference is a bug. Every case compares a
+batch with
+- `mode`: a mode that drafts, if the case's mode can be a target; otherwise the same rows in another order and padding;
 - `alone`: single rows of it by themselves;
 - `reference`: single rows of it by the slow decoder without a cache, `tests/reference.py`;
-- `reuse`: its rows cut somewhere, changed now and then and gone on with, from `past_key_values` and without.
+- `reuse`: its rows cut somewhere, sometimes changed, and continued from `past_key_values` and without.
 
 Cases are functions of the seed, their number and `--mode`: `--first N --cases 1` repeats one. The last line has the counts,
-with the memory that was resident at the start, after 100 cases and at the end; `tokens_drafted` are those of texts that were
-drafted and compared with their target, by target.
+with the resident memory at the start, after 100 cases and at the end; `tokens_drafted` counts, by target, tokens of drafted
+texts that were compared with the target's.
 """
 
 import time
@@ -32,7 +32,7 @@ REPORT_EVERY = 60.0  # seconds
 
 
 def compared(case: Case) -> Iterator[tuple[str, Row, Row]]:
-    """Give the pairs of rows that must be the same, with the kind of comparison."""
+    """Yield the pairs of rows that must be equal, with the kind of comparison."""
     rng, every = case.rng, list(range(len(case.prompts)))
     if rng.random() < 0.3:
         case.options["max_new_tokens"] += rng.randint(0, 60)
@@ -46,7 +46,7 @@ def compared(case: Case) -> Iterator[tuple[str, Row, Row]]:
     yield "alone", batch[one], alone
     yield "reference", batch[one], of_slow(case.by_reference(one))
     if rng.random() < 0.6:
-        past = out_again if order is every and rng.random() < 0.7 else out  # a cache with the head, or without
+        past = out_again if order is every and rng.random() < 0.7 else out  # with the head's keys and values, or without
         case.go_on(batch, 300)
         cached, _ = case.decode(past_key_values=past.past_key_values, **case.drafted())
         plain, _ = case.decode()
@@ -61,7 +61,7 @@ def soak(
     sizes: Sequence[int] = SIZES,
     modes: Sequence[str] = MODES,
 ) -> Iterator[dict[str, Any]]:
-    """Compare case after case; give a line for each mismatch, one a minute, and the last with all counts."""
+    """Compare case after case; yield a line for each mismatch, one a minute, and a last one with all counts."""
     begin = told = time.monotonic()
     tokens, pairs, drafted = Counter[str](), Counter[str](), Counter[str]()
     calls = mismatches = 0
@@ -89,7 +89,7 @@ def soak(
                 tokens[kind] += (count := sum(step >= 0 for step in one["steps"]))
                 drafted[mode] += count * (kind == "mode" and mode in TARGETS)
                 pairs[kind] += 1
-        except Exception as error:  # a crash is a finding like any other; the next case goes on
+        except Exception as error:  # a crash is a finding like any other; go on with the next case
             mismatches += 1
             yield {"mismatch": kind, "case": number, "mode": case.mode, "error": f"{type(error).__name__}: {error}"[:500]}
         calls, number = calls + case.calls, number + 1
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mode", nargs="+", choices=list(dict.fromkeys(MODES)), default=list(MODES), help="what texts may be")
     parser.add_argument("--rows", type=int, nargs="+", default=SIZES, help="sizes that a batch may have")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # of such small products more only wait for each other
+    torch.set_num_threads(1)  # with such small products, more threads only wait for each other
     line: dict[str, Any] = {}
     with options.output.open("w") as file:
         emit(header("soak", options), file)

@@ -1,16 +1,15 @@
-"""Prints the tables that the documents quote, from the lines that measurements left.
+"""Prints the tables in the documents from measured lines.
 
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From `tiny_frontier*.jsonl`:
-`frontier` accuracy and cost of every mode and setting, `undrafted` without the drafted ones; `targets` every target, alone and
-drafted, `summary` the same in short; `break_even` what a head pass may cost, and `aims` what one with a shortlist brings beside
-what it is to bring; `headline` drafts of `static` beside the released reference; `eager` what `mrp_remask` makes of eager
-reveals. `premise` how far logits are from those of steps before, from `tiny_premise.jsonl`; `rules` every reveal rule, from
-`tiny_rules.jsonl`;
-`lists` the same on lists, with weights of their own, from `tiny_lists.jsonl`;
-`heldout` the card's, from `tiny_heldout_{math,code}.jsonl`; `novel` and `published_head` from the files of these names behind
-`tiny_`; `turns` from `turns.jsonl`; `provenance` says at which commit each file was measured.
+`frontier` has accuracy and cost of every mode and setting, `undrafted` leaves out the drafted ones; `targets` has every target,
+alone and drafted, `summary` is short for it; `break_even` what a head pass may cost; `aims` what a pass with a shortlist gains,
+beside its aim; `headline` drafts of `static` beside the released reference; `eager` what `mrp_remask` makes of eager reveals.
+From files of their own: `premise` (`tiny_premise.jsonl`) the distance of logits from those of earlier steps; `rules`
+(`tiny_rules.jsonl`) every reveal rule; `lists` (`tiny_lists.jsonl`) the same on lists, with weights of their own; `heldout`
+(`tiny_heldout_{math,code}.jsonl`) the model card's table; `novel` and `published_head` (`tiny_*.jsonl` of these names); `turns`
+(`turns.jsonl`). `provenance` says at which commit each file was measured.
 
-Tokens are per unit (`mrp_trainer.evaluate.cost`), a backbone forward with the head's passes charged as at the 4B shape, unless
+Tokens are per unit (`mrp_trainer.evaluate.cost`): a backbone forward, with the head's passes charged as at the 4B shape, unless
 a column says otherwise.
 """
 
@@ -36,35 +35,37 @@ EAGER_TAUS = (0.5, 0.6)
 
 
 def frontier_lines(folder: Path = RESULTS) -> list[Line]:
-    """Read the lines of all files of the frontier, math before code before source."""
+    """Read the lines of all files of the frontier, in the order math, code, source."""
     lines = [charged(line) for path in sorted(folder.glob("tiny_frontier*.jsonl")) for line in read_lines(path)]
     return sorted(lines, key=lambda line: FAMILIES.index(line["family"]))
 
 
 def by_setting(folder: Path, families: Sequence[str] = FAMILIES) -> dict[tuple[str, str], Line]:
-    """Give the frontier's lines by family and name of the setting; the last where one was measured again."""
+    """Return the frontier's lines by family and setting name; the last one where a setting was measured again."""
     lines = frontier_lines(folder)
     return {(line["family"], setting_name(line)): line for line in lines if line["family"] in families}
 
 
 def interval(line: Line, name: str, digits: int) -> str:
-    """Show a number with its 95 % interval."""
+    """Format a number with its 95 % interval."""
     return "{:.{d}f} ({:.{d}f}-{:.{d}f})".format(line[name], *line[f"{name}_95"], d=digits)
 
 
 def solved_and_speed(lines: Iterable[Line]) -> list[str]:
-    """Show accuracy and tokens per unit of each line, two cells each."""
+    """Format accuracy and tokens per unit of each line, two cells each."""
     return [cell for line in lines for cell in (interval(line, "accuracy", 1), interval(line, "tokens_per_unit", 2))]
 
 
 def row_of(lines: Iterable[Line], name: str, shape: str = CHARGED) -> str:
-    """Show a number of several lines, one behind the other."""
+    """Format a number of several lines, one after the other."""
     return ", ".join(f"{charged(line, shape)[name]:.2f}" for line in lines)
 
 
 def ratio(line: Line, other: Line, name: str) -> str:
-    """Show how many times another line's tokens per unit a line makes, `name` being the ratio of their tokens per forward; with
-    its 95 % interval."""
+    """Format a line's tokens per unit over another line's, with its 95 % interval.
+
+    `name` is the field with the ratio of their tokens per forward.
+    """
     value = line["tokens_per_unit"] / other["tokens_per_unit"]
     low, high = (end * value / line[name] for end in line[f"{name}_95"])
     return f"{value:.2f}x, {low:.2f}-{high:.2f}"
@@ -75,7 +76,7 @@ _OTHERS = [shape for shape in HEAD_SHARES if shape != CHARGED]
 
 
 def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
-    """Accuracy and tokens per unit of every setting, with 95 % intervals; a star where none is better at both."""
+    """Tabulate accuracy and tokens per unit of every setting, with 95 % intervals; a star where no other is better at both."""
     of, rows = by_setting(folder, JUDGED), []
     best = {key for key, line in of.items() if on_frontier(line, [of[other] for other in of if other[0] == key[0]])}
     for name in dict.fromkeys(name for _, name in of):
@@ -94,12 +95,12 @@ def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
 
 
 def undrafted(folder: Path = RESULTS) -> str:
-    """The frontier's targets alone, and what changes the text of a target."""
+    """Tabulate the targets alone, and the modes that change a target's text."""
     return frontier(folder, drafted=False)
 
 
 def ways(target: str, states: int) -> dict[str, Line]:
-    """Give the settings that draft for a target with K states, by name; the last makes two passes of the head."""
+    """Return the settings that draft for a target with K states, by name; the last one makes two head passes."""
     return {
         **{mode: drafted(mode, target, states) for mode in ("self_spec", "draft_graph", "mrp_spec")},
         "mrp_spec 2 passes": drafted("mrp_spec", target, states, draft_passes=2),
@@ -107,19 +108,21 @@ def ways(target: str, states: int) -> dict[str, Line]:
 
 
 def _made(of: dict[tuple[str, str], Line], family: str, target: str, states: int) -> dict[str, Line]:
-    """Find the lines of `ways` that were measured."""
+    """Find the measured lines among `ways`."""
     named = {way: of.get((family, setting_name(setting))) for way, setting in ways(target, states).items()}
     return {way: line for way, line in named.items() if line is not None}
 
 
 def _headless(made: dict[str, Line]) -> Line:
-    """Choose the draft without a head that makes the most."""
+    """Choose the draft without a head that has the most tokens per unit."""
     return max((line for line in made.values() if not line["head_per_token"]), key=lambda line: line["tokens_per_unit"])
 
 
 def targets(folder: Path = RESULTS) -> str:
-    """Tokens per unit of each target, alone and drafted, per forward in brackets; and how many times those of the best draft
-    without a head that `mrp_spec` makes with one pass."""
+    """Tabulate tokens per unit of each target, alone and drafted, with tokens per forward in brackets.
+
+    The last column is `mrp_spec` with one pass over the best draft without a head.
+    """
     of, rows = by_setting(folder), []
     for family, target in product(FAMILIES, TARGETS):
         cells, over = [], []
@@ -136,7 +139,7 @@ def targets(folder: Path = RESULTS) -> str:
     return markdown_table(["target", "problems", "alone", *head, *over, "texts that differ"], rows)
 
 
-# How many times the tokens per unit of the best draft without a head are aimed at, by target and K: math, code.
+# Aims for the tokens per unit over those of the best draft without a head, by target and K: math, code.
 AIMS = {
     **{(target, 4): (1.05, 1.05) for target in TARGETS},
     **{("dynamic", 4): (1.3, 1.3), ("static", 8): (1.35, 1.35), ("sequential", 8): (1.2, 1.3)},
@@ -145,8 +148,10 @@ AIMS = {
 
 
 def aims(folder: Path = RESULTS) -> str:
-    """How many times the tokens per unit of the best draft without a head at the same K `mrp_spec` makes, where a pass is
-    charged as with a shortlist, by passes, with 95 % intervals; and whether the best of them reaches what is aimed at."""
+    """Tabulate the tokens per unit of `mrp_spec` over the best draft without a head at the same K, beside the aim.
+
+    Passes are charged as with a shortlist; columns are by number of passes, with 95 % intervals.
+    """
     of, rows = by_setting(folder), []
     for target, states, (place, family) in product(TARGETS, WIDTHS, enumerate(JUDGED)):
         made, aim = _made(of, family, target, states), AIMS[target, states][place]
@@ -161,8 +166,10 @@ def aims(folder: Path = RESULTS) -> str:
 
 
 def break_even(folder: Path = RESULTS) -> str:
-    """What a pass of the head may cost, in percent of a backbone forward, before the best draft without a head at the same K
-    makes as many tokens per unit."""
+    """Tabulate the most that a head pass may cost, in percent of a backbone forward, to match the best draft without a head.
+
+    Both draft with the same K, and are compared by tokens per unit.
+    """
     of, rows = by_setting(folder), []
     for family, target in product(FAMILIES, TARGETS):
         cells = []
@@ -174,8 +181,10 @@ def break_even(folder: Path = RESULTS) -> str:
 
 
 def premise(folder: Path = RESULTS) -> str:
-    """KL from the backbone's logits to guesses made so many steps before, in nats, and how often the likeliest token is the
-    same, in percent: math, code."""
+    """Tabulate KL from the backbone's logits to guesses from earlier steps, in nats, and the share of equal likeliest tokens.
+
+    By the number of steps, math and code in a cell; the share is in percent.
+    """
     of: dict[tuple[str, int], list[Line]] = {}
     for line in read_lines(folder / "tiny_premise.jsonl"):
         of.setdefault((line["target"], line["steps"]), []).append(line)
@@ -189,13 +198,13 @@ def premise(folder: Path = RESULTS) -> str:
 
 
 def _differ(of: dict[tuple[str, str], Line], families: Sequence[str], target: str) -> int:
-    """Count the texts of all drafts of a target that differ from its own."""
+    """Count the texts of a target's drafts that differ from its own."""
     drafts = (line for (family, _), line in of.items() if family in families and line.get("target") == target)
     return sum(line["texts_that_differ"] for line in drafts)
 
 
 def summary(folder: Path = RESULTS) -> str:
-    """Problems that each target solves and its tokens per unit, alone and drafted: math and code in one cell."""
+    """Tabulate the problems that each target solves and its tokens per unit, alone and drafted, math and code in one cell."""
     of, rows = by_setting(folder), []
     for target in TARGETS:
         settings = [alone(target), *(drafted(mode, target, k) for k in (4, 8) for mode in ("self_spec", "mrp_spec"))]
@@ -219,7 +228,7 @@ _BESIDE_RELEASED: tuple[tuple[str, str, dict[str, bool]], ...] = (
 
 
 def headline(folder: Path = RESULTS) -> str:
-    """Tokens per unit of drafted `static` by family, and over the released reference at the same K in brackets."""
+    """Tabulate tokens per unit of drafted `static` by family, and in brackets over the released reference at the same K."""
     of, rows = by_setting(folder), []
     for states in STATES:
         released = {
@@ -236,7 +245,7 @@ def headline(folder: Path = RESULTS) -> str:
 
 
 def eager(folder: Path = RESULTS) -> str:
-    """`static`, and `dynamic` beside `mrp_remask` where eager reveals are often wrong; 95 % intervals in brackets."""
+    """Tabulate `static`, and `dynamic` beside `mrp_remask`, where eager reveals are often wrong; 95 % intervals in brackets."""
     dynamic: list[Line] = [{"decoding": "dynamic", "confidence_threshold": tau} for tau in EAGER_TAUS]
     again = [{**one, "decoding": "mrp_remask", "remask_rule": "reread"} for one in dynamic]
     names, of = map(setting_name, [alone("static"), *dynamic, *again]), by_setting(folder)
@@ -248,7 +257,7 @@ def eager(folder: Path = RESULTS) -> str:
 
 
 def rules(folder: Path = RESULTS) -> str:
-    """Problems that each reveal rule solves, with 95 % intervals, and its tokens per unit, alone and drafted: math, code."""
+    """Tabulate the problems that each reveal rule solves, with 95 % intervals, and its tokens per unit, alone and drafted."""
     of, rows = {(line["family"], setting_name(line)): line for line in read_lines(folder / "tiny_rules.jsonl")}, []
     for target in RULES:
         ways = [alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in WIDTHS)]
@@ -261,7 +270,7 @@ def rules(folder: Path = RESULTS) -> str:
 
 
 def lists(folder: Path = RESULTS) -> str:
-    """Lists that each reveal rule gets right, with 95 % intervals of the shuffled, and its tokens per forward, by kind."""
+    """Tabulate the lists that each reveal rule gets right, with 95 % intervals for shuffled ones, and tokens per forward."""
     lines = read_lines(folder / "tiny_lists.jsonl", embedded=False)
     of, rows = {(line["kind"], setting_name(line)): line for line in lines}, []
     kinds = ("copy", "reverse", "replace", "shuffle")
@@ -276,12 +285,12 @@ def lists(folder: Path = RESULTS) -> str:
 
 
 def heldout(folder: Path = RESULTS) -> str:
-    """Accuracy and cost of the modes that the card shows."""
+    """Tabulate accuracy and cost of the modes on the model card."""
     return results_table([line for family in JUDGED for line in read_lines(folder / f"tiny_heldout_{family}.jsonl")])
 
 
 def novel(folder: Path = RESULTS) -> str:
-    """Problems that ask for what training never asked for beside the others, with 95 % intervals."""
+    """Tabulate accuracy on problems of a kind that training never had, beside the others, with 95 % intervals."""
     cells: dict[tuple[str, str], list[str]] = {}
     for line in read_lines(folder / "tiny_novel.jsonl"):
         cells.setdefault((line["family"], line["mode"]), []).extend(
@@ -293,8 +302,10 @@ def novel(folder: Path = RESULTS) -> str:
 
 
 def published_head(folder: Path = RESULTS) -> str:
-    """Tokens per unit of a head trained by the published recipe and of the embedded one, in both loops; in brackets over the
-    first of each row, how many times as many."""
+    """Tabulate tokens per unit of a head trained by the published recipe and of the embedded one, in both loops.
+
+    In brackets each over the first of its row.
+    """
     rows: dict[tuple[str, int], dict[tuple[str, str], Line]] = {}
     for line in read_lines(folder / "tiny_published_head.jsonl"):
         of = rows.setdefault((line["family"], line["num_draft_states"]), {})
@@ -312,7 +323,7 @@ def published_head(folder: Path = RESULTS) -> str:
 
 
 def turns(folder: Path = RESULTS) -> str:
-    """Speed of each way to draft over the target alone, by rows: the median, and the least and most in brackets."""
+    """Tabulate the speed of each way to draft over the target alone, by rows: median, and least and most in brackets."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for line in read_lines(folder / "turns.jsonl"):
         if (over := line.get("over_first")) is not None:
@@ -324,7 +335,7 @@ def turns(folder: Path = RESULTS) -> str:
 
 
 def provenance(folder: Path = RESULTS) -> str:
-    """The commits at which each file of results was measured, and whether the code that decides what is counted was noted."""
+    """Tabulate the commits at which each file of results was measured, and whether its decoding code was noted."""
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
         headers = [line for line in map(json.loads, path.read_text().splitlines()) if "benchmark" in line]

@@ -1,9 +1,9 @@
-"""What rivals are tuned to: tokens a forward of all candidates for each target and K, the best in bold, as a Markdown table.
+"""The tuning of rivals: tokens a forward of all candidates for each target and K, the best in bold, as a Markdown table.
 
-``python -m benchmarks.tuned draft_graph``: graphs of so many times K - 1 nodes, pruned or not, with so many tokens a position.
-``psd``, at K = 8: what a depth adds, whether all are held to what is said at the first, and how likely that must be; in
-brackets how many problems more are solved than by the policy alone, and what loses over one in a hundred is not taken. On 40
-problems of math and 40 of code, behind the 25 that graphs are calibrated on, in float32.
+``python -m benchmarks.tuned draft_graph``: candidates differ in the number of nodes as a multiple of K - 1, in pruning, and in
+tokens per position. ``psd``, at K = 8: candidates are the fields of `Reading`; brackets have the number of problems solved
+beyond the policy's, and a candidate that loses more than one in a hundred is not chosen. On 40 problems of math and 40 of code,
+after the 25 that graphs are calibrated on, in float32.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from .frontier import CALIBRATED_ON, GRAPH, JUDGED, PSD, WIDTHS, Decoder, Settin
 from .psd import Reading
 from .targets import TARGETS, alone
 
-# Of K - 1 nodes all are drafted, pruned or not.
+# With K - 1 nodes all are drafted, so pruning makes no difference.
 BUILDS = [Build(1, False), *(Build(*one) for one in product((2, 4), (False, True))), Build(2, True, 1)]
 READINGS = [Reading(*one) for one in product((0, 1), (False, True), (0.0, 0.5))]
 COUNTS = ("tokens", "forwards", "right")
@@ -28,7 +28,7 @@ CANDIDATES: dict[str, tuple[Any, Sequence[Any]]] = {GRAPH: (graph_of, BUILDS), P
 
 
 def table(kind: str, decoder: Decoder, count: int) -> str:
-    """Decode with all candidates, and show what they came to."""
+    """Decode with all candidates, and tabulate the results."""
     asked = [problems(family, "tune", CALIBRATED_ON + count)[CALIBRATED_ON:] for family in JUDGED]
     make, candidates = CANDIDATES[kind]
 

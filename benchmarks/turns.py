@@ -3,14 +3,15 @@
     python -m benchmarks.turns --states alone 1 2 4 8 auto > benchmarks/results/turns.jsonl
     python -m benchmarks.turns ../before/hub_configs/sdar-tiny-mrp ./hub_configs/sdar-tiny-mrp --batches 1 16
 
-A checkpoint's folder carries its code, so that two checkouts can be compared, each run as a user of its folder would run it.
-The first way of `--states` is what the others of a folder are compared with: `alone` is the target by itself, a number or
-`auto` what `mrp_spec` drafts. `rests` is the target with the schedule of `auto` and no drafts: where some rows end a block, the
-clock says whether these alone are scored, in a narrower forward, or the others beside their next blocks' first states.
+A checkpoint's folder carries its code, so two checkouts can be compared, each run as a user of its folder would run it. The
+first way of `--states` is the one that the others of a folder are compared with: `alone` is the target without drafts, a number
+or `auto` is `mrp_spec` with that K. `rests` is the target with the schedule of `auto` and no drafts: where only some rows end a
+block, the clock decides whether these alone are scored, in a narrower forward, or all rows beside their next blocks' first
+states.
 
 Greedy, problems of math from the tuning split. Times are CPU time of this process, or with `--clock wall` wall clock, which a
 GPU and several threads need. Ratios are of speed, over the turns of a cell: the median, the least and most, and the quartiles.
-`python -m benchmarks.tables turns` prints what drafts with `auto` are worth.
+`python -m benchmarks.tables turns` prints what drafts with `auto` gain.
 """
 
 import argparse
@@ -36,12 +37,12 @@ CLOCKS: dict[str, Callable[[torch.device], float]] = {"cpu": lambda device: time
 
 
 def take_turns(ways: Mapping[str, Callable[[int], float]], turns: int, warm_ups: int = 1) -> dict[str, list[float]]:
-    """Call every way once a turn, another one first each time.
+    """Call every way once per turn, a different one first each time.
 
     Args:
-        ways: By name, what is given the turn's number and returns what it took.
-        turns: How many count, from 0 on.
-        warm_ups: Turns before, whose numbers are negative.
+        ways: By name, a function that gets the turn's number and returns its time.
+        turns: Number of turns that count, from 0 on.
+        warm_ups: Turns before these, with negative numbers.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
@@ -54,24 +55,25 @@ def take_turns(ways: Mapping[str, Callable[[int], float]], turns: int, warm_ups:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> dict[str, Any]:
-    """Give the median, the least and most, and the quartiles."""
+    """Return the median, the least and most, and the quartiles."""
     low, first, median, third, high = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).round(digits).tolist()
     return {"median": median, "range": [low, high], "quartiles": [first, third]}
 
 
 def faster(seconds: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
-    """Give the speed over a base's that took turns with it."""
+    """Return the speed over a base's that took turns with it."""
     return spread([other / mine for mine, other in zip(seconds, base, strict=True)])
 
 
 class Way:
-    """A checkpoint's way to decode batches, with what came of it: a function of a turn, for `take_turns`.
+    """A checkpoint's way to decode batches, with its results: a function of a turn, for `take_turns`.
 
     Args:
         model: An `MRPForCausalLM`, of this code or of its folder's.
-        batches: Inputs of `generate`; turn after turn takes the next one.
-        clock: Gives the time of the device.
-        options: Of `generate`; and `most`, the states that `auto` may choose, where that is not what the model's code says.
+        batches: Inputs of `generate`; each turn takes the next one.
+        clock: Reads the time of the device.
+        options: Of `generate`; and `most`, the most states that `auto` may choose, where that is not the default of the model's
+            code.
 
     Attributes:
         texts: Ids by batch.
@@ -88,10 +90,10 @@ class Way:
         self.forwards: dict[int, int] = {}
 
     def __call__(self, turn: int) -> float:
-        """Decode a batch; the seconds that it took."""
+        """Decode a batch; return the seconds that it took."""
         place = turn % len(self.batches)
         inputs = {name: value.to(self.model.device) for name, value in self.batches[place].items()}
-        code = sys.modules[type(self.model).__module__]  # of its folder: a bundle of one file
+        code = sys.modules[type(self.model).__module__]  # the code of its folder: a bundle of one file
         with patch.object(code, "WIDTHS", (self.most,)) if self.most else nullcontext():
             begun = self.clock(self.model.device)
             out = self.model.generate(**inputs, **self.options, return_dict_in_generate=True)
@@ -100,7 +102,7 @@ class Way:
         return seconds
 
     def same(self, other: "Way") -> bool:
-        """Compare all texts with another way's."""
+        """Tell if all texts are equal to another way's."""
         return all(torch.equal(text, other.texts[place]) for place, text in self.texts.items())
 
 

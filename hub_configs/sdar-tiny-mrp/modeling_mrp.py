@@ -1541,27 +1541,28 @@ def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------- rules.bans
 
-"""Banned sequences of tokens: kept in every order of reveals, whichever of their tokens comes last."""
+"""Bans of token sequences (bad words, repeated n-grams), kept whatever the order in which tokens are revealed."""
 
 
 
 @dataclass(frozen=True)
 class Bans:
-    """What must not appear in a text.
+    """Token sequences that a text must not contain.
 
-    A ban is a matter of known tokens, on both sides of a position: what would complete a banned sequence is barred there. Where
-    a step reveals several columns that would complete one together, the surest are revealed and the others wait.
+    Tokens are revealed in any order, so a ban looks at the known tokens on both sides of a position: a token that would
+    complete a banned sequence is barred there. If columns revealed in one step would complete a sequence together, the most
+    confident ones are revealed and the others stay masked.
 
     Attributes:
-        words: Sequences of ids (`bad_words_ids`).
-        ngram: No sequence of so many ids appears twice (`no_repeat_ngram_size`); 0: any may.
+        words: Banned sequences of ids (`bad_words_ids`).
+        ngram: Length of the n-grams that may not occur twice (`no_repeat_ngram_size`); 0: no such ban.
     """
 
     words: tuple[tuple[int, ...], ...] = ()
     ngram: int = 0
 
     def barred(self, ids: Sequence[int], at: int, mask_id: int) -> set[int]:
-        """Find the tokens that would complete a banned sequence at one position of a text, whatever stands there now."""
+        """Find the tokens that would complete a banned sequence at position `at` of a text, whatever stands there now."""
         found = set()
         for word in self.words:
             for hole in range(len(word)):
@@ -1573,7 +1574,7 @@ class Bans:
         return found | self._repeated(ids, at, mask_id) if self.ngram else found
 
     def _repeated(self, ids: Sequence[int], at: int, mask_id: int) -> set[int]:
-        """Find the tokens with which a sequence of `ngram` ids around a position would stand in the text twice."""
+        """Find the tokens that, at position `at`, would make an n-gram occur twice in the text."""
         found, size = set(), self.ngram
         begins = [begin for begin in range(max(0, at - size + 1), at + 1) if begin + size <= len(ids)]
         windows = {begin: list(ids[begin : begin + size]) for begin in begins}
@@ -1599,13 +1600,13 @@ class Bans:
     def allowed(
         self, ids: list[int], start: int, where: tuple[int, ...], token: Sequence[int], odds: Sequence[float], mask_id: int
     ) -> tuple[int, ...]:
-        """Select the columns of a reveal that do not complete a banned sequence together, the surest first.
+        """Select the columns of a reveal that do not complete a banned sequence together, the most confident ones first.
 
         Args:
             ids: The text before the reveal.
-            start: Where the block starts in it.
-            where: Columns that are revealed.
-            token, odds: By column, what it would get, and its log-odds.
+            start: Position of the block in it.
+            where: Columns to reveal.
+            token, odds: [block], the token picked at each column, and its log-odds.
             mask_id: The mask's id.
         """
         ids, kept = list(ids), list[int]()
@@ -1619,11 +1620,11 @@ class Bans:
 
 # ---------------------------------------------------------------------------------------------------- rules.state
 
-"""States of a block, what a network says of them, and the row of text that they belong to."""
+"""States of a block, their scores, and the row of text that they belong to."""
 
 
 
-# A state's name: where its block starts, and its ids. What a network says of a state depends on nothing else of it.
+# A state's key: where its block starts, and its ids. Within a row, its scores depend on nothing else.
 Key = tuple[int, tuple[int, ...]]
 
 
@@ -1635,7 +1636,7 @@ class State:
         key: `(start, ids)`: the block's absolute position, and its tokens with masks.
         free: Columns that may be revealed: masked ones before the first eos that was generated in the block.
         end: The column of that eos; the block's size if there is none.
-        masks: Masked columns, those behind the eos too.
+        masks: Number of masked columns, those after the eos included.
         step: Denoising steps since the block was opened.
     """
 
@@ -1656,7 +1657,7 @@ class State:
         return self.key[1]
 
     def revealing(self, where: Sequence[int], key: Key) -> "State":
-        """The state named `key` that revealing the columns `where` makes, where none of them ends the text."""
+        """Make the state `key` that results from revealing the columns `where`, none of which ends the text."""
         if len(where) == 1:
             at = self.free.index(where[0])
             free = self.free[:at] + self.free[at + 1 :]
@@ -1670,16 +1671,16 @@ class Scores:
     """Token and log-odds by column of one state, picked from the backbone's logits or from the head's estimate of them.
 
     Attributes:
-        token: By column, the token picked there; anything where the state has no mask.
-        odds: By column, the log-odds of that token: they order columns as probabilities do, and keep their precision where
-            these round to 1. NaN: no token had a finite score.
+        token: By column, the picked token; arbitrary where the state has no mask.
+        odds: By column, the log-odds of that token, which order columns as probabilities do and stay precise where those round
+            to 1. NaN: no token had a finite score.
         entropy: By column, in nats; None unless the rule needs it.
-        likeliest: Where tokens are sampled and drafts are made: ids [block, m] and log-odds [block, m] of the likeliest ones,
-            as numpy arrays; else None.
-        hidden: Where the hidden states lie: a tensor [n, block, hidden_size], and the place in it; None where
-            scores were made by hand, without a network.
-        shortlist: Where the tokens lie among which the head's drafts choose: a tensor [n, block, 2 m + 1] of `Picks.shortlist`,
-            and the place in it; None: they choose among all.
+        likeliest: Ids [block, m] and log-odds [block, m] of the likeliest tokens, as numpy arrays, if tokens are sampled and
+            drafts are made; else None.
+        hidden: A tensor [n, block, hidden_size] and the place in it of this state's hidden states; None for scores made by
+            hand, without a network.
+        shortlist: A tensor [n, block, 2 m + 1] of `Picks.shortlist` and this state's place in it: the tokens that the head's
+            drafts choose among; None: all tokens.
     """
 
     token: list[int]
@@ -1692,15 +1693,16 @@ class Scores:
 
 @dataclass(slots=True, eq=False)
 class Frontier:
-    """The last accepted state of a row and the reveal there, which no forward has scored yet.
+    """The last accepted state of a row and the reveal there, whose result no forward has scored yet.
 
     Attributes:
-        state: That state; it has masks.
-        scores: What the backbone said there.
-        where: Columns that are revealed.
-        memo: The rule's memo behind that.
+        state: The state, which has masks.
+        scores: The backbone's scores there.
+        where: Revealed columns.
+        memo: The rule's memo after the reveal.
         successor: The state that the reveal makes.
-        drawn: By column that was drawn elsewhere (by the head) the state and the hidden states there, as in `Scores`; or None.
+        drawn: By column that the head revealed, the state at which it was picked and the hidden states there, as in `Scores`;
+            or None.
         remasked: Columns that the step revealed and the head put back to masks.
     """
 
@@ -1714,7 +1716,7 @@ class Frontier:
 
 
 class Counts:
-    """What the drafts of a row came to (`MRPGenerateStats` says what each number is)."""
+    """Counts of a row's forwards and drafts (`MRPGenerateStats` explains each)."""
 
     def __init__(self, width: int, drafts: bool) -> None:
         depths = 2 * width - 1 if drafts else 0  # a path goes on through what the round before scored
@@ -1726,33 +1728,33 @@ class Counts:
 
 @dataclass(eq=False)
 class Row:
-    """One sequence of the batch: its text so far, the state that it stands at, and what is known of that.
+    """One sequence of the batch: its text so far, its next state, and what is known about that state.
 
     Attributes:
-        place: Which of the call's rows it is.
-        text: Tokens by absolute position, masks where nothing is known; whole blocks, beyond `limit`.
+        place: Place among the rows of the call.
+        text: Tokens by absolute position, with masks for unknown ones, in whole blocks beyond `limit`.
         block_size: Tokens of a block.
         mask_id: The mask's id.
         eos: Ids that end the text.
         prompt: Tokens of the prompt.
-        given_end: One past the last token that was given, of the prompt or of what is to be filled in.
-        limit: One past the last position that is wanted.
+        given_end: One past the last given token, of the prompt or of a template to fill in.
+        limit: One past the last position to generate.
         open_end: One past the last position before `limit` that is not given.
-        no_eos_before: Positions before it take no eos.
-        seed: Of the noise.
-        bans: Sequences that must not appear; or None.
-        state: The next state, which the backbone revealed; the first one is that of the block with the first mask.
-        source: What was said at the last accepted state, from which drafts start; None behind a clean block.
+        no_eos_before: Positions before this one take no eos.
+        seed: Seed of the noise.
+        bans: Banned sequences; or None.
+        state: The next state, which the backbone revealed; at first that of the block with the first mask.
+        source: Scores of the last accepted state, from which drafts start; None after a clean block.
         memo: The rule's memo at `state`.
-        memory: What the last round with drafts scored of states with masks, by `State.key`: those that the path passed by
-            may be met later. Next blocks, scored behind a clean state, are not kept.
-        held, head_held: Tokens whose keys and values the backbone's layers hold, and the head's.
-        logprob, step: By position behind the prompt, the log-confidence of a token and the denoising step that revealed it; 0
-            and -1 where nothing was revealed.
+        memory: States with masks that the last round with drafts scored, and their scores, by key: the path may reach one that
+            it missed then. First states of next blocks, scored after a clean state, are not kept.
+        held, head_held: Tokens with cached keys and values, in the backbone's layers and in the head's.
+        logprob, step: By position after the prompt, a token's log-confidence and the denoising step that revealed it; 0 and -1
+            where nothing was revealed.
         steps: Denoising steps so far.
         stop: One past the last token once the text is whole, else None.
-        counts: What drafts came to.
-        written: Reveals that were written, for whoever wants them; None: nobody does.
+        counts: Counts of forwards and drafts.
+        written: Reveals written so far, if the caller wants them; else None.
     """
 
     place: int
@@ -1787,27 +1789,27 @@ class Row:
         self.counts = Counts(1, False)
 
     def rewound(self, start: int) -> "Row":
-        """The row as it was when the block at `start` was opened: nothing from there on was revealed."""
+        """Make the row as it was when the block at `start` was opened: tokens revealed from there on are masks again."""
         steps = [-1] * self.prompt + self.step
         text = [self.mask_id if at >= start and step >= 0 else self.text[at] for at, step in enumerate(steps)]
         return replace(self, text=text)
 
     def text_at(self, state: State, parent: State | None = None) -> list[int]:
-        """The text at a state, up to the last token that is given; `parent` is a clean state that is not text yet."""
+        """Return the text at a state, up to the last given token; `parent` is a clean state before it that is not text yet."""
         ids = self.text[: state.start]
         if parent is not None:
             ids[parent.start :] = parent.ids
         return [*ids, *state.ids, *self.text[state.start + self.block_size : self.given_end]]
 
     def opened(self, start: int) -> State:
-        """The first state of a block: its masks, and given tokens, none of which ends the text."""
+        """Make the first state of a block: masks and given tokens, none of which ends the text."""
         ids = tuple(self.text[start : start + self.block_size])
         ids += (self.mask_id,) * (self.block_size - len(ids))
         free = tuple([column for column, token in enumerate(ids) if token == self.mask_id])
         return State((start, ids), free, self.block_size, len(free), 0)
 
     def after(self, state: State, where: Sequence[int], token: Sequence[int]) -> State:
-        """The state that revealing `token[column]` at the columns `where` makes."""
+        """Make the state that results from revealing `token[column]` at the columns `where`."""
         start, before = state.key
         ids, end, eos = list(before), state.end, self.eos
         for column in where:
@@ -1821,14 +1823,14 @@ class Row:
         return State(key, free, end, state.masks - len(where), state.step + 1)
 
     def ends(self, state: State) -> bool:
-        """Tell if the text is whole at a state: it ends there, and nothing before that is left to reveal."""
+        """Tell if the text is whole at a state: it ends there, and nothing before its end is left to reveal."""
         room = self.open_end - state.key[0]
         if state.end == self.block_size < room:
             return False
         return not state.free or state.free[0] >= room
 
     def settle(self) -> None:
-        """Note where the text stops if it is whole at the state that the row stands at."""
+        """Set `stop` if the text is whole at the row's state."""
         if self.ends(self.state):
             start, end = self.state.start, self.state.end
             self.stop = min(self.limit, start + end + 1) if end < self.block_size else self.limit
@@ -1836,37 +1838,38 @@ class Row:
 
 # ---------------------------------------------------------------------------------------------------- rules.reveal
 
-"""Reveal rules: which columns a step of the backbone reveals, and which it is likely to reveal where that is only guessed.
+"""Reveal rules: which columns (positions within the block) a step of the backbone reveals, and a guess of that for drafts.
 
 A rule is a function of **one scored state and a memo**: a small immutable value that is carried along the accepted path, from
-None at the first state of a text. Acceptance walks that path state by state, so that a drafted state reveals what it would have
-revealed had the text come to it step by step: drafts are lossless for every rule, also for one with a memory.
+None at the first state of a text. Acceptance walks that path state by state, so a drafted state reveals exactly what it would
+have revealed without drafts: drafts are lossless for every rule, also for one with a memory.
 
-Each rule also says, of estimates in place of scores, what it is `likely` to do: that decides what is drafted, never what the
-text is.
+Each rule also guesses, from estimates in place of scores, what it is `likely` to reveal. That decides what is drafted, never
+what the text is.
 """
 
 
 
 Columns = tuple[int, ...]
-# Sets of columns that a step may reveal, each with its chance.
+# Sets of columns that a step may reveal, each with an estimate of its chance.
 Guesses = list[tuple[Columns, float]]
 
-# The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the fourth drafts best, as a
-# state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
+# Drafts suppose that a column is revealed first with a chance proportional to this power of its odds. Reveals follow the first
+# power or a little more, but the fourth drafts best: a state that the path misses is remembered, so depth is worth more than
+# its chance (`benchmarks/NOTES.md`, Drafting).
 ORDER_SHARPNESS = 4.0
-# By how much a threshold is missed or passed, times this, are the log-odds that an estimate is on the right side of it.
+# The log-odds that an estimate is on the right side of a threshold are its distance from the threshold times this.
 THRESHOLD_SHARPNESS = 2.0
-# By how much each reveal more or less than the likeliest number is taken to be less likely, where entropies bound it.
+# The factor on the chance of a guess for each column more or less than the likeliest number (`likely_first`).
 EACH_MORE = 0.35
-# What all but the likeliest token of a position are taken to be undecided by, in nats.
+# The entropy assumed among all tokens of a position but the likeliest one, in nats.
 TAIL_NATS = 2.0
-# Log-odds above this are certain: their sums stay finite.
+# Log-odds are clipped to this magnitude, which is certain enough, so that their sums stay finite.
 MOST_ODDS = 1e4
 
 
 class RevealRule(ABC):
-    """Decides what a step of the backbone reveals: a frozen dataclass of its numbers.
+    """Decides which columns a step of the backbone reveals: a frozen dataclass of its parameters.
 
     Attributes:
         needs_entropy: Whether it reads `Scores.entropy`.
@@ -1876,38 +1879,38 @@ class RevealRule(ABC):
 
     @property
     def left_to_right(self) -> bool:
-        """Whether it reveals the leftmost masks, one a step: then all before a reveal is known."""
+        """Whether it reveals the leftmost mask, one a step, so that all tokens to the left of a reveal are known."""
         return False
 
     @abstractmethod
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns that are revealed, one at least, of `state.free`, which is not empty; and the memo behind it.
+        """Choose at least one column of `state.free`, which is not empty, to reveal; return them and the memo after the reveal.
 
-        The memo covers all columns chosen here, also those that a ban or the head takes back later. Drafting calls this, too:
-        for a remembered state, with the memo of the row's accepted path so far, and keeps the columns alone. So a rule must
-        take any memo, None or one of its own of another state, with any state.
+        The memo covers all columns chosen here, also those that a ban or the head puts back to masks later. Drafting calls this
+        too, for a remembered state with the memo of the row's accepted path so far, and uses only the columns. So a rule must
+        accept any memo (None, or its own of another state) with any state.
         """
 
     @abstractmethod
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """Guess up to `count` sets of columns, the likeliest mostly first, by estimates of the log-odds [block]; no memo.
+        """Guess up to `count` sets of columns from estimated log-odds [block], mostly the likeliest first; without a memo.
 
-        The chance of a single one orders nothing: it may be 1.
+        Chances only rank guesses: that of a single guess may be 1.
         """
 
 
 def surest(columns: Sequence[int], odds: Sequence[float]) -> int:
-    """The column with the largest odds; of equals the leftmost."""
+    """Find the column with the largest odds; of equal ones the leftmost."""
     return max(columns, key=odds.__getitem__)
 
 
 def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
-    """The columns by their odds, the surest first; of equals the leftmost."""
+    """Sort columns by odds, the largest first; of equal ones the leftmost."""
     return sorted(columns, key=odds.__getitem__, reverse=True)
 
 
 def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
-    """The chance of each of a few columns, the surest first, to be the surest of all `columns`, by estimates of the odds."""
+    """Estimate the chance of each of a few columns, the most confident first, to be the most confident of all `columns`."""
     most = odds[few[0]]
     if most > MOST_ODDS:
         return alone_chances(few, columns, [min(one, MOST_ODDS) for one in odds])
@@ -1917,11 +1920,11 @@ def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[flo
 
 
 def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count: int) -> Guesses:
-    """Guess what exceeds a threshold in log-odds, at least the surest: a column goes over it or not the likelier, the further
-    the estimate is from it.
+    """Guess which columns exceed a threshold in log-odds; the most confident one is always among them.
 
-    Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every second set is
-    another one alone.
+    The further an estimate is from the threshold, the likelier its column is on the same side. Where only the most confident
+    column is likely to be revealed, it is uncertain which one that is, as under `Static`: every second guess is another column
+    alone.
     """
     best, threshold, exp = surest(columns, odds), bounded(threshold, 2 * MOST_ODDS), math.exp
     if count == 1:
@@ -1953,10 +1956,10 @@ def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count
 def likely_first(
     columns: Columns, odds: Sequence[float], room_of: Callable[[list[int], list[float]], int], count: int
 ) -> Guesses:
-    """Guess how many of the columns go, the surest first: about as many as `room_of` says, given the order and finite odds.
+    """Guess how many columns are revealed, the most confident first: about as many as `room_of` says from their order and odds.
 
-    Where there is room for one, there are no fewer: in place of these stands another one alone, and all is as uncertain as
-    which one is the surest.
+    If that is one, no guess can have fewer columns: guesses of another column alone take their place, since it is uncertain
+    which one is the most confident. `room_of` gets finite odds.
     """
     odds = [bounded(one, MOST_ODDS) for one in odds]
     ordered = by_odds(columns, odds)
@@ -1976,29 +1979,29 @@ def likely_first(
 
 
 def bounded(odds: float, most: float) -> float:
-    """Log-odds of which sums stay finite."""
+    """Clip log-odds to a magnitude, so that their sums stay finite."""
     return odds if -most <= odds <= most else math.copysign(most, odds)
 
 
 def log_sigmoid(odds: float) -> float:
-    """log of the probability whose log-odds these are."""
+    """Compute the log of a probability from its log-odds."""
     return -math.log1p(math.exp(-odds)) if odds > 0 else odds - math.log1p(math.exp(odds))
 
 
 def sigmoid(odds: float) -> float:
-    """The probability whose log-odds these are."""
+    """Compute a probability from its log-odds."""
     return math.exp(log_sigmoid(odds))
 
 
 def logit(probability: float) -> float:
-    """log p - log (1 - p), infinite at 0 and 1."""
+    """Compute the log-odds of a probability, infinite at 0 and 1."""
     if probability <= 0:
         return -math.inf
     return math.inf if probability >= 1 else math.log(probability) - math.log1p(-probability)
 
 
 def schedule_of(block_size: int, denoising_steps: int | None) -> Columns:
-    """How many columns each denoising step of a block reveals: `block_size / denoising_steps`, the remainder to the first."""
+    """List the columns that each denoising step reveals: `block_size / denoising_steps`, the remainder in the first steps."""
     steps = denoising_steps or block_size
     return tuple([block_size // steps + (step < block_size % steps) for step in range(steps)])
 
@@ -2008,17 +2011,17 @@ class Static(RevealRule):
     """Reveal the n most confident columns.
 
     Attributes:
-        schedule: n, by denoising step of the block (`schedule_of`).
+        schedule: n by denoising step of the block (`schedule_of`).
     """
 
     schedule: Columns
 
     def quota(self, state: State) -> int:
-        """How many columns the step at a state reveals."""
+        """Return the number of columns that the step at a state reveals."""
         return self.schedule[min(state.step, len(self.schedule) - 1)]
 
     def first(self, state: State, odds: Sequence[float]) -> Columns:
-        """The n surest columns, or all that are left."""
+        """Select the n most confident columns, or all that are left."""
         quota = self.quota(state)
         return (surest(state.free, odds),) if quota == 1 else tuple(sorted(by_odds(state.free, odds)[:quota]))
 
@@ -2027,7 +2030,7 @@ class Static(RevealRule):
         return self.first(state, scores.odds), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: all but the last are the surest, and the last one is uncertain."""
+        """See `RevealRule`: all but the last column are taken as certain, and the guesses differ in the last one."""
         quota = self.quota(state)
         if count == 1 or len(state.free) < quota:
             return [(self.first(state, odds), 1.0)]
@@ -2047,11 +2050,11 @@ class Sequential(Static):
         return max(self.schedule) == 1
 
     def first(self, state: State, odds: Sequence[float]) -> Columns:
-        """The n leftmost columns, or all that are left."""
+        """Select the n leftmost columns, or all that are left."""
         return state.free[: self.quota(state)]
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: there is one such set."""
+        """See `RevealRule`: there is a single guess."""
         return [(self.first(state, odds), 1.0)]
 
 
@@ -2078,7 +2081,7 @@ class Dynamic(RevealRule):
 
 @dataclass(frozen=True)
 class EntropyBound(RevealRule):
-    """Reveal in order of entropy while the running sum stays under a bound; at least one.
+    """Reveal in order of rising entropy while the running sum stays under a bound; at least one column.
 
     Attributes:
         bound: In nats.
@@ -2088,7 +2091,7 @@ class EntropyBound(RevealRule):
     needs_entropy = True
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """Count the columns that go, of entropies in rising order; 0 stands for one."""
+        """Count the columns to reveal, given entropies in rising order; 0 stands for one."""
         return sum([total < self.bound for total in accumulate(entropies)])
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
@@ -2100,7 +2103,7 @@ class EntropyBound(RevealRule):
         return tuple(sorted(ordered[:shown])), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: about as many of the surest as estimated confidences leave room for."""
+        """See `RevealRule`: the most confident columns, about as many as their estimated entropies allow."""
 
         def room_of(ordered: list[int], odds: list[float]) -> int:
             return self.leading([likely_entropy(odds[column]) for column in ordered])
@@ -2117,39 +2120,39 @@ def likely_entropy(odds: float) -> float:
 
 # ---------------------------------------------------------------------------------------------------- rules.draft
 
-"""Drafts and their acceptance: which states a round submits of a row, and how far the path leads through what was scored.
+"""Build drafts and accept them: the states that a round submits for a row, and the path through those that were scored.
 
-A draft is the row's next state, and then the likeliest to follow it.
+A draft is the row's next state and the states most likely to follow it.
 
-An estimate tells, for each masked column, a token and how sure it is. Which column is revealed first is far less certain than
-which token it gets, so a state has several followers; orders that meet in one state add up there, and a state that the last
-round scored needs no forward, since what follows it is known.
+An estimate gives a token and its log-odds for each masked column. Which column is revealed first is far less certain than which
+token it gets, so a state has several followers; where different orders lead to the same state, their chances add up. A state
+that the last round scored needs no forward, since its scores are remembered.
 
-Estimates come from the last accepted state and the remembered ones, at which the backbone itself spoke, and from drafted states
-that the head has read. A head pass costs nearly the same for many states as for one, so a few passes serve a round: the draft
-is built a little, the head reads all of it in one pass, and it is built anew, further.
+Estimates are the backbone's scores of the last accepted state and of remembered states, and the head's estimates for drafted
+states. A head pass costs nearly the same for many states as for one, so a round makes few passes: a small draft is built, the
+head reads all of it in one pass, and a larger draft is built with what it says.
 
-A path starts at the row's own state, which is its text. What the rule reveals at a state makes the next one; where that was
-scored too, in this round or the last one, the path goes on there. What was drafted decides how far a path leads, never where.
+A path starts at the row's own state, which is its text. The rule's reveal at a state makes the next state; if that was scored
+too, in this round or the last one, the path continues there. Drafts decide how far a path leads, never where.
 """
 
 
 
 
-# Followers of a state that are considered, and from how many rows on it is one: a chain comes to 0.5 to 6 % fewer tokens a
-# forward, and what the host decides takes a quarter less, which adds up over the rows (`benchmarks/NOTES.md`).
+# Most followers considered per state, and the number of rows from which it is one: such a chain makes 0.5 to 6 % fewer tokens a
+# forward, but saves a quarter of the host's time, which adds up over the rows (`benchmarks/NOTES.md`).
 BRANCHES, CROWD = 3, 16
 _MASK = 0xFFFFFFFF
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A state that a round submits.
+    """A state that a round submits to the backbone.
 
     Attributes:
-        state: It.
-        parent: The node of the clean state that it looks at beyond the prefix, by place in the round; -1 if none.
-        source: What told of it: the scores of the state before it, or an estimate of these; None if nothing did.
+        state: The state.
+        parent: Place in the round of the uncommitted clean state that it attends to beyond the prefix; -1 if none.
+        source: The scores, or estimate of them, at the state before it, from which it was made; None if there are none.
     """
 
     state: State
@@ -2157,18 +2160,21 @@ class Node:
     source: Scores | None
 
 
-# A state that may be drafted, and is made once it is (`State.revealing`): the state before it; the columns revealed there; the
-# key of the state that they make; `source` and `parent` of its `Node`. Without columns the first is the state itself.
+# A candidate of a draft, whose state is made only when it is drafted (`State.revealing`): the state before it, the columns
+# revealed there, the key of the resulting state, and `source` and `parent` of its `Node`. Without columns, the first is the
+# candidate's own state.
 Follower = tuple[State, Sequence[int], Key, Scores | None, int]
 
 
 def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: int) -> Iterator[tuple[Key, Follower, float]]:
-    """Iterate over the states to which a reveal may lead, by name and with its chance; not those at which the text is whole.
+    """Iterate over the states that a reveal may lead to: the key, the candidate and its chance.
 
-    One that the last round scored stands for the state that its path leads to.
+    States at which the text is whole are left out. A state that the last round scored is replaced by the first unscored state
+    on its path.
     """
     token, odds = (said.token, said.odds) if said.likeliest is None else draw_tokens(row, state, said)
     (start, ids), memory, eos = state.key, row.memory, row.eos
+    # Whether the text continues in the next block, unless the reveal holds an eos.
     goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
     for where, likely in rule.likely(state, odds, branches):
         if not likely > 0:
@@ -2192,13 +2198,16 @@ def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: 
 
 
 def draft_sizes(width: int, passes: int) -> list[int]:
-    """How many of `width` states are drafted at each head pass of a round: in even steps, up to all but the last."""
+    """List the size of the draft at each head pass of a round: even steps, up to `width` - 1 states."""
     passes = min(passes, width - 1)
     return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
 
 
 def target_nodes(row: Row, narrow: bool) -> list[Node]:
-    """The states of a round without drafts: the row's own and, behind a clean one, the next block's; if not `narrow`."""
+    """List the states of a round without drafts: the row's own and, after a clean one, the next block's first.
+
+    With `narrow` the next block begins a round later.
+    """
     nodes = [Node(row.state, -1, row.source)]
     if not row.state.masks and not narrow:
         behind = row.opened(row.state.start + row.block_size)
@@ -2208,17 +2217,17 @@ def target_nodes(row: Row, narrow: bool) -> list[Node]:
 
 
 def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates: Mapping[Key, Scores]) -> list[Node]:
-    """Build the draft of a round by best-first search from the row's next state.
+    """Build the draft of a round by best-first search from the row's next state, which is its first node.
 
     Args:
-        row: Where it starts.
-        rule: What a step is likely to reveal.
-        size: States of it, at most.
-        branches: Followers of a state that are considered.
-        estimates: By state, what the head thinks that the backbone will say there.
+        row: The row to draft for.
+        rule: Guesses what a step reveals.
+        size: States of the draft, at most.
+        branches: Followers considered per state, at most.
+        estimates: The head's estimates of scores, by the key of the state.
     """
     waiting: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
-    # How likely the path comes to each, orders that meet in one added up, -inf once it is drafted; and their places by name.
+    # The chance that the path reaches each candidate, summed over orders, -inf once drafted; and the candidates' places by key.
     chances, met = [1.0], {row.state.key: 0}
     nodes: list[Node] = []
     while len(nodes) < size and (chance := max(chances)) > 0:
@@ -2245,7 +2254,7 @@ def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates:
 
 
 def draw_tokens(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequence[float]]:
-    """Pick the tokens [block] of a state from the likeliest ones with that state's noise; return them and their log-odds."""
+    """Sample the tokens [block] of a state from its likeliest ones, with the state's noise; return them and their log-odds."""
     assert said.likeliest is not None
     free = list(state.free)
     ids, odds = (part[free] for part in said.likeliest)
@@ -2267,7 +2276,7 @@ def mix_bits(x: Any) -> Any:
 
 
 def noise_key(seed: Any, position: Any, masks: Any) -> Any:
-    """The key of the noise at a position of a state with so many masks left: of ints, or elementwise of tensors of them."""
+    """Compute the key of the noise at a position of a state with `masks` masks left, from ints or elementwise from tensors."""
     key = mix_bits(seed & _MASK)
     key = mix_bits(key ^ (seed >> 32 & _MASK))
     key = mix_bits(key ^ (position & _MASK))
@@ -2275,7 +2284,7 @@ def noise_key(seed: Any, position: Any, masks: Any) -> Any:
 
 
 def gumbel(keys: list[int], tokens: Any) -> Any:
-    """Standard Gumbel noise [n, m] float64 for token ids [n, m] int64 of n keys: that of `kernels/pick.py`, on the host."""
+    """Compute the Gumbel noise of `kernels/pick.py` on the host: [n, m] float64 for token ids [n, m] int64 of n keys."""
     hashed = mix_bits(tokens * 0x9E3779B1 & _MASK)
     bits = mix_bits(hashed ^ np.array(keys, dtype=np.int64)[:, None])
     # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
@@ -2285,7 +2294,7 @@ def gumbel(keys: list[int], tokens: Any) -> Any:
 
 
 class UnscoredError(ValueError):
-    """No token has a finite score at a position: `position` of the row at `place`."""
+    """No token has a finite score at `position` of the row at `place` in the batch."""
 
     def __init__(self, place: int, position: int) -> None:
         super().__init__(place, position)
@@ -2295,22 +2304,24 @@ class UnscoredError(ValueError):
 def accept(
     row: Row, rule: RevealRule, nodes: Sequence[Node], scores: Sequence[Scores], drafts: bool
 ) -> tuple[Frontier | None, list[int]]:
-    """Accept the longest verified path of a row: write what it reveals but the last, and remember what was scored.
+    """Accept the longest verified path of a row: write all its reveals but the last, and remember the scored states.
 
     Args:
-        row: It; it is left at the frontier, or behind a clean block whose successor was not scored.
-        rule: What a step reveals.
+        row: The row; its state becomes the frontier's, or after a clean block with an unscored successor that block's first.
+        rule: Decides what a step reveals.
         nodes: The states of the round, the row's own first.
-        scores: What the backbone said at each.
-        drafts: Whether this round drafted: then paths go on through remembered states, its own replace these, and drafts are
-            counted.
+        scores: The backbone's scores at each.
+        drafts: Whether the round drafted. If so, the path may continue through remembered states, the round's own states
+            replace these, and drafts are counted.
 
     Returns:
-        The frontier, whose reveal is not written yet (None behind a clean block), and the nodes of accepted clean states.
+        The frontier, whose reveal is not written yet (None if the path ends in a clean block), and the places in `nodes` of the
+        accepted clean states.
 
     Raises:
         UnscoredError: if no token had a finite score at a position that is revealed.
     """
+    # Places in the round: of states by key, and of next blocks' first states by the place of the clean state before.
     places: dict[Key, int] = {}
     next_blocks: dict[int, int] = {}  # by clean states
     for place, node in enumerate(nodes):
@@ -2360,12 +2371,12 @@ def accept(
 
 
 def first_frontier(row: Row, rule: RevealRule, scores: Scores) -> Frontier | None:
-    """The frontier of a row of which nothing was revealed yet; None where nothing is left to reveal."""
+    """Make the frontier of a row in which nothing was revealed yet; None where nothing is left to reveal."""
     return None if row.ends(row.state) else reveal_at(row, rule, row.state, scores)
 
 
 def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Frontier:
-    """What a step reveals at a scored state of a row's path."""
+    """Reveal by the rule, and within the row's bans, at a scored state of its path."""
     where, memo = rule.reveal(state, scores, row.memo)
     if row.bans is not None and len(where) > 1:
         where = row.bans.allowed(row.text_at(state), state.start, where, scores.token, scores.odds, row.mask_id)
@@ -2373,10 +2384,10 @@ def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Front
 
 
 def write(row: Row, frontier: Frontier) -> None:
-    """Write the reveal of a scored state into the row's text, and stand at the state that it makes.
+    """Write a frontier's reveal into the row's text, and move the row to the state that results.
 
     Raises:
-        UnscoredError: if no token had a finite score at one of its columns.
+        UnscoredError: if no token had a finite score at a revealed column.
     """
     start, scores = frontier.state.key[0], frontier.scores
     behind = start - row.prompt
@@ -2393,7 +2404,7 @@ def write(row: Row, frontier: Frontier) -> None:
 
 
 def count_drafts(row: Row, nodes: Sequence[Node], last: State, depth: int) -> None:
-    """Count what a round's drafts came to: `depth` of them led to the `last` accepted state."""
+    """Count a round's drafts, of which `depth` led to the `last` accepted state."""
     counts = row.counts
     drafted = [node.state for node in nodes[1:] if node.parent < 0]
     counts.drafted += len(drafted)
@@ -2406,7 +2417,7 @@ def count_drafts(row: Row, nodes: Sequence[Node], last: State, depth: int) -> No
 
 
 def follows(state: State, last: State, mask_id: int) -> bool:
-    """Tell if a state keeps all that is revealed at another one of its block, and reveals more."""
+    """Tell if a state reveals all that another state of the same block reveals, and more."""
     if state.start != last.start or state.masks >= last.masks:
         return False
     for own, other in zip(state.key[1], last.key[1], strict=True):  # noqa: SIM110  half the time of `all`
@@ -2693,15 +2704,15 @@ if triton is not None:
 
 """Picks: the token and its log-odds at masked positions, greedy or sampled, reproducible to the bit.
 
-A sampled pick is a Gumbel-max whose noise is a pure function of (the row's seed, absolute position, masks left in
-the block, token id). So two decoders that reach the same state draw the same token, whatever way they came there.
+A sampled pick is a Gumbel-max whose noise is a pure function of (the row's seed, absolute position, masks left in the block,
+token id). So two decoders that reach the same state draw the same token, whatever path led there.
 """
 
 
 
 
-# Kinds of truncation, and whether one keeps, of any scores, the likeliest tokens, however many: behind a top-k it needs its k
-# logits alone.
+# Kinds of truncation, and whether each always keeps a number of the likeliest tokens: after a top-k it then needs only the
+# logits of those k.
 TRUNCATIONS: dict[type, bool] = {
     TopKLogitsWarper: True,
     TopPLogitsWarper: True,
@@ -2712,17 +2723,17 @@ TRUNCATIONS: dict[type, bool] = {
     TypicalLogitsWarper: False,
 }
 
-# Tokens of a position that a sampled draft chooses among: all that transformers' own top-k of 50 leaves.
+# Tokens that a sampled draft chooses among at a position: all that transformers' default top-k of 50 leaves.
 LIKELIEST = 64
-# Tokens of a position that the head's drafts choose among: as many are as good as all (`benchmarks/NOTES.md`, Shortlist).
+# Tokens that the head's drafts choose among at a position: this many draft as well as all (`benchmarks/NOTES.md`, Shortlist).
 SHORTLIST = 16
 
 
 @dataclass(frozen=True)
 class Spots:
-    """The positions of some states at which tokens are picked, on a device: the `free` columns of each, in order.
+    """The positions at which tokens of some states are picked, on a device: the `free` columns of each state, in order.
 
-    `parents` are the clean states that they look at, if any; none at all: no state does.
+    `parents` are the uncommitted clean states that the states attend to, None for those without; empty if no state has one.
     """
 
     states: Sequence[tuple[Row, State]]
@@ -2736,31 +2747,33 @@ class Spots:
         return keys
 
     def no_eos(self) -> Tensor | None:
-        """Tell where no eos may be picked, [n] bool; None: nowhere."""
+        """Tell where no eos may be picked, [n] bool; None if that is nowhere."""
         if not any(state.start < row.no_eos_before > row.prompt for row, state in self.states):
             return None
         early = [state.start + column < row.no_eos_before for row, state in self.states for column in state.free]
         return torch.tensor(early, device=self.device)
 
     def texts(self) -> Iterator[tuple[list[int], int]]:
-        """Iterate over the positions: the text at the state, with masks where nothing is revealed, and the place in it."""
+        """Iterate over the positions: the text at the state, with masks where nothing is revealed, and the position in it."""
         for place, (row, state) in enumerate(self.states):
             ids = row.text_at(state, self.parents[place] if self.parents else None)
             yield from ((ids, state.start + column) for column in state.free)
 
 
 class Picks(NamedTuple):
-    """Picks at n positions, and what drafts choose among; ids are exact as numbers. None is what the picker does not give.
+    """Picks at n positions, with the tokens that drafts choose among. Fields that were not asked of the picker are None.
+
+    Ids in float tensors are exact.
 
     Attributes:
         token: [n] long.
-        odds: [n] float, the log-odds of its probability after temperature and processors, before truncation; NaN where no
+        odds: [n] float, log-odds of the token's probability after temperature and processors, before truncation; NaN where no
             token had a finite score.
         entropy: [n] float, in nats.
-        likeliest: [n, 2 m] in at least float32, ids and log-odds of the m likeliest tokens that may be sampled, -inf for those
-            that truncation leaves out.
-        shortlist: [n, 2 m + 1] in at least float32: the ids of the m likeliest tokens that may be picked, their scores, -inf
-            for those that truncation leaves out, and the log-sum-exp of all other scores.
+        likeliest: [n, 2 m] in at least float32: ids of the m likeliest tokens, and their log-odds, -inf for tokens that
+            truncation leaves out.
+        shortlist: [n, 2 m + 1] in at least float32: ids of the m likeliest tokens, their scores, -inf for tokens that
+            truncation leaves out, and the log-sum-exp of all other scores.
     """
 
     token: Tensor
@@ -2778,14 +2791,14 @@ class Picker:
         lm_head_weight: [vocab, hidden_size].
         mask_token_id: Never picked, and outside the softmax.
         temperature: Divides the logits.
-        sample: Add Gumbel noise, else take the arg max.
+        sample: Whether to add Gumbel noise before the argmax.
         processors: The user's logits processors, applied before temperature.
-        bans: Sequences that must not appear, kept behind the processors; or None.
-        truncation: top-k, top-p and their kin, applied after the confidence is taken.
+        bans: Banned sequences, applied after the processors; or None.
+        truncation: top-k, top-p and the like, applied after the confidence is computed.
         eos_token_ids: Ids that positions before a minimum length must not take.
         entropy: Whether to compute it.
-        likeliest: Whether to give the likeliest tokens, for drafts of sampled text.
-        shortlist: How many tokens of a position the head's drafts choose `among`, those likeliest before; 0: all.
+        likeliest: Whether to return the likeliest tokens, for drafts of sampled text.
+        shortlist: Number of likeliest tokens to return, which the head's drafts then choose `among`; 0: drafts use all tokens.
         dispatch: Kernels or PyTorch.
     """
 
@@ -2808,9 +2821,9 @@ class Picker:
         return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids)
 
     def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
-        """Pick at n spots from hidden states [n, hidden_size]; no [n, vocab] logits exist for large n.
+        """Pick at n spots from hidden states [n, hidden_size]; for large n, [n, vocab] logits are made in chunks.
 
-        Without `spots` tokens are the likeliest ones, and nothing is barred or processed.
+        Without `spots` the likeliest tokens are picked, without bans or processors.
         """
         keys = None if spots is None or not self.sample else spots.keys()
         shape = self._shaper(spots)
@@ -2821,14 +2834,14 @@ class Picker:
         return _join(parts)
 
     def among(self, hidden: Tensor, shortlist: Tensor, spots: Spots) -> Picks:
-        """Pick greedily at n spots among a few tokens of each; all others keep the scores that they had.
+        """Pick greedily at n spots among a few tokens of each; all other tokens keep their earlier scores.
 
-        The argmax behind a reveal is nearly always one of the likeliest tokens before it, so that drafts need no other rows of
-        `lm_head`. No processors and bans are asked; tokens that truncation left out before stay out.
+        The argmax after a reveal is nearly always one of the likeliest tokens before it, so drafts need no other rows of
+        `lm_head`. Processors and bans are not applied; tokens that truncation left out before stay out.
 
         Args:
             hidden: [n, hidden_size].
-            shortlist: [n, 2 m + 1], as `Picks.shortlist` of the same positions at an earlier state.
+            shortlist: [n, 2 m + 1], `Picks.shortlist` of the same positions at an earlier state.
             spots: The positions.
         """
         unembedding, count, parts = self.unembedding, shortlist.shape[1] // 2, []
@@ -2846,7 +2859,7 @@ class Picker:
         return _join(parts)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
-        """Compute [n] log-odds of given tokens [n] under the same softmax: what `odds` is for a picked token."""
+        """Compute the log-odds [n] of given tokens [n], under the same softmax as `Picks.odds`."""
         shape, parts = self._shaper(spots), []
         for at in self.unembedding.chunks(len(hidden)):
             logits = shape(self.unembedding.logits(hidden[at]), at)
@@ -2854,7 +2867,7 @@ class Picker:
         return torch.cat(parts)
 
     def distributions(self, hidden: Tensor, spots: Spots) -> tuple[Tensor, Tensor]:
-        """Compute raw logits [n, vocab] at n spots, and what tokens are drawn from: processed, tempered and truncated."""
+        """Compute two kinds of logits [n, vocab] at n spots: raw, and as drawn from (processed, tempered and truncated)."""
         shape, raw, drawn = self._shaper(spots), [], []
         for at in self.unembedding.chunks(len(hidden)):
             raw.append(upcast(self.unembedding.logits(hidden[at])))
@@ -2865,7 +2878,7 @@ class Picker:
         return torch.cat(raw), torch.cat(drawn)
 
     def _shaper(self, spots: Spots | None) -> Callable[[Tensor, slice], Tensor]:
-        """Make what changes logits [m, vocab] of a slice of the spots: processors, bans, no eos before the minimum length."""
+        """Make a function that changes the logits [m, vocab] of a slice of the spots: processors, bans, minimum length."""
         no_eos = None if spots is None else spots.no_eos()
         if spots is None or (no_eos is self.processors is self.bans is None):
             return lambda logits, at: logits
@@ -2887,7 +2900,7 @@ class Picker:
         return shape
 
     def _process(self, logits: Tensor, contexts: list[list[int]]) -> Tensor:
-        """Apply processors to logits [n, vocab], those with contexts of one length together."""
+        """Apply processors to logits [n, vocab], in groups of contexts of one length."""
         lengths: dict[int, list[int]] = {}
         for at, context in enumerate(contexts):
             lengths.setdefault(len(context), []).append(at)
@@ -2902,7 +2915,7 @@ class Picker:
         return logits
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
-        """Pick from logits [n, vocab], with noise of keys [n] or without."""
+        """Pick from logits [n, vocab], with the noise of keys [n], or without noise."""
         shown, least = self._shown(logits)
         if shown is logits:
             token, odds = self.dispatch.run(PICK, self.unembedding, logits, least, keys)
@@ -2930,7 +2943,7 @@ class Picker:
         return Picks(token, odds, entropy, likeliest, shortlist)
 
     def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Truncate logits [n, vocab]; behind a top-k they stay whole, and what counts are those of [n] or more."""
+        """Truncate logits [n, vocab]; after a top-k they stay whole, and the least logit kept, [n], is returned beside them."""
         top_k, tempered = self._top_k(), self.unembedding.tempered
         if not self.truncation or not len(logits):
             return logits, None
@@ -2940,7 +2953,7 @@ class Picker:
         return logits, top.masked_fill(self._truncated(tempered(top)) == -torch.inf, torch.inf).amin(-1)
 
     def _top_k(self) -> int | None:
-        """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
+        """Return k if the truncation begins with a top-k and its other parts need only those k logits; else None."""
         warpers = self.truncation or []
         if not all(TRUNCATIONS.get(type(warper), False) and warper.filter_value == -torch.inf for warper in warpers):
             return None
@@ -2948,7 +2961,7 @@ class Picker:
         return first.top_k if isinstance(first, TopKLogitsWarper) else None
 
     def _truncated(self, scores: Tensor) -> Tensor:
-        """Truncate scores [n, vocab]; the ids that warpers are given are not read."""
+        """Truncate scores [n, vocab]; warpers do not read the ids that they are given."""
         assert self.truncation is not None
         return self.truncation(torch.zeros_like(scores[:, :1], dtype=torch.long), scores)
 
@@ -2959,11 +2972,11 @@ def token_logits(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 def odds_of(scores: Tensor, places: Tensor) -> Tensor:
-    """Compute the log-odds [n, m] of tokens at some places [n, m] long of scores [n, vocab]; -inf for what is no number."""
+    """Compute the log-odds [n, m] of tokens [n, m] long under scores [n, vocab]; -inf where they are NaN."""
     some = scores.gather(1, places)
     log_p = some - scores.logsumexp(-1, keepdim=True)
     odds, best = log_p - torch.log1p(-log_p.exp()), some.argmax(-1, keepdim=True)
-    # Of the likeliest one without cancellation where it is sure.
+    # Those of the likeliest token, without cancellation where its probability is nearly 1.
     odds = odds.scatter(1, best, log_odds(scores, places.gather(1, best)[:, 0])[:, None])
     return odds.masked_fill(odds.isnan(), -torch.inf)
 
@@ -3417,15 +3430,15 @@ def on_host(picks: Picks, columns: np.ndarray, states: int, block: int) -> list[
 
 """The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
 
-Drafts never change the text, so that how much is drafted is free to follow the clock.
+Drafts never change the text, so the amount may depend on the clock.
 """
 
 
 
 
-# States a row may submit, of which one is chosen; each has its own recording on CUDA.
+# The numbers of states per row to choose from; each has its own CUDA graph.
 WIDTHS = (1, 2, 3, 4, 6, 8)
-# As many where nothing follows the clock: several processes decide alike so, and counts can be repeated.
+# States per row where the clock may not decide: so that several processes agree, or counts are reproducible.
 UNTIMED_STATES = 4
 
 
@@ -3434,9 +3447,9 @@ class Amount:
     """An amount of drafting in one round.
 
     Attributes:
-        states: States that a row may submit; 1: it drafts nothing.
-        passes: Head passes of the round; 0: drafts come from stale logits, and the head rests.
-        narrow: Each row submits one state, whatever that is: behind a clean one the next block begins a round later.
+        states: States that a row may submit, its own included; 1: no drafts.
+        passes: Head passes of the round; 0: drafts come from stale logits, and the head does not run.
+        narrow: Whether each row submits only its own state; the next block after a clean state then starts a round later.
     """
 
     states: int = 1
@@ -3448,11 +3461,11 @@ class Budget(Protocol):
     """Chooses how much each round drafts."""
 
     def choose(self, rows: Sequence[Row]) -> Amount:
-        """Choose for the next round of a batch, of which rows with a `stop` have ended."""
+        """Choose the amount for the next round of a batch; rows with a `stop` have ended."""
         ...
 
     def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
-        """Learn from a round what it took, and by row how many denoising steps it came to."""
+        """Learn from a round: its seconds, and the number of denoising steps it took, by row."""
         ...
 
 
@@ -3463,7 +3476,7 @@ class Fixed:
     amount: Amount
 
     def choose(self, rows: Sequence[Row]) -> Amount:
-        """Choose it."""
+        """Return the fixed amount."""
         return self.amount
 
     def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
@@ -3475,22 +3488,22 @@ PLAIN = Amount()
 
 
 class Times:
-    """Seconds of rounds by states of all rows together, without the head and with it; and what first uses of a shape cost.
+    """Measured seconds of a round by the number of states of all rows together, with and without the head.
 
     Attributes:
-        recording: Seconds that the first uses of a shape take beyond its rounds: the least of all shapes.
+        recording: Seconds that the first rounds of a shape take beyond later ones (graphs, compiling): the least of all shapes.
     """
 
-    FIRST = 3  # uses make a time known: in those before a shape may be recorded or compiled
+    FIRST = 3  # rounds of a shape make its time known; in the ones before, it may be recorded or compiled
     RATE, OUTLIER = 0.1, 1.5
 
     def __init__(self) -> None:
         self.seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
         self.first: defaultdict[Shape, list[float]] = defaultdict(list)
-        self.recording, self.head = inf, 1.0  # `head`: a round with the head over one without
+        self.recording, self.head = inf, 1.0  # `head`: the time of a round with the head, over one without
 
     def learn(self, shape: Shape, seconds: float) -> None:
-        """Learn what a round took."""
+        """Learn the seconds of a round."""
         (rows, states, head), first = shape, self.first[shape]
         known, scored = self.seconds[head], rows * states
         if self.known(shape):
@@ -3504,11 +3517,11 @@ class Times:
             self.head = known[scored] / (self.estimate(scored, False) or known[scored])
 
     def known(self, shape: Shape) -> bool:
-        """Tell if a time is known, of the shape itself: others of as many states say nothing of its recording."""
+        """Tell if the time of this shape itself is known: another one with as many states says nothing of its recording."""
         return len(self.first[shape]) == self.FIRST
 
     def estimate(self, scored: int, head: bool) -> float:
-        """Estimate the seconds of a round, rather too few than too many: those of the largest known one below."""
+        """Estimate the seconds of a round, rather too low than too high: those of the largest known smaller one."""
         known = self.seconds[head]
         if scored in known:
             return known[scored]
@@ -3520,7 +3533,7 @@ class Times:
         return known[least] * scored / least if least else 0.0
 
     def price(self, shape: Shape, worth: float) -> float:
-        """Estimate what it may cost at worst to make a time known, given what a round is worth."""
+        """Estimate the most seconds that learning a shape's time may cost, where a round of it is worth `worth` seconds."""
         (rows, states, head), uses = shape, len(self.first[shape])
         seconds, scored, flat = self.estimate(rows * states, head), rows * states, self.seconds[False]
         if scored not in self.seconds[head]:
@@ -3529,32 +3542,32 @@ class Times:
 
 
 class Auto:
-    """Chooses the amount with which rows come furthest for its time.
+    """Chooses the amount of drafting that makes the most denoising steps per second.
 
-    A row cannot draft where its block is whole, or was before the last round; a round in which no row can drafts nothing,
-    whatever is chosen. So an amount is judged by what it comes to with the rounds behind it that it makes such.
+    A row cannot draft where its block is whole, or was before the last round; a round in which no row can draft drafts nothing,
+    whatever was chosen. So an amount is judged together with the rounds without drafts that follow from it.
 
-    An amount of which too little is known is tried where its best case beats what is best so far. More states come to more
-    steps, but to ever fewer each, and cost no less time: so the best case of a width follows from the smaller ones. Trying is
-    paid from a balance: a share of what the target alone would have taken, and all that drafts have won over it in batches of
-    as many rows. A first call is thus at most about that share slower than its target.
+    An amount about which too little is known is tried if its best case beats the best known one. More states give more steps,
+    each additional state fewer than the last, and never cost less time: so the best case of a width follows from the smaller
+    widths. Trials are paid from a balance: a share of the time that the target alone would have taken, and all the time that
+    drafts have won over it in batches of as many rows. So a first call is at most about that share slower than its target.
 
     Args:
-        states, passes: The most of both.
+        states, passes: Upper bounds of both.
     """
 
-    SHARE = 0.045  # of the target's time may be lost by trying
-    ENOUGH = 0.98  # of the best time is hope enough to try an amount
-    HOPE, SURE = 0.9, 4.0  # the chance of a draft of which nothing is known; steps are supposed 1 for so many more rounds
-    FADE = 1 - 1 / 8000  # of what is known after each round
+    SHARE = 0.045  # share of the target's time that trials may cost
+    ENOUGH = 0.98  # an amount is tried if its best case is below this share of the best known time
+    HOPE, SURE = 0.9, 4.0  # supposed: the chance of unknown drafts, and rounds of one step each
+    FADE = 1 - 1 / 8000  # factor on what is known, after each round
 
     def __init__(self, states: int, passes: int) -> None:
         kinds = [0, passes] if passes else [0]
         self.ladders = [[Amount(one, min(kind, one - 1)) for one in WIDTHS if 1 < one <= states] for kind in kinds]
-        # Of each amount rounds, steps of a row in them, and the share of rows that could not draft next: sums that fade.
+        # By amount, sums that fade: rounds, steps per row in them, and the share of rows that could not draft next.
         self.gains = {amount: [0.0, 0.0, 0.0] for amount in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
-        self.times, self.plain = Times(), 0.0  # `plain`: seconds of a step of the target alone
-        self.balance: defaultdict[int, float] = defaultdict(float)  # seconds, by rows of the batch
+        self.times, self.plain = Times(), 0.0  # `plain`: seconds per step of the target alone
+        self.balance: defaultdict[int, float] = defaultdict(float)  # seconds, by number of rows in the batch
         self.amount, self.shape = PLAIN, (1, 1, False)
         self.tried: tuple[Amount, Shape] | None = None
         self.drafts: list[bool] = []
@@ -3577,7 +3590,7 @@ class Auto:
         return Amount(narrow=narrow) if self.amount == PLAIN else self.amount
 
     def best(self, size: int, going: int, two: float, stuck: float) -> Amount:
-        """Choose what takes least time for a step, or what may and is tried.
+        """Choose the amount with the least known time per step, or a more hopeful one if the balance allows to try it.
 
         Args:
             size, going: Rows of the batch, and those that have not ended.
@@ -3587,7 +3600,7 @@ class Auto:
         if self.tried and self.tried[1][0] == size and not self.times.known(self.tried[1]):
             return self.tried[0]
         sure, hopes, shapes = {PLAIN: self.plain}, {PLAIN: self.plain}, {}
-        most = 2 * max((*self.times.seconds[False], *self.times.seconds[True]))  # step by step: a wide round may take long
+        most = 2 * max((*self.times.seconds[False], *self.times.seconds[True]))  # no width is tried far beyond known ones
         for ladder in self.ladders:
             below, steps, slope, behind = 1, 1.0, self.HOPE, stuck
             for amount in ladder:
@@ -3610,7 +3623,7 @@ class Auto:
             return best
         price = self.times.price(shapes[dream], self.plain * going)
         if not (self.tried and self.tried[0] == dream):
-            price += self.times.recording  # of another size, where the batch shrinks meanwhile
+            price += self.times.recording  # in case the batch shrinks meanwhile, another shape has to be recorded
         if price > self.balance[size]:
             return best
         self.tried = dream, shapes[dream]
@@ -3619,7 +3632,7 @@ class Auto:
     def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
         """See `Budget`."""
         if (amount.states, amount.passes) != (self.amount.states, self.amount.passes):
-            return  # there was no room for what was chosen
+            return  # there was no room for the chosen amount
         self.times.learn(self.shape, seconds)
         came = [(1, step, not can_draft(row)) for step, row, one in zip(steps, rows, self.drafts, strict=True) if one]
         new = [sum(part) / len(came) for part in zip(*came, strict=True)]
@@ -3630,7 +3643,7 @@ class Auto:
 
 
 def can_draft(row: Row) -> bool:
-    """Tell if anything says what may follow a row's state."""
+    """Tell if there are scores from which a row's drafts can start, and masks to reveal."""
     return row.state.masks > 0 and row.source is not None
 
 
@@ -3638,10 +3651,10 @@ _BUDGETS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Auto]]" = weakref
 
 
 def budget_of(model: nn.Module, mode: Hashable, states: int, passes: int, paced: bool) -> Budget:
-    """Give what chooses the amounts of a call; what was learnt stays with the model, for the calls that follow.
+    """Return the budget of a call; what an `Auto` has learnt stays with the model for later calls.
 
-    Where several processes run, which must decide alike if they share a model, and under deterministic algorithms nothing
-    follows the clock.
+    Nothing depends on the clock where several processes run, since they must decide alike if they share a model, or under
+    deterministic algorithms.
     """
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     if paced and alone and not torch.are_deterministic_algorithms_enabled():
@@ -3653,22 +3666,22 @@ def budget_of(model: nn.Module, mode: Hashable, states: int, passes: int, paced:
 
 # ---------------------------------------------------------------------------------------------------- generate.refine
 
-"""Refinements: what the head changes about a reveal before it counts, for rows that draft nothing."""
+"""Refinements: how the head changes a step's reveals before they are written, for rows that draft nothing."""
 
 
 
 
 class Reveal:
-    """The reveal of one row that is refined; it begins as what the backbone reveals at the row's frontier.
+    """A reveal of one row while it is refined; it begins as the backbone's reveal at the row's frontier.
 
     Attributes:
-        row, at: Whose it is, and the row's place in the batch.
-        before: That frontier.
+        row, at: The row, and its place in the batch.
+        before: The frontier.
         state: Its state, before the reveal.
-        where: Columns that are revealed.
-        token, log_odds: By column, as in `Scores`; NaN where what was asked of the head is no number.
-        hidden: h_A at the state, or what the head has made of it.
-        drawn: Of columns that the head revealed its state, and what it read there.
+        where: Columns to reveal.
+        token, log_odds: By column, as in `Scores`; NaN where the head's number for a column is NaN.
+        hidden: h_A at the state, or the head's latest estimate after it.
+        drawn: By column that the head revealed, the state and the hidden states that it was picked from.
     """
 
     def __init__(self, row: Row, at: int, frontier: Frontier) -> None:
@@ -3683,14 +3696,14 @@ class Reveal:
         return self.row.after(self.state, where, self.token)
 
     def keep(self, passed: Sequence[int], asked: Sequence[float]) -> None:
-        """Go on with columns that passed; of those before, one where the number that was `asked` for is NaN has no score."""
+        """Keep the columns that passed; mark earlier ones as unscored where `asked`, the head's number by column, is NaN."""
         for column in self.where:
             if asked[column] != asked[column]:
                 self.log_odds[column] = asked[column]
         self.where = tuple(passed)
 
     def frontier(self) -> Frontier:
-        """Make the frontier of what is left; it notes what is not."""
+        """Make the frontier of the columns that are left, and count and note those that were taken back."""
         before = self.before
         back = tuple([column for column in before.where if column not in self.where])
         self.row.counts.revoked += len(back)
@@ -3698,14 +3711,14 @@ class Reveal:
         return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn, back)
 
 
-# A change of reveals of some of the batch's rows, in place, before they count; a frozen dataclass of its numbers.
+# Changes reveals of some rows of the batch in place, before they are written; a frozen dataclass of its parameters.
 Refinement = Callable[[Networks, Sequence[Row], list[Reveal]], None]
 
 
 def refined(
     refine: Refinement, networks: Networks, rows: Sequence[Row], frontiers: Sequence[Frontier | None]
 ) -> list[Frontier | None]:
-    """Let the head change the reveals at the frontiers of a batch's rows."""
+    """Refine the reveals at the frontiers of a batch's rows; return the frontiers that result."""
     reveals = [Reveal(row, at, one) for at, (row, one) in enumerate(zip(rows, frontiers, strict=True)) if one]
     if reveals:
         refine(networks, rows, reveals)
@@ -3716,7 +3729,7 @@ def refined(
 
 
 def ask(networks: Networks, rows: Sequence[Row], asked: list[tuple[Reveal, State]], residual: bool = False) -> list[Hidden]:
-    """Run one head pass at a state of each of some rows; h_A + h_C there, or h_C."""
+    """Run one head pass at one state per reveal; return h_A + h_C at each, or h_C alone if `residual`."""
     given: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
     for reveal, state in asked:
         given[reveal.at].append((state, reveal.hidden))
@@ -3727,9 +3740,9 @@ def ask(networks: Networks, rows: Sequence[Row], asked: list[tuple[Reveal, State
 def belief(
     networks: Networks, rows: Sequence[Row], asked: Sequence[tuple[Reveal, Columns]]
 ) -> list[tuple[Reveal, list[float]]]:
-    """Ask the head for the log-odds of revealed tokens under those at some columns: of each [block], -inf elsewhere.
+    """Compute each reveal's log-odds [block] of its tokens by the head, given those at some columns; -inf at other columns.
 
-    At a token that is itself given, a trained head says what the backbone would if this one token were still masked.
+    If a token is itself among the given ones, a trained head says what the backbone would if this one token were still masked.
     """
     hidden = ask(networks, rows, [(reveal, reveal.shown(given)) for reveal, given in asked])
     found = networks.token_odds([(one.row, one.state, one.where, one.token) for one, _ in asked], hidden)
@@ -3738,7 +3751,7 @@ def belief(
 
 @dataclass(frozen=True)
 class Direct:
-    """`mrp_direct`: after each backbone step the head reveals one more column at a time, unverified (MRP, section 5)."""
+    """`mrp_direct`: after each backbone step the head reveals more columns, one at a time, unverified (MRP, section 5)."""
 
     head_reveals: int
 
@@ -3759,8 +3772,10 @@ class Direct:
 
 @dataclass(frozen=True)
 class ThresholdRemask:
-    """The published rule of `mrp_remask`: the head is conditioned on all the fresh reveals, and a token whose corrected
-    confidence falls under tau goes back to a mask (MRP, arXiv 2605.18817). At least one reveal stays, under every rule.
+    """The published rule of `mrp_remask`: put tokens that the head has little confidence in back to masks.
+
+    The head is conditioned on all the fresh reveals; a token whose corrected confidence is below tau becomes a mask again (MRP,
+    arXiv 2605.18817). At least one reveal stays, under every rule.
     """
 
     threshold: float  # tau, in log-odds
@@ -3774,8 +3789,9 @@ class ThresholdRemask:
 
 @dataclass(frozen=True)
 class ResidualRemask:
-    """The rule `residual` of the released code: the head reads the state before the reveal, and a token whose own logit it
-    moves by more than `delta` in magnitude goes back.
+    """The rule `residual` of the released code: put tokens whose own logit the head changes much back to masks.
+
+    The head reads the state before the reveal; a token goes back if its logit changes by more than `delta` in magnitude.
     """
 
     delta: float  # in logits
@@ -3790,12 +3806,12 @@ class ResidualRemask:
 
 @dataclass(frozen=True)
 class RereadRemask:
-    """The rule `reread`: what stays is believed under all the rest of it, and is no mere echo of it.
+    """The rule `reread`: keep the tokens that the head believes given all other kept ones, and not only because of these.
 
-    Under `threshold` two reveals that contradict each other both go back. Here only the least believed one under tau does;
-    then the head reads again what is left, until every token is believed under the others. Tokens that are wrong together
-    still speak up for each other, so the head at last reads them under the surest alone: one whose confidence there is under
-    `alone` goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal asks the head nothing.
+    Under `threshold`, two reveals that contradict each other both go back. Here only the least believed one below tau does;
+    then the head reads again what is left, until every token is believed given the others. Tokens that are wrong together still
+    support each other, so the head finally reads them given the most confident one alone: a token whose confidence is then
+    below `alone` goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal needs no head pass.
     """
 
     threshold: float  # tau, in log-odds
@@ -3821,19 +3837,19 @@ class RereadRemask:
 
 # ---------------------------------------------------------------------------------------------------- generate.loop
 
-"""The one decoding loop: rounds of states side by side, over rows that never wait for each other.
+"""The one decoding loop: rounds that score the states of all rows side by side; rows never wait for each other.
 
-A row (one sequence of the batch) is a little state machine. Its *next* state is known: the backbone itself revealed it from the
-last state scored. A round (`Decoder.round`) goes
+A row (one sequence of the batch) is a little state machine. Its *next* state is known: it is what the backbone's scores of the
+last accepted state reveal. A round (`Decoder.round`) has four steps:
 
-1. **draft** (host): each row submits its next state, the likeliest ones to follow it and, behind a clean state (no masks left),
-   the all-mask state of the next block, which looks at the clean one; head passes (device) tell which ones are likely;
-2. **score** (device): one backbone forward over all of them, and picks at their masked positions;
-3. **accept** (host): the reveal rule leads from state to state; as far as it meets what this round or the one before scored,
-   that is accepted, and at its end the backbone's KV of accepted clean blocks becomes prefix (`Networks.commit`, device);
+1. **draft** (host): each row submits its next state, the states likely to follow it and, after a clean state (no masks left),
+   the all-mask state of the next block, which attends to the clean one; head passes (device) estimate which are likely;
+2. **score** (device): one backbone forward over all submitted states, and picks at their masked positions;
+3. **accept** (host): the reveal rule leads from state to state; states on that path that were scored in this round or the one
+   before are accepted, and the backbone's KV of accepted clean blocks joins the prefix (`Networks.commit`, device);
 4. **write** (host): the reveal at the last accepted state, refined by the mode, makes the row's next state.
 
-A mode that drafts nothing submits one state a round (two where a block ends) and is otherwise the same code.
+A mode that drafts nothing submits one state a round (two where a block ends) and otherwise runs the same code.
 """
 
 
@@ -3844,11 +3860,12 @@ class Drafting:
     """The amount of drafting: states that may follow, scored together in one forward. Drafts never change the text.
 
     Attributes:
-        states: K, the states a row may submit per round.
-        branches: Followers of a state that are considered; 1 drafts a chain.
-        passes: Head passes per round, below `states`; 0: drafts come from the backbone's own stale logits.
-        paced: `states` and `passes` are the most of both: each round has as much as measured time says pays (`Budget`).
-        shortlist: Tokens of a position that a head pass chooses among; 0: all; None: as the vocabulary is large or not.
+        states: K, the most states a row may submit per round, its own included.
+        branches: Followers considered per state, at most; 1 drafts a chain.
+        passes: Head passes per round, fewer than `states`; 0: drafts come from the backbone's own stale logits.
+        paced: Whether `states` and `passes` are upper bounds, and each round drafts as much as measured time says pays
+            (`Budget`).
+        shortlist: Tokens that a head pass chooses among at each position; 0: all; None: decided by the size of the vocabulary.
     """
 
     states: int
@@ -3858,7 +3875,7 @@ class Drafting:
     shortlist: int | None = None
 
     def listed(self, vocab_size: int, sample: bool) -> int:
-        """Choose the size of a position's shortlist for a vocabulary; 0: a head pass scores all tokens, or none runs."""
+        """Choose the size of a position's shortlist for a vocabulary; 0: a head pass scores all tokens, or there is no pass."""
         if not self.passes or self.shortlist == 0:
             return 0
         usual = LIKELIEST if sample else SHORTLIST
@@ -3872,9 +3889,9 @@ class Mode:
     """The meaning of one value of `decoding`.
 
     Attributes:
-        rule: Which columns a step of the backbone reveals: this alone, with `refine`, says what the text is.
-        refine: What the head changes about that; None: nothing.
-        drafting: What is drafted ahead; None: nothing.
+        rule: Decides which columns a step of the backbone reveals. Together with `refine` it determines the text.
+        refine: How the head changes these reveals; None: not at all.
+        drafting: How states are drafted; None: not at all.
     """
 
     rule: RevealRule
@@ -3883,12 +3900,12 @@ class Mode:
 
     @property
     def uses_head(self) -> bool:
-        """True if the head takes part."""
+        """Whether the head takes part, in refining or in drafting."""
         return self.refine is not None or (self.drafting is not None and self.drafting.passes > 0)
 
     @property
     def width(self) -> int:
-        """States of a row in a round, at most: its own and the next block's, or with drafts more."""
+        """The most states of a row in a round: its own and the next block's first, or K with drafts; at least 2."""
         return max(2, 1 if self.drafting is None else self.drafting.states)
 
 
@@ -3896,14 +3913,16 @@ class Decoder:
     """Decodes the rows of one call.
 
     Args:
-        mode, networks, budget: What is revealed, refined and drafted; what the device computes; how much each round drafts.
-        watches: Called in turn behind the prefill and every round with the batch's rows; one that asks stopping criteria may
-            end rows.
-        least_rows: Rows that have ended leave the batch by halves, but not below so many.
+        mode: What is revealed, refined and drafted.
+        networks: Backbone, head and picks on the device.
+        budget: Chooses how much each round drafts.
+        watches: Callbacks that get the batch's rows after the prefill and after every round; one may end rows (stopping
+            criteria).
+        least_rows: Rows that have ended leave the batch by halves; it keeps at least this many rows.
 
     Attributes:
         verified: Forwards that scored drafts.
-        slots: Rows of all rounds added up, those included that had ended while the batch went on.
+        slots: Rows of the batch summed over all rounds, including rows that had ended but not left.
     """
 
     def __init__(
@@ -3918,7 +3937,7 @@ class Decoder:
         self.verified = self.slots = 0
 
     def decode(self, rows: list[Row], reused: Sequence[int]) -> None:
-        """Decode every row to its end; by row, so many first tokens are `reused`: they have their keys and values already.
+        """Decode every row to its end; of each row, the first `reused` tokens have cached keys and values already.
 
         Raises:
             UnscoredError: for a position at which no token has a finite score.
@@ -3938,29 +3957,29 @@ class Decoder:
         self.networks.widen(max(row.held for row in rows))
 
     def watch(self, rows: Sequence[Row]) -> None:
-        """Show the rows to all who watch."""
+        """Call all `watches` with the rows."""
         for watch in self.watches:
             watch(rows)
 
     def smaller(self, size: int, active: int) -> int:
-        """Halve the size of the batch as long as `active` rows have room in it."""
+        """Halve the size of the batch as often as `active` rows still fit."""
         while size > 1 and (half := (size + 1) // 2) >= max(active, self.least_rows):
             size = half
         return size
 
     def round(self, rows: Sequence[Row], amount: Amount) -> list[int]:
-        """Run one round; return by row how many denoising steps it took."""
+        """Run one round; return the number of denoising steps it took, by row."""
         before = [row.steps for row in rows]
         drafts = self.draft(rows, amount)
         scores = self.networks.score(rows, drafts)
         self.slots += len(rows)
-        # Drafts are the nodes behind the row's own that have no parent; those with one are first states of next blocks.
+        # Nodes after the row's own are drafts if they have no parent; those with one are first states of next blocks.
         self.verified += any(node.parent < 0 for nodes in drafts for node in nodes[1:])
         self.write(rows, self.accept(rows, drafts, scores, amount.states > 1))
         return [row.steps - steps for row, steps in zip(rows, before, strict=True)]
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
-        """Choose the states of the round: none for rows that have ended."""
+        """Choose the states of the round for each row; none for rows that have ended."""
         drafting = self.mode.drafting
         if drafting is None or amount.states == 1:
             return [target_nodes(row, amount.narrow) if row.stop is None else [] for row in rows]
@@ -3973,15 +3992,15 @@ class Decoder:
             ]
 
         for turn, size in enumerate(draft_sizes(amount.states, amount.passes) if amount.passes else []):
-            # Later passes leave out the row's own state: what it is read from stays the same.
+            # Only the first pass reads the row's own state: what it is read from does not change.
             self.read(rows, [nodes[min(turn, 1) :] for nodes in grown(size)], estimates)
         return grown(amount.states)
 
     def read(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
-        """Run the head once over drafted states, and store in `estimates` what it says that the backbone would score at each.
+        """Run the head once over drafted states, and store in `estimates` the scores that it expects of the backbone at each.
 
-        A state is read from the hidden states of its source, the state before it. Left out are clean states (nothing is
-        picked there) and first states of blocks (they have no source).
+        A state is read from the hidden states of its source, the state before it. Left out are clean states (nothing is picked
+        there) and first states of blocks (they have no source).
         """
         asked = [
             (at, node.state, hidden, said.shortlist)
@@ -4003,7 +4022,7 @@ class Decoder:
     def accept(
         self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], scores: Sequence[Sequence[Scores]], drafted: bool
     ) -> list[Frontier | None]:
-        """Accept what was scored, and commit clean blocks."""
+        """Accept the longest verified path of each row, and commit its clean blocks; return the rows' frontiers."""
         frontiers: list[Frontier | None] = [None] * len(rows)
         clean: list[list[int]] = [[] for _ in rows]
         for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
@@ -4014,11 +4033,11 @@ class Decoder:
         return frontiers
 
     def rule_of(self, row: Row) -> RevealRule:
-        """Choose the rule of a row's text: the mode's; other decoders may have one for each row."""
+        """Return the reveal rule of a row: the mode's, unless a subclass has one per row."""
         return self.mode.rule
 
     def write(self, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> None:
-        """Refine the last reveals and write them; note which texts are whole."""
+        """Refine the reveals at the frontiers and write them; set `stop` of rows whose text is whole."""
         if self.mode.refine is not None:
             frontiers = refined(self.mode.refine, self.networks, rows, frontiers)
         for row, frontier in zip(rows, frontiers, strict=True):
@@ -4030,28 +4049,28 @@ class Decoder:
 
 # ---------------------------------------------------------------------------------------------------- rules.published
 
-"""Reveal rules from papers, with their numbers; docs/rules.md has the table, and says where a rule differs from its paper.
+"""Reveal rules from papers, with their numbers; docs/rules.md has the table and says where a rule differs from its paper.
 
-Many papers decode a whole text at once. Here a block is the unit, and what they say of the length of the text is said of the
-block. Each rule reveals the surest column where it would reveal none. The last five remember a block's earlier steps: their
-memo is a tuple that begins with `State.start`, and holds numbers of the picked tokens alone. Thresholds are log-odds.
+Many papers decode a whole text at once. Here blocks are decoded, and what a paper says of the text's length applies to the
+block's. A rule that would reveal nothing reveals the most confident column. The last five rules remember earlier steps of the
+block: their memo is a tuple that begins with `State.start` and holds only numbers of picked tokens. Thresholds are log-odds.
 """
 
 
 
 
 def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Columns:
-    """The columns whose odds are a threshold's or more; at least the surest."""
+    """Select the columns whose odds reach a threshold, and always the most confident one."""
     best = surest(columns, odds)
     return tuple([column for column in columns if odds[column] >= threshold or column == best])
 
 
 @dataclass(frozen=True)
 class FastDLLM(RevealRule):
-    """Reveal the most confident columns, as many as each still have c_i >= 1 - f / (i + 1), i from 1; at least one.
+    """Reveal the n most confident columns, for the largest n with c_i >= 1 - f / (i + 1) for all i from 2 to n; at least one.
 
-    The factor rule of Fast-dLLM (arXiv 2505.22618): (n + 1)(1 - c_n) is at most f; for f = 1 the n tokens that are picked apart
-    are then the likeliest ones together.
+    The factor rule of Fast-dLLM (arXiv 2505.22618), which bounds (n + 1)(1 - c_n) by f. With f = 1, the n tokens picked
+    independently are also the likeliest n tokens jointly.
 
     Attributes:
         factor: f.
@@ -4060,7 +4079,7 @@ class FastDLLM(RevealRule):
     factor: float
 
     def leading(self, ordered: Sequence[int], odds: Sequence[float]) -> int:
-        """Count the columns, the surest first, that are confident enough together."""
+        """Count the first columns, in order of confidence, that satisfy the bound."""
         count = 1
         while count < len(ordered) and odds[ordered[count]] >= logit(1 - self.factor / (count + 2)):
             count += 1
@@ -4072,38 +4091,38 @@ class FastDLLM(RevealRule):
         return tuple(sorted(ordered[: self.leading(ordered, scores.odds)])), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: about as many as estimates say."""
+        """See `RevealRule`: about as many columns as the estimates allow."""
         return likely_first(state.free, odds, self.leading, count)
 
 
 @dataclass(frozen=True)
 class EBSampler(EntropyBound):
-    """Reveal in order of entropy, as many as have a sum of entropies less their maximum of at most a bound; so one always.
+    """Reveal in order of rising entropy while the sum of entropies, without the largest, is at most a bound; at least one.
 
-    The EB-sampler as published (arXiv 2505.24857): what n tokens that are picked apart can miss of their joint distribution is
-    bounded by that difference. `EntropyBound` is the running sum, the largest entropy included.
+    The EB-sampler as published (arXiv 2505.24857): that sum bounds the divergence between n tokens picked independently and
+    their joint distribution. `EntropyBound` bounds the sum of all entropies instead.
     """
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """See `EntropyBound`: the largest of each set is its last."""
+        """See `EntropyBound`; in rising order the last entropy of a set is its largest."""
         return 1 + sum([total <= self.bound for total in accumulate(entropies[:-1])])
 
 
 @dataclass(frozen=True)
 class Hierarchy(Dynamic):
-    """Reveal what is above the high threshold, and of each run of masks the most confident one if above the low one.
+    """Reveal the columns above the high threshold, and in each run of masks the most confident one if above the low threshold.
 
-    Hierarchical decoding of dInfer (arXiv 2510.08666), with 0.9 and 0.4: a reveal in its midst splits a run, so that tokens
+    Hierarchical decoding of dInfer (arXiv 2510.08666), with 0.9 and 0.4. A reveal inside a run of masks splits it, so tokens
     revealed together are rarely neighbours.
 
     Attributes:
-        low: The lower threshold.
+        low: The low threshold.
     """
 
     low: float
 
     def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
-        """The columns for which the low threshold is enough: the best of each run."""
+        """Find the columns that need only the low threshold: the most confident one of each run of masks."""
         runs = groupby(enumerate(free), lambda pair: pair[1] - pair[0])  # of neighbours, which are as far from their places
         return {surest([column for _, column in run], odds) for _, run in runs}
 
@@ -4114,7 +4133,7 @@ class Hierarchy(Dynamic):
         return tuple(where) or (surest(free, odds),), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, with columns that are eased nearer to the threshold."""
+        """See `RevealRule`: as `Dynamic`, the estimates of eased columns raised by the difference of the thresholds."""
         by = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
         eased = self.eased(state.free, odds)
         odds = [one + by if column in eased else one for column, one in enumerate(odds)]
@@ -4123,12 +4142,12 @@ class Hierarchy(Dynamic):
 
 @dataclass(frozen=True)
 class LocalLeap(Hierarchy):
-    """Reveal the columns of at least the threshold, *anchors*, and within `radius` of one those of at least the low one.
+    """Reveal the columns that reach the high threshold (*anchors*), and those near an anchor that reach the low one.
 
-    LocalLeap (arXiv 2510.07081), with 0.9, 0.75 and 4: near a token that is sure the others are likelier to be right.
+    LocalLeap (arXiv 2510.07081), with 0.9, 0.75 and 4: tokens near a confident one are likelier to be right.
 
     Attributes:
-        radius: In columns.
+        radius: Distance from an anchor, in columns.
     """
 
     radius: int = 4
@@ -4147,14 +4166,14 @@ class LocalLeap(Hierarchy):
 
 @dataclass(frozen=True)
 class ConfidenceAdaptive(Dynamic):
-    """Reveal, of the few most confident columns, those of at least the threshold; no eos in the first half.
+    """Reveal those of the few most confident columns that reach the threshold; no eos in the first half of a block.
 
-    CAD of CD4LM (arXiv 2601.02236), with 4 columns and 0.8. Until half of a block is revealed, an eos is revealed only where
+    CAD of CD4LM (arXiv 2601.02236), with 4 columns and 0.8. Until half of the block is revealed, an eos is revealed only where
     nothing else is left to reveal.
 
     Attributes:
         eos: Ids that end the text.
-        most: Columns of a step, at most.
+        most: Columns revealed in a step, at most.
     """
 
     eos: frozenset[int] = frozenset()
@@ -4169,26 +4188,29 @@ class ConfidenceAdaptive(Dynamic):
         return at_least(few, scores.odds, self.threshold), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic` of the few surest."""
+        """See `RevealRule`: as `Dynamic`, over the few most confident columns."""
         return likely_over(tuple(sorted(by_odds(state.free, odds)[: self.most])), odds, self.threshold, count)
 
 
 def ascending(block_size: int) -> Columns:
-    """How many columns each step of a block reveals: 1, 2, 4 and so on in log2(`block_size`) steps, the last all the rest."""
+    """List the number of columns that each step of a block reveals: 1, 2, 4 and so on in log2(`block_size`) steps.
+
+    The last step reveals all the rest.
+    """
     steps = max(block_size.bit_length() - 1, 1)
     return (*[2**step for step in range(steps - 1)], block_size + 1 - 2 ** (steps - 1))
 
 
 @dataclass(frozen=True)
 class EosRejection(Static):
-    """Reveal the most confident columns, twice as many each step (`ascending`), where an eos counts little at first.
+    """Reveal the most confident columns, twice as many each step (`ascending`); an eos has a lowered confidence at first.
 
-    EOS early rejection with ascending step sizes (arXiv 2509.23924): an eos counts with gamma times its confidence, which rises
-    in line with the share of the block that the step completes.
+    EOS early rejection with ascending step sizes (arXiv 2509.23924): the confidence of an eos is multiplied by a factor that
+    rises from `gamma` to 1, linearly with the share of the block that is revealed after the step.
 
     Attributes:
         eos: Ids that end the text.
-        gamma: The factor at first, of the paper's code.
+        gamma: The factor at a share of 0; the default is that of the paper's code.
     """
 
     eos: frozenset[int] = frozenset()
@@ -4208,14 +4230,14 @@ class EosRejection(Static):
 
 @dataclass(frozen=True)
 class Prophet(Static):
-    """Reveal the n most confident columns, and all that are left once the mean of their log-odds is high enough.
+    """Reveal the n most confident columns, or all that are left once the mean of their log-odds is high enough.
 
-    The early commit of Prophet (arXiv 2508.19982), within a block: the mean has to be 7.5 in the first third of the block's
-    steps, 5 in the second, and 2.5 then.
+    The early commit of Prophet (arXiv 2508.19982), within a block: the mean must reach 7.5 in the first third of the block's
+    steps, 5 in the second and 2.5 in the last.
     """
 
     def margin(self, state: State, odds: Sequence[float]) -> float:
-        """By how much the mean exceeds what is asked for at the state's step."""
+        """Compute by how much the mean log-odds exceed the bound at the state's step."""
         done, free = state.step / len(self.schedule), [odds[column] for column in state.free]
         return sum(free) / len(free) - (7.5 if done < 0.33 else 5.0 if done < 0.67 else 2.5)
 
@@ -4224,7 +4246,7 @@ class Prophet(Static):
         return state.free if self.margin(state, scores.odds) >= 0 else self.first(state, scores.odds), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: all of it as likely as estimates say so, else as `Static`."""
+        """See `RevealRule`: all columns, with the chance that the estimates reach the bound, or else as `Static`."""
         odds = [bounded(one, MOST_ODDS) for one in odds]
         chance = sigmoid(2 * self.margin(state, odds))
         guesses = super().likely(state, odds, count)
@@ -4236,15 +4258,16 @@ class Prophet(Static):
 
 
 def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a memo holds of the state's block; the default in another block."""
+    """Return what a memo holds for the state's block, without the start; the default if it is of another block."""
     return memo[1:] if memo is not None and memo[0] == state.start else default
 
 
 @dataclass(frozen=True)
 class BoundedAdaptive(Dynamic):
-    """Reveal what is as confident as the mean of the block's reveals so far, between two thresholds; drafted with the higher.
+    """Reveal the columns at least as confident as the block's reveals so far on average, a mean clipped to [low, threshold].
 
-    BACD of TDAR (arXiv 2602.09555), with 0.9 and 0.6; a block's first mean is the confidence of the surest column.
+    BACD of TDAR (arXiv 2602.09555), with 0.9 and 0.6. A block's first mean is the confidence of its most confident column.
+    Drafts assume the higher threshold.
 
     Attributes:
         low: The lower threshold.
@@ -4253,7 +4276,7 @@ class BoundedAdaptive(Dynamic):
     low: float
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo has how many columns were revealed, and the sum of their confidences."""
+        """See `RevealRule`: the memo holds the number of revealed columns and the sum of their confidences."""
         count, total = recalled(memo, state, (0, 0.0))
         mean = logit(total / count) if count else scores.odds[surest(state.free, scores.odds)]
         where = at_least(state.free, scores.odds, min(max(mean, self.low), self.threshold))
@@ -4262,12 +4285,12 @@ class BoundedAdaptive(Dynamic):
 
 @dataclass(frozen=True)
 class SlowFast(Dynamic):
-    """Explore from the left until the span of what is fairly sure is stable, then finish that span, and so on.
+    """Explore from the left until the end of a confident span is stable, reveal the rest of that span, and repeat behind it.
 
-    SlowFast sampling (arXiv 2506.10848). While exploring, each step estimates where a span ends, at the last column of at least
-    `low` (0.3); two estimates in a row that differ by less than two, or six steps, settle it, at the last estimate or the mean
-    of the last two. Steps reveal what is of at least `threshold` (0.9), one at least: of all from the span's begin while
-    exploring, then of the span alone until it is clean.
+    SlowFast sampling (arXiv 2506.10848). Each step of exploration estimates the end of the span: behind the last column that
+    reaches `low` (0.3). The end is fixed once two successive estimates differ by less than two columns, at the latter, or after
+    `explores` steps, at the mean of the last two. Each step reveals the columns that reach `threshold` (0.9), at least one:
+    while exploring, from the span's begin on; then within the span, until no mask is left in it.
 
     Attributes:
         low: The lower threshold.
@@ -4278,7 +4301,7 @@ class SlowFast(Dynamic):
     explores: int = 6
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo has where the span begins and ends (0 while exploring), steps, and the last estimate."""
+        """See `RevealRule`: the memo holds the span's begin and end (0 while exploring), its steps and the last estimate."""
         begin, end, steps, last = recalled(memo, state, (0, 0, 0, 0))
         free, odds = state.free, scores.odds
         if end and not any(begin <= column < end for column in free):  # it is clean
@@ -4297,10 +4320,10 @@ class SlowFast(Dynamic):
 
 @dataclass(frozen=True)
 class Coherent(RevealRule):
-    """Reveal, of the few most confident columns, those that already were so a step before, with the same token.
+    """Reveal those of the few most confident columns that were in the buffer a step before with the same token.
 
-    CCD with adaptive budgets (arXiv 2512.02044), by its code: a buffer holds the `few` (4) most confident columns behind those
-    that a step reveals; where none of them stays, the surest goes.
+    CCD with adaptive budgets (arXiv 2512.02044), as in its code: the buffer holds the `few` (4) most confident columns that the
+    step leaves masked. If no column qualifies, the most confident one is revealed.
 
     Attributes:
         few: Columns of the buffer.
@@ -4309,7 +4332,7 @@ class Coherent(RevealRule):
     few: int = 4
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo has the buffer's columns and tokens."""
+        """See `RevealRule`: the memo holds the buffer's columns and tokens."""
         (buffer,) = recalled(memo, state, ((),))
         ordered, before, token = by_odds(state.free, scores.odds), dict(buffer), scores.token
         same = [column for column in ordered[: self.few] if before.get(column) == token[column]]
@@ -4318,18 +4341,18 @@ class Coherent(RevealRule):
         return where, (state.start, tuple([(column, token[column]) for column in rest]))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: one in a block's first step, then about `few`, as if all of the last step's buffer stayed."""
+        """See `RevealRule`: one column in a block's first step, then about `few`, as if all of the buffer qualified."""
         room = min(self.few, len(state.free)) if state.step else 1
         return likely_first(state.free, odds, lambda *_: room, count)
 
 
 @dataclass(frozen=True)
 class Credit(Dynamic):
-    """Reveal what is confident enough with the credit that its token has earned in earlier steps.
+    """Reveal the columns that are confident enough with the credit that their token has earned in earlier steps.
 
     CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code: each step the credit of the likeliest token decays by
-    beta and grows by its confidence to the power gamma, and alpha log(1 + credit) is added to its logit, which adds as much to
-    its log-odds. The text's log-probabilities are without credit.
+    beta and grows by its confidence to the power gamma, and alpha log(1 + credit) is added to its logit and so to its log-odds.
+    The reported log-probabilities of the text leave credit out.
     """
 
     alpha: float = 0.7
@@ -4337,7 +4360,7 @@ class Credit(Dynamic):
     beta: float = 0.8
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo has columns, tokens and credits."""
+        """See `RevealRule`: the memo holds columns, tokens and credits."""
         (earned,) = recalled(memo, state, ((),))
         before, now, odds = {(column, token): credit for column, token, credit in earned}, [], list(scores.odds)
         for column in state.free:
@@ -4348,27 +4371,27 @@ class Credit(Dynamic):
         return at_least(state.free, odds, self.threshold), (state.start, tuple(now))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, with the credit of a sure token that never changed."""
+        """See `RevealRule`: as `Dynamic`, with the credit of a confident token that has never changed."""
         credit = (1 - self.beta ** (state.step + 1)) / (1 - self.beta)
         return likely_over(state.free, odds, self.threshold - self.alpha * math.log1p(credit), count)
 
 
 @dataclass(frozen=True)
 class Klass(Dynamic):
-    """Reveal what is confident and stable: its distribution hardly changed in the last steps; else the surest.
+    """Reveal the columns that are confident and whose distribution hardly changed of late; else the most confident one.
 
     KLASS (arXiv 2511.05664), with a divergence below 0.01 in each of the last two steps and a confidence above 0.9.
 
     Attributes:
-        divergence: In nats.
-        steps: Steps in which it has to be less.
+        divergence: Bound on the divergence between two steps, in nats.
+        steps: Successive steps in which it must hold.
     """
 
     divergence: float = 0.01
     steps: int = 2
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo has columns, tokens, odds, and for how many steps these have been stable."""
+        """See `RevealRule`: the memo holds columns, tokens, odds, and the number of steps for which these have been stable."""
         (seen,) = recalled(memo, state, ((),))
         before = {(column, token): (odds, stable) for column, token, odds, stable in seen}
         now, where = [], []
@@ -4382,12 +4405,12 @@ class Klass(Dynamic):
         return tuple(where) or (surest(state.free, scores.odds),), (state.start, tuple(now))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: the surest in a block's first steps, then as `Dynamic`."""
+        """See `RevealRule`: the most confident column in a block's first steps, then as `Dynamic`."""
         return likely_over(state.free, odds, self.threshold if state.step >= self.steps else math.inf, count)
 
 
 def divergence(odds: float, before: float) -> float:
-    """The divergence in nats of an event of these log-odds from what it was before; 0 of one that stays certain."""
+    """Compute KL(now || before) in nats for an event given by its log-odds; 0 if it stays certain."""
     odds, before = bounded(odds, MOST_ODDS), bounded(before, MOST_ODDS)
     return sum([sigmoid(one) * (log_sigmoid(one) - log_sigmoid(was)) for one, was in ((odds, before), (-odds, -before))])
 

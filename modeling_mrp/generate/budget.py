@@ -1,6 +1,6 @@
 """The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
 
-Drafts never change the text, so that how much is drafted is free to follow the clock.
+Drafts never change the text, so the amount may depend on the clock.
 """
 
 import weakref
@@ -16,9 +16,9 @@ from torch import nn
 
 from ..rules.state import Row
 
-# States a row may submit, of which one is chosen; each has its own recording on CUDA.
+# The numbers of states per row to choose from; each has its own CUDA graph.
 WIDTHS = (1, 2, 3, 4, 6, 8)
-# As many where nothing follows the clock: several processes decide alike so, and counts can be repeated.
+# States per row where the clock may not decide: so that several processes agree, or counts are reproducible.
 UNTIMED_STATES = 4
 
 
@@ -27,9 +27,9 @@ class Amount:
     """An amount of drafting in one round.
 
     Attributes:
-        states: States that a row may submit; 1: it drafts nothing.
-        passes: Head passes of the round; 0: drafts come from stale logits, and the head rests.
-        narrow: Each row submits one state, whatever that is: behind a clean one the next block begins a round later.
+        states: States that a row may submit, its own included; 1: no drafts.
+        passes: Head passes of the round; 0: drafts come from stale logits, and the head does not run.
+        narrow: Whether each row submits only its own state; the next block after a clean state then starts a round later.
     """
 
     states: int = 1
@@ -41,11 +41,11 @@ class Budget(Protocol):
     """Chooses how much each round drafts."""
 
     def choose(self, rows: Sequence[Row]) -> Amount:
-        """Choose for the next round of a batch, of which rows with a `stop` have ended."""
+        """Choose the amount for the next round of a batch; rows with a `stop` have ended."""
         ...
 
     def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
-        """Learn from a round what it took, and by row how many denoising steps it came to."""
+        """Learn from a round: its seconds, and the number of denoising steps it took, by row."""
         ...
 
 
@@ -56,7 +56,7 @@ class Fixed:
     amount: Amount
 
     def choose(self, rows: Sequence[Row]) -> Amount:
-        """Choose it."""
+        """Return the fixed amount."""
         return self.amount
 
     def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
@@ -68,22 +68,22 @@ PLAIN = Amount()
 
 
 class Times:
-    """Seconds of rounds by states of all rows together, without the head and with it; and what first uses of a shape cost.
+    """Measured seconds of a round by the number of states of all rows together, with and without the head.
 
     Attributes:
-        recording: Seconds that the first uses of a shape take beyond its rounds: the least of all shapes.
+        recording: Seconds that the first rounds of a shape take beyond later ones (graphs, compiling): the least of all shapes.
     """
 
-    FIRST = 3  # uses make a time known: in those before a shape may be recorded or compiled
+    FIRST = 3  # rounds of a shape make its time known; in the ones before, it may be recorded or compiled
     RATE, OUTLIER = 0.1, 1.5
 
     def __init__(self) -> None:
         self.seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
         self.first: defaultdict[Shape, list[float]] = defaultdict(list)
-        self.recording, self.head = inf, 1.0  # `head`: a round with the head over one without
+        self.recording, self.head = inf, 1.0  # `head`: the time of a round with the head, over one without
 
     def learn(self, shape: Shape, seconds: float) -> None:
-        """Learn what a round took."""
+        """Learn the seconds of a round."""
         (rows, states, head), first = shape, self.first[shape]
         known, scored = self.seconds[head], rows * states
         if self.known(shape):
@@ -97,11 +97,11 @@ class Times:
             self.head = known[scored] / (self.estimate(scored, False) or known[scored])
 
     def known(self, shape: Shape) -> bool:
-        """Tell if a time is known, of the shape itself: others of as many states say nothing of its recording."""
+        """Tell if the time of this shape itself is known: another one with as many states says nothing of its recording."""
         return len(self.first[shape]) == self.FIRST
 
     def estimate(self, scored: int, head: bool) -> float:
-        """Estimate the seconds of a round, rather too few than too many: those of the largest known one below."""
+        """Estimate the seconds of a round, rather too low than too high: those of the largest known smaller one."""
         known = self.seconds[head]
         if scored in known:
             return known[scored]
@@ -113,7 +113,7 @@ class Times:
         return known[least] * scored / least if least else 0.0
 
     def price(self, shape: Shape, worth: float) -> float:
-        """Estimate what it may cost at worst to make a time known, given what a round is worth."""
+        """Estimate the most seconds that learning a shape's time may cost, where a round of it is worth `worth` seconds."""
         (rows, states, head), uses = shape, len(self.first[shape])
         seconds, scored, flat = self.estimate(rows * states, head), rows * states, self.seconds[False]
         if scored not in self.seconds[head]:
@@ -122,32 +122,32 @@ class Times:
 
 
 class Auto:
-    """Chooses the amount with which rows come furthest for its time.
+    """Chooses the amount of drafting that makes the most denoising steps per second.
 
-    A row cannot draft where its block is whole, or was before the last round; a round in which no row can drafts nothing,
-    whatever is chosen. So an amount is judged by what it comes to with the rounds behind it that it makes such.
+    A row cannot draft where its block is whole, or was before the last round; a round in which no row can draft drafts nothing,
+    whatever was chosen. So an amount is judged together with the rounds without drafts that follow from it.
 
-    An amount of which too little is known is tried where its best case beats what is best so far. More states come to more
-    steps, but to ever fewer each, and cost no less time: so the best case of a width follows from the smaller ones. Trying is
-    paid from a balance: a share of what the target alone would have taken, and all that drafts have won over it in batches of
-    as many rows. A first call is thus at most about that share slower than its target.
+    An amount about which too little is known is tried if its best case beats the best known one. More states give more steps,
+    each additional state fewer than the last, and never cost less time: so the best case of a width follows from the smaller
+    widths. Trials are paid from a balance: a share of the time that the target alone would have taken, and all the time that
+    drafts have won over it in batches of as many rows. So a first call is at most about that share slower than its target.
 
     Args:
-        states, passes: The most of both.
+        states, passes: Upper bounds of both.
     """
 
-    SHARE = 0.045  # of the target's time may be lost by trying
-    ENOUGH = 0.98  # of the best time is hope enough to try an amount
-    HOPE, SURE = 0.9, 4.0  # the chance of a draft of which nothing is known; steps are supposed 1 for so many more rounds
-    FADE = 1 - 1 / 8000  # of what is known after each round
+    SHARE = 0.045  # share of the target's time that trials may cost
+    ENOUGH = 0.98  # an amount is tried if its best case is below this share of the best known time
+    HOPE, SURE = 0.9, 4.0  # supposed: the chance of unknown drafts, and rounds of one step each
+    FADE = 1 - 1 / 8000  # factor on what is known, after each round
 
     def __init__(self, states: int, passes: int) -> None:
         kinds = [0, passes] if passes else [0]
         self.ladders = [[Amount(one, min(kind, one - 1)) for one in WIDTHS if 1 < one <= states] for kind in kinds]
-        # Of each amount rounds, steps of a row in them, and the share of rows that could not draft next: sums that fade.
+        # By amount, sums that fade: rounds, steps per row in them, and the share of rows that could not draft next.
         self.gains = {amount: [0.0, 0.0, 0.0] for amount in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
-        self.times, self.plain = Times(), 0.0  # `plain`: seconds of a step of the target alone
-        self.balance: defaultdict[int, float] = defaultdict(float)  # seconds, by rows of the batch
+        self.times, self.plain = Times(), 0.0  # `plain`: seconds per step of the target alone
+        self.balance: defaultdict[int, float] = defaultdict(float)  # seconds, by number of rows in the batch
         self.amount, self.shape = PLAIN, (1, 1, False)
         self.tried: tuple[Amount, Shape] | None = None
         self.drafts: list[bool] = []
@@ -170,7 +170,7 @@ class Auto:
         return Amount(narrow=narrow) if self.amount == PLAIN else self.amount
 
     def best(self, size: int, going: int, two: float, stuck: float) -> Amount:
-        """Choose what takes least time for a step, or what may and is tried.
+        """Choose the amount with the least known time per step, or a more hopeful one if the balance allows to try it.
 
         Args:
             size, going: Rows of the batch, and those that have not ended.
@@ -180,7 +180,7 @@ class Auto:
         if self.tried and self.tried[1][0] == size and not self.times.known(self.tried[1]):
             return self.tried[0]
         sure, hopes, shapes = {PLAIN: self.plain}, {PLAIN: self.plain}, {}
-        most = 2 * max((*self.times.seconds[False], *self.times.seconds[True]))  # step by step: a wide round may take long
+        most = 2 * max((*self.times.seconds[False], *self.times.seconds[True]))  # no width is tried far beyond known ones
         for ladder in self.ladders:
             below, steps, slope, behind = 1, 1.0, self.HOPE, stuck
             for amount in ladder:
@@ -203,7 +203,7 @@ class Auto:
             return best
         price = self.times.price(shapes[dream], self.plain * going)
         if not (self.tried and self.tried[0] == dream):
-            price += self.times.recording  # of another size, where the batch shrinks meanwhile
+            price += self.times.recording  # in case the batch shrinks meanwhile, another shape has to be recorded
         if price > self.balance[size]:
             return best
         self.tried = dream, shapes[dream]
@@ -212,7 +212,7 @@ class Auto:
     def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
         """See `Budget`."""
         if (amount.states, amount.passes) != (self.amount.states, self.amount.passes):
-            return  # there was no room for what was chosen
+            return  # there was no room for the chosen amount
         self.times.learn(self.shape, seconds)
         came = [(1, step, not can_draft(row)) for step, row, one in zip(steps, rows, self.drafts, strict=True) if one]
         new = [sum(part) / len(came) for part in zip(*came, strict=True)]
@@ -223,7 +223,7 @@ class Auto:
 
 
 def can_draft(row: Row) -> bool:
-    """Tell if anything says what may follow a row's state."""
+    """Tell if there are scores from which a row's drafts can start, and masks to reveal."""
     return row.state.masks > 0 and row.source is not None
 
 
@@ -231,10 +231,10 @@ _BUDGETS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Auto]]" = weakref
 
 
 def budget_of(model: nn.Module, mode: Hashable, states: int, passes: int, paced: bool) -> Budget:
-    """Give what chooses the amounts of a call; what was learnt stays with the model, for the calls that follow.
+    """Return the budget of a call; what an `Auto` has learnt stays with the model for later calls.
 
-    Where several processes run, which must decide alike if they share a model, and under deterministic algorithms nothing
-    follows the clock.
+    Nothing depends on the clock where several processes run, since they must decide alike if they share a model, or under
+    deterministic algorithms.
     """
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     if paced and alone and not torch.are_deterministic_algorithms_enabled():

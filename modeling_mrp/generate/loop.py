@@ -1,16 +1,16 @@
-"""The one decoding loop: rounds of states side by side, over rows that never wait for each other.
+"""The one decoding loop: rounds that score the states of all rows side by side; rows never wait for each other.
 
-A row (one sequence of the batch) is a little state machine. Its *next* state is known: the backbone itself revealed it from the
-last state scored. A round (`Decoder.round`) goes
+A row (one sequence of the batch) is a little state machine. Its *next* state is known: it is what the backbone's scores of the
+last accepted state reveal. A round (`Decoder.round`) has four steps:
 
-1. **draft** (host): each row submits its next state, the likeliest ones to follow it and, behind a clean state (no masks left),
-   the all-mask state of the next block, which looks at the clean one; head passes (device) tell which ones are likely;
-2. **score** (device): one backbone forward over all of them, and picks at their masked positions;
-3. **accept** (host): the reveal rule leads from state to state; as far as it meets what this round or the one before scored,
-   that is accepted, and at its end the backbone's KV of accepted clean blocks becomes prefix (`Networks.commit`, device);
+1. **draft** (host): each row submits its next state, the states likely to follow it and, after a clean state (no masks left),
+   the all-mask state of the next block, which attends to the clean one; head passes (device) estimate which are likely;
+2. **score** (device): one backbone forward over all submitted states, and picks at their masked positions;
+3. **accept** (host): the reveal rule leads from state to state; states on that path that were scored in this round or the one
+   before are accepted, and the backbone's KV of accepted clean blocks joins the prefix (`Networks.commit`, device);
 4. **write** (host): the reveal at the last accepted state, refined by the mode, makes the row's next state.
 
-A mode that drafts nothing submits one state a round (two where a block ends) and is otherwise the same code.
+A mode that drafts nothing submits one state a round (two where a block ends) and otherwise runs the same code.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +31,12 @@ class Drafting:
     """The amount of drafting: states that may follow, scored together in one forward. Drafts never change the text.
 
     Attributes:
-        states: K, the states a row may submit per round.
-        branches: Followers of a state that are considered; 1 drafts a chain.
-        passes: Head passes per round, below `states`; 0: drafts come from the backbone's own stale logits.
-        paced: `states` and `passes` are the most of both: each round has as much as measured time says pays (`Budget`).
-        shortlist: Tokens of a position that a head pass chooses among; 0: all; None: as the vocabulary is large or not.
+        states: K, the most states a row may submit per round, its own included.
+        branches: Followers considered per state, at most; 1 drafts a chain.
+        passes: Head passes per round, fewer than `states`; 0: drafts come from the backbone's own stale logits.
+        paced: Whether `states` and `passes` are upper bounds, and each round drafts as much as measured time says pays
+            (`Budget`).
+        shortlist: Tokens that a head pass chooses among at each position; 0: all; None: decided by the size of the vocabulary.
     """
 
     states: int
@@ -45,7 +46,7 @@ class Drafting:
     shortlist: int | None = None
 
     def listed(self, vocab_size: int, sample: bool) -> int:
-        """Choose the size of a position's shortlist for a vocabulary; 0: a head pass scores all tokens, or none runs."""
+        """Choose the size of a position's shortlist for a vocabulary; 0: a head pass scores all tokens, or there is no pass."""
         if not self.passes or self.shortlist == 0:
             return 0
         usual = LIKELIEST if sample else SHORTLIST
@@ -59,9 +60,9 @@ class Mode:
     """The meaning of one value of `decoding`.
 
     Attributes:
-        rule: Which columns a step of the backbone reveals: this alone, with `refine`, says what the text is.
-        refine: What the head changes about that; None: nothing.
-        drafting: What is drafted ahead; None: nothing.
+        rule: Decides which columns a step of the backbone reveals. Together with `refine` it determines the text.
+        refine: How the head changes these reveals; None: not at all.
+        drafting: How states are drafted; None: not at all.
     """
 
     rule: RevealRule
@@ -70,12 +71,12 @@ class Mode:
 
     @property
     def uses_head(self) -> bool:
-        """True if the head takes part."""
+        """Whether the head takes part, in refining or in drafting."""
         return self.refine is not None or (self.drafting is not None and self.drafting.passes > 0)
 
     @property
     def width(self) -> int:
-        """States of a row in a round, at most: its own and the next block's, or with drafts more."""
+        """The most states of a row in a round: its own and the next block's first, or K with drafts; at least 2."""
         return max(2, 1 if self.drafting is None else self.drafting.states)
 
 
@@ -83,14 +84,16 @@ class Decoder:
     """Decodes the rows of one call.
 
     Args:
-        mode, networks, budget: What is revealed, refined and drafted; what the device computes; how much each round drafts.
-        watches: Called in turn behind the prefill and every round with the batch's rows; one that asks stopping criteria may
-            end rows.
-        least_rows: Rows that have ended leave the batch by halves, but not below so many.
+        mode: What is revealed, refined and drafted.
+        networks: Backbone, head and picks on the device.
+        budget: Chooses how much each round drafts.
+        watches: Callbacks that get the batch's rows after the prefill and after every round; one may end rows (stopping
+            criteria).
+        least_rows: Rows that have ended leave the batch by halves; it keeps at least this many rows.
 
     Attributes:
         verified: Forwards that scored drafts.
-        slots: Rows of all rounds added up, those included that had ended while the batch went on.
+        slots: Rows of the batch summed over all rounds, including rows that had ended but not left.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Decoder:
         self.verified = self.slots = 0
 
     def decode(self, rows: list[Row], reused: Sequence[int]) -> None:
-        """Decode every row to its end; by row, so many first tokens are `reused`: they have their keys and values already.
+        """Decode every row to its end; of each row, the first `reused` tokens have cached keys and values already.
 
         Raises:
             UnscoredError: for a position at which no token has a finite score.
@@ -125,29 +128,29 @@ class Decoder:
         self.networks.widen(max(row.held for row in rows))
 
     def watch(self, rows: Sequence[Row]) -> None:
-        """Show the rows to all who watch."""
+        """Call all `watches` with the rows."""
         for watch in self.watches:
             watch(rows)
 
     def smaller(self, size: int, active: int) -> int:
-        """Halve the size of the batch as long as `active` rows have room in it."""
+        """Halve the size of the batch as often as `active` rows still fit."""
         while size > 1 and (half := (size + 1) // 2) >= max(active, self.least_rows):
             size = half
         return size
 
     def round(self, rows: Sequence[Row], amount: Amount) -> list[int]:
-        """Run one round; return by row how many denoising steps it took."""
+        """Run one round; return the number of denoising steps it took, by row."""
         before = [row.steps for row in rows]
         drafts = self.draft(rows, amount)
         scores = self.networks.score(rows, drafts)
         self.slots += len(rows)
-        # Drafts are the nodes behind the row's own that have no parent; those with one are first states of next blocks.
+        # Nodes after the row's own are drafts if they have no parent; those with one are first states of next blocks.
         self.verified += any(node.parent < 0 for nodes in drafts for node in nodes[1:])
         self.write(rows, self.accept(rows, drafts, scores, amount.states > 1))
         return [row.steps - steps for row, steps in zip(rows, before, strict=True)]
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
-        """Choose the states of the round: none for rows that have ended."""
+        """Choose the states of the round for each row; none for rows that have ended."""
         drafting = self.mode.drafting
         if drafting is None or amount.states == 1:
             return [target_nodes(row, amount.narrow) if row.stop is None else [] for row in rows]
@@ -160,15 +163,15 @@ class Decoder:
             ]
 
         for turn, size in enumerate(draft_sizes(amount.states, amount.passes) if amount.passes else []):
-            # Later passes leave out the row's own state: what it is read from stays the same.
+            # Only the first pass reads the row's own state: what it is read from does not change.
             self.read(rows, [nodes[min(turn, 1) :] for nodes in grown(size)], estimates)
         return grown(amount.states)
 
     def read(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
-        """Run the head once over drafted states, and store in `estimates` what it says that the backbone would score at each.
+        """Run the head once over drafted states, and store in `estimates` the scores that it expects of the backbone at each.
 
-        A state is read from the hidden states of its source, the state before it. Left out are clean states (nothing is
-        picked there) and first states of blocks (they have no source).
+        A state is read from the hidden states of its source, the state before it. Left out are clean states (nothing is picked
+        there) and first states of blocks (they have no source).
         """
         asked = [
             (at, node.state, hidden, said.shortlist)
@@ -190,7 +193,7 @@ class Decoder:
     def accept(
         self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], scores: Sequence[Sequence[Scores]], drafted: bool
     ) -> list[Frontier | None]:
-        """Accept what was scored, and commit clean blocks."""
+        """Accept the longest verified path of each row, and commit its clean blocks; return the rows' frontiers."""
         frontiers: list[Frontier | None] = [None] * len(rows)
         clean: list[list[int]] = [[] for _ in rows]
         for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
@@ -201,11 +204,11 @@ class Decoder:
         return frontiers
 
     def rule_of(self, row: Row) -> RevealRule:
-        """Choose the rule of a row's text: the mode's; other decoders may have one for each row."""
+        """Return the reveal rule of a row: the mode's, unless a subclass has one per row."""
         return self.mode.rule
 
     def write(self, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> None:
-        """Refine the last reveals and write them; note which texts are whole."""
+        """Refine the reveals at the frontiers and write them; set `stop` of rows whose text is whole."""
         if self.mode.refine is not None:
             frontiers = refined(self.mode.refine, self.networks, rows, frontiers)
         for row, frontier in zip(rows, frontiers, strict=True):

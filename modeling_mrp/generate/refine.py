@@ -1,4 +1,4 @@
-"""Refinements: what the head changes about a reveal before it counts, for rows that draft nothing."""
+"""Refinements: how the head changes a step's reveals before they are written, for rows that draft nothing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from ..rules.state import Frontier, Row, Scores, State
 
 
 class Reveal:
-    """The reveal of one row that is refined; it begins as what the backbone reveals at the row's frontier.
+    """A reveal of one row while it is refined; it begins as the backbone's reveal at the row's frontier.
 
     Attributes:
-        row, at: Whose it is, and the row's place in the batch.
-        before: That frontier.
+        row, at: The row, and its place in the batch.
+        before: The frontier.
         state: Its state, before the reveal.
-        where: Columns that are revealed.
-        token, log_odds: By column, as in `Scores`; NaN where what was asked of the head is no number.
-        hidden: h_A at the state, or what the head has made of it.
-        drawn: Of columns that the head revealed its state, and what it read there.
+        where: Columns to reveal.
+        token, log_odds: By column, as in `Scores`; NaN where the head's number for a column is NaN.
+        hidden: h_A at the state, or the head's latest estimate after it.
+        drawn: By column that the head revealed, the state and the hidden states that it was picked from.
     """
 
     def __init__(self, row: Row, at: int, frontier: Frontier) -> None:
@@ -33,14 +33,14 @@ class Reveal:
         return self.row.after(self.state, where, self.token)
 
     def keep(self, passed: Sequence[int], asked: Sequence[float]) -> None:
-        """Go on with columns that passed; of those before, one where the number that was `asked` for is NaN has no score."""
+        """Keep the columns that passed; mark earlier ones as unscored where `asked`, the head's number by column, is NaN."""
         for column in self.where:
             if asked[column] != asked[column]:
                 self.log_odds[column] = asked[column]
         self.where = tuple(passed)
 
     def frontier(self) -> Frontier:
-        """Make the frontier of what is left; it notes what is not."""
+        """Make the frontier of the columns that are left, and count and note those that were taken back."""
         before = self.before
         back = tuple([column for column in before.where if column not in self.where])
         self.row.counts.revoked += len(back)
@@ -48,14 +48,14 @@ class Reveal:
         return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn, back)
 
 
-# A change of reveals of some of the batch's rows, in place, before they count; a frozen dataclass of its numbers.
+# Changes reveals of some rows of the batch in place, before they are written; a frozen dataclass of its parameters.
 Refinement = Callable[[Networks, Sequence[Row], list[Reveal]], None]
 
 
 def refined(
     refine: Refinement, networks: Networks, rows: Sequence[Row], frontiers: Sequence[Frontier | None]
 ) -> list[Frontier | None]:
-    """Let the head change the reveals at the frontiers of a batch's rows."""
+    """Refine the reveals at the frontiers of a batch's rows; return the frontiers that result."""
     reveals = [Reveal(row, at, one) for at, (row, one) in enumerate(zip(rows, frontiers, strict=True)) if one]
     if reveals:
         refine(networks, rows, reveals)
@@ -66,7 +66,7 @@ def refined(
 
 
 def ask(networks: Networks, rows: Sequence[Row], asked: list[tuple[Reveal, State]], residual: bool = False) -> list[Hidden]:
-    """Run one head pass at a state of each of some rows; h_A + h_C there, or h_C."""
+    """Run one head pass at one state per reveal; return h_A + h_C at each, or h_C alone if `residual`."""
     given: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
     for reveal, state in asked:
         given[reveal.at].append((state, reveal.hidden))
@@ -77,9 +77,9 @@ def ask(networks: Networks, rows: Sequence[Row], asked: list[tuple[Reveal, State
 def belief(
     networks: Networks, rows: Sequence[Row], asked: Sequence[tuple[Reveal, Columns]]
 ) -> list[tuple[Reveal, list[float]]]:
-    """Ask the head for the log-odds of revealed tokens under those at some columns: of each [block], -inf elsewhere.
+    """Compute each reveal's log-odds [block] of its tokens by the head, given those at some columns; -inf at other columns.
 
-    At a token that is itself given, a trained head says what the backbone would if this one token were still masked.
+    If a token is itself among the given ones, a trained head says what the backbone would if this one token were still masked.
     """
     hidden = ask(networks, rows, [(reveal, reveal.shown(given)) for reveal, given in asked])
     found = networks.token_odds([(one.row, one.state, one.where, one.token) for one, _ in asked], hidden)
@@ -88,7 +88,7 @@ def belief(
 
 @dataclass(frozen=True)
 class Direct:
-    """`mrp_direct`: after each backbone step the head reveals one more column at a time, unverified (MRP, section 5)."""
+    """`mrp_direct`: after each backbone step the head reveals more columns, one at a time, unverified (MRP, section 5)."""
 
     head_reveals: int
 
@@ -109,8 +109,10 @@ class Direct:
 
 @dataclass(frozen=True)
 class ThresholdRemask:
-    """The published rule of `mrp_remask`: the head is conditioned on all the fresh reveals, and a token whose corrected
-    confidence falls under tau goes back to a mask (MRP, arXiv 2605.18817). At least one reveal stays, under every rule.
+    """The published rule of `mrp_remask`: put tokens that the head has little confidence in back to masks.
+
+    The head is conditioned on all the fresh reveals; a token whose corrected confidence is below tau becomes a mask again (MRP,
+    arXiv 2605.18817). At least one reveal stays, under every rule.
     """
 
     threshold: float  # tau, in log-odds
@@ -124,8 +126,9 @@ class ThresholdRemask:
 
 @dataclass(frozen=True)
 class ResidualRemask:
-    """The rule `residual` of the released code: the head reads the state before the reveal, and a token whose own logit it
-    moves by more than `delta` in magnitude goes back.
+    """The rule `residual` of the released code: put tokens whose own logit the head changes much back to masks.
+
+    The head reads the state before the reveal; a token goes back if its logit changes by more than `delta` in magnitude.
     """
 
     delta: float  # in logits
@@ -140,12 +143,12 @@ class ResidualRemask:
 
 @dataclass(frozen=True)
 class RereadRemask:
-    """The rule `reread`: what stays is believed under all the rest of it, and is no mere echo of it.
+    """The rule `reread`: keep the tokens that the head believes given all other kept ones, and not only because of these.
 
-    Under `threshold` two reveals that contradict each other both go back. Here only the least believed one under tau does;
-    then the head reads again what is left, until every token is believed under the others. Tokens that are wrong together
-    still speak up for each other, so the head at last reads them under the surest alone: one whose confidence there is under
-    `alone` goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal asks the head nothing.
+    Under `threshold`, two reveals that contradict each other both go back. Here only the least believed one below tau does;
+    then the head reads again what is left, until every token is believed given the others. Tokens that are wrong together still
+    support each other, so the head finally reads them given the most confident one alone: a token whose confidence is then
+    below `alone` goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal needs no head pass.
     """
 
     threshold: float  # tau, in log-odds

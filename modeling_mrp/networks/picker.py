@@ -1,7 +1,7 @@
 """Picks: the token and its log-odds at masked positions, greedy or sampled, reproducible to the bit.
 
-A sampled pick is a Gumbel-max whose noise is a pure function of (the row's seed, absolute position, masks left in
-the block, token id). So two decoders that reach the same state draw the same token, whatever way they came there.
+A sampled pick is a Gumbel-max whose noise is a pure function of (the row's seed, absolute position, masks left in the block,
+token id). So two decoders that reach the same state draw the same token, whatever path led there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +28,8 @@ from ..rules.bans import Bans
 from ..rules.draft import noise_key
 from ..rules.state import Row, State
 
-# Kinds of truncation, and whether one keeps, of any scores, the likeliest tokens, however many: behind a top-k it needs its k
-# logits alone.
+# Kinds of truncation, and whether each always keeps a number of the likeliest tokens: after a top-k it then needs only the
+# logits of those k.
 TRUNCATIONS: dict[type, bool] = {
     TopKLogitsWarper: True,
     TopPLogitsWarper: True,
@@ -40,17 +40,17 @@ TRUNCATIONS: dict[type, bool] = {
     TypicalLogitsWarper: False,
 }
 
-# Tokens of a position that a sampled draft chooses among: all that transformers' own top-k of 50 leaves.
+# Tokens that a sampled draft chooses among at a position: all that transformers' default top-k of 50 leaves.
 LIKELIEST = 64
-# Tokens of a position that the head's drafts choose among: as many are as good as all (`benchmarks/NOTES.md`, Shortlist).
+# Tokens that the head's drafts choose among at a position: this many draft as well as all (`benchmarks/NOTES.md`, Shortlist).
 SHORTLIST = 16
 
 
 @dataclass(frozen=True)
 class Spots:
-    """The positions of some states at which tokens are picked, on a device: the `free` columns of each, in order.
+    """The positions at which tokens of some states are picked, on a device: the `free` columns of each state, in order.
 
-    `parents` are the clean states that they look at, if any; none at all: no state does.
+    `parents` are the uncommitted clean states that the states attend to, None for those without; empty if no state has one.
     """
 
     states: Sequence[tuple[Row, State]]
@@ -64,31 +64,33 @@ class Spots:
         return keys
 
     def no_eos(self) -> Tensor | None:
-        """Tell where no eos may be picked, [n] bool; None: nowhere."""
+        """Tell where no eos may be picked, [n] bool; None if that is nowhere."""
         if not any(state.start < row.no_eos_before > row.prompt for row, state in self.states):
             return None
         early = [state.start + column < row.no_eos_before for row, state in self.states for column in state.free]
         return torch.tensor(early, device=self.device)
 
     def texts(self) -> Iterator[tuple[list[int], int]]:
-        """Iterate over the positions: the text at the state, with masks where nothing is revealed, and the place in it."""
+        """Iterate over the positions: the text at the state, with masks where nothing is revealed, and the position in it."""
         for place, (row, state) in enumerate(self.states):
             ids = row.text_at(state, self.parents[place] if self.parents else None)
             yield from ((ids, state.start + column) for column in state.free)
 
 
 class Picks(NamedTuple):
-    """Picks at n positions, and what drafts choose among; ids are exact as numbers. None is what the picker does not give.
+    """Picks at n positions, with the tokens that drafts choose among. Fields that were not asked of the picker are None.
+
+    Ids in float tensors are exact.
 
     Attributes:
         token: [n] long.
-        odds: [n] float, the log-odds of its probability after temperature and processors, before truncation; NaN where no
+        odds: [n] float, log-odds of the token's probability after temperature and processors, before truncation; NaN where no
             token had a finite score.
         entropy: [n] float, in nats.
-        likeliest: [n, 2 m] in at least float32, ids and log-odds of the m likeliest tokens that may be sampled, -inf for those
-            that truncation leaves out.
-        shortlist: [n, 2 m + 1] in at least float32: the ids of the m likeliest tokens that may be picked, their scores, -inf
-            for those that truncation leaves out, and the log-sum-exp of all other scores.
+        likeliest: [n, 2 m] in at least float32: ids of the m likeliest tokens, and their log-odds, -inf for tokens that
+            truncation leaves out.
+        shortlist: [n, 2 m + 1] in at least float32: ids of the m likeliest tokens, their scores, -inf for tokens that
+            truncation leaves out, and the log-sum-exp of all other scores.
     """
 
     token: Tensor
@@ -106,14 +108,14 @@ class Picker:
         lm_head_weight: [vocab, hidden_size].
         mask_token_id: Never picked, and outside the softmax.
         temperature: Divides the logits.
-        sample: Add Gumbel noise, else take the arg max.
+        sample: Whether to add Gumbel noise before the argmax.
         processors: The user's logits processors, applied before temperature.
-        bans: Sequences that must not appear, kept behind the processors; or None.
-        truncation: top-k, top-p and their kin, applied after the confidence is taken.
+        bans: Banned sequences, applied after the processors; or None.
+        truncation: top-k, top-p and the like, applied after the confidence is computed.
         eos_token_ids: Ids that positions before a minimum length must not take.
         entropy: Whether to compute it.
-        likeliest: Whether to give the likeliest tokens, for drafts of sampled text.
-        shortlist: How many tokens of a position the head's drafts choose `among`, those likeliest before; 0: all.
+        likeliest: Whether to return the likeliest tokens, for drafts of sampled text.
+        shortlist: Number of likeliest tokens to return, which the head's drafts then choose `among`; 0: drafts use all tokens.
         dispatch: Kernels or PyTorch.
     """
 
@@ -136,9 +138,9 @@ class Picker:
         return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids)
 
     def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
-        """Pick at n spots from hidden states [n, hidden_size]; no [n, vocab] logits exist for large n.
+        """Pick at n spots from hidden states [n, hidden_size]; for large n, [n, vocab] logits are made in chunks.
 
-        Without `spots` tokens are the likeliest ones, and nothing is barred or processed.
+        Without `spots` the likeliest tokens are picked, without bans or processors.
         """
         keys = None if spots is None or not self.sample else spots.keys()
         shape = self._shaper(spots)
@@ -149,14 +151,14 @@ class Picker:
         return _join(parts)
 
     def among(self, hidden: Tensor, shortlist: Tensor, spots: Spots) -> Picks:
-        """Pick greedily at n spots among a few tokens of each; all others keep the scores that they had.
+        """Pick greedily at n spots among a few tokens of each; all other tokens keep their earlier scores.
 
-        The argmax behind a reveal is nearly always one of the likeliest tokens before it, so that drafts need no other rows of
-        `lm_head`. No processors and bans are asked; tokens that truncation left out before stay out.
+        The argmax after a reveal is nearly always one of the likeliest tokens before it, so drafts need no other rows of
+        `lm_head`. Processors and bans are not applied; tokens that truncation left out before stay out.
 
         Args:
             hidden: [n, hidden_size].
-            shortlist: [n, 2 m + 1], as `Picks.shortlist` of the same positions at an earlier state.
+            shortlist: [n, 2 m + 1], `Picks.shortlist` of the same positions at an earlier state.
             spots: The positions.
         """
         unembedding, count, parts = self.unembedding, shortlist.shape[1] // 2, []
@@ -174,7 +176,7 @@ class Picker:
         return _join(parts)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
-        """Compute [n] log-odds of given tokens [n] under the same softmax: what `odds` is for a picked token."""
+        """Compute the log-odds [n] of given tokens [n], under the same softmax as `Picks.odds`."""
         shape, parts = self._shaper(spots), []
         for at in self.unembedding.chunks(len(hidden)):
             logits = shape(self.unembedding.logits(hidden[at]), at)
@@ -182,7 +184,7 @@ class Picker:
         return torch.cat(parts)
 
     def distributions(self, hidden: Tensor, spots: Spots) -> tuple[Tensor, Tensor]:
-        """Compute raw logits [n, vocab] at n spots, and what tokens are drawn from: processed, tempered and truncated."""
+        """Compute two kinds of logits [n, vocab] at n spots: raw, and as drawn from (processed, tempered and truncated)."""
         shape, raw, drawn = self._shaper(spots), [], []
         for at in self.unembedding.chunks(len(hidden)):
             raw.append(upcast(self.unembedding.logits(hidden[at])))
@@ -193,7 +195,7 @@ class Picker:
         return torch.cat(raw), torch.cat(drawn)
 
     def _shaper(self, spots: Spots | None) -> Callable[[Tensor, slice], Tensor]:
-        """Make what changes logits [m, vocab] of a slice of the spots: processors, bans, no eos before the minimum length."""
+        """Make a function that changes the logits [m, vocab] of a slice of the spots: processors, bans, minimum length."""
         no_eos = None if spots is None else spots.no_eos()
         if spots is None or (no_eos is self.processors is self.bans is None):
             return lambda logits, at: logits
@@ -215,7 +217,7 @@ class Picker:
         return shape
 
     def _process(self, logits: Tensor, contexts: list[list[int]]) -> Tensor:
-        """Apply processors to logits [n, vocab], those with contexts of one length together."""
+        """Apply processors to logits [n, vocab], in groups of contexts of one length."""
         lengths: dict[int, list[int]] = {}
         for at, context in enumerate(contexts):
             lengths.setdefault(len(context), []).append(at)
@@ -230,7 +232,7 @@ class Picker:
         return logits
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
-        """Pick from logits [n, vocab], with noise of keys [n] or without."""
+        """Pick from logits [n, vocab], with the noise of keys [n], or without noise."""
         shown, least = self._shown(logits)
         if shown is logits:
             token, odds = self.dispatch.run(PICK, self.unembedding, logits, least, keys)
@@ -258,7 +260,7 @@ class Picker:
         return Picks(token, odds, entropy, likeliest, shortlist)
 
     def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Truncate logits [n, vocab]; behind a top-k they stay whole, and what counts are those of [n] or more."""
+        """Truncate logits [n, vocab]; after a top-k they stay whole, and the least logit kept, [n], is returned beside them."""
         top_k, tempered = self._top_k(), self.unembedding.tempered
         if not self.truncation or not len(logits):
             return logits, None
@@ -268,7 +270,7 @@ class Picker:
         return logits, top.masked_fill(self._truncated(tempered(top)) == -torch.inf, torch.inf).amin(-1)
 
     def _top_k(self) -> int | None:
-        """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
+        """Return k if the truncation begins with a top-k and its other parts need only those k logits; else None."""
         warpers = self.truncation or []
         if not all(TRUNCATIONS.get(type(warper), False) and warper.filter_value == -torch.inf for warper in warpers):
             return None
@@ -276,7 +278,7 @@ class Picker:
         return first.top_k if isinstance(first, TopKLogitsWarper) else None
 
     def _truncated(self, scores: Tensor) -> Tensor:
-        """Truncate scores [n, vocab]; the ids that warpers are given are not read."""
+        """Truncate scores [n, vocab]; warpers do not read the ids that they are given."""
         assert self.truncation is not None
         return self.truncation(torch.zeros_like(scores[:, :1], dtype=torch.long), scores)
 
@@ -287,11 +289,11 @@ def token_logits(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 def odds_of(scores: Tensor, places: Tensor) -> Tensor:
-    """Compute the log-odds [n, m] of tokens at some places [n, m] long of scores [n, vocab]; -inf for what is no number."""
+    """Compute the log-odds [n, m] of tokens [n, m] long under scores [n, vocab]; -inf where they are NaN."""
     some = scores.gather(1, places)
     log_p = some - scores.logsumexp(-1, keepdim=True)
     odds, best = log_p - torch.log1p(-log_p.exp()), some.argmax(-1, keepdim=True)
-    # Of the likeliest one without cancellation where it is sure.
+    # Those of the likeliest token, without cancellation where its probability is nearly 1.
     odds = odds.scatter(1, best, log_odds(scores, places.gather(1, best)[:, 0])[:, None])
     return odds.masked_fill(odds.isnan(), -torch.inf)
 

@@ -1,1 +1,1 @@
-"""What a row of the batch decides, in plain Python: rules, drafts, acceptance, ends of text. Nothing here imports torch."""
+"""Decisions about one row, in plain Python without torch: reveal rules, drafts, acceptance, ends of text."""

@@ -1,4 +1,4 @@
-"""Banned sequences of tokens: kept in every order of reveals, whichever of their tokens comes last."""
+"""Bans of token sequences (bad words, repeated n-grams), kept whatever the order in which tokens are revealed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,21 +6,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Bans:
-    """What must not appear in a text.
+    """Token sequences that a text must not contain.
 
-    A ban is a matter of known tokens, on both sides of a position: what would complete a banned sequence is barred there. Where
-    a step reveals several columns that would complete one together, the surest are revealed and the others wait.
+    Tokens are revealed in any order, so a ban looks at the known tokens on both sides of a position: a token that would
+    complete a banned sequence is barred there. If columns revealed in one step would complete a sequence together, the most
+    confident ones are revealed and the others stay masked.
 
     Attributes:
-        words: Sequences of ids (`bad_words_ids`).
-        ngram: No sequence of so many ids appears twice (`no_repeat_ngram_size`); 0: any may.
+        words: Banned sequences of ids (`bad_words_ids`).
+        ngram: Length of the n-grams that may not occur twice (`no_repeat_ngram_size`); 0: no such ban.
     """
 
     words: tuple[tuple[int, ...], ...] = ()
     ngram: int = 0
 
     def barred(self, ids: Sequence[int], at: int, mask_id: int) -> set[int]:
-        """Find the tokens that would complete a banned sequence at one position of a text, whatever stands there now."""
+        """Find the tokens that would complete a banned sequence at position `at` of a text, whatever stands there now."""
         found = set()
         for word in self.words:
             for hole in range(len(word)):
@@ -32,7 +33,7 @@ class Bans:
         return found | self._repeated(ids, at, mask_id) if self.ngram else found
 
     def _repeated(self, ids: Sequence[int], at: int, mask_id: int) -> set[int]:
-        """Find the tokens with which a sequence of `ngram` ids around a position would stand in the text twice."""
+        """Find the tokens that, at position `at`, would make an n-gram occur twice in the text."""
         found, size = set(), self.ngram
         begins = [begin for begin in range(max(0, at - size + 1), at + 1) if begin + size <= len(ids)]
         windows = {begin: list(ids[begin : begin + size]) for begin in begins}
@@ -58,13 +59,13 @@ class Bans:
     def allowed(
         self, ids: list[int], start: int, where: tuple[int, ...], token: Sequence[int], odds: Sequence[float], mask_id: int
     ) -> tuple[int, ...]:
-        """Select the columns of a reveal that do not complete a banned sequence together, the surest first.
+        """Select the columns of a reveal that do not complete a banned sequence together, the most confident ones first.
 
         Args:
             ids: The text before the reveal.
-            start: Where the block starts in it.
-            where: Columns that are revealed.
-            token, odds: By column, what it would get, and its log-odds.
+            start: Position of the block in it.
+            where: Columns to reveal.
+            token, odds: [block], the token picked at each column, and its log-odds.
             mask_id: The mask's id.
         """
         ids, kept = list(ids), list[int]()

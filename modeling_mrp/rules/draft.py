@@ -1,17 +1,17 @@
-"""Drafts and their acceptance: which states a round submits of a row, and how far the path leads through what was scored.
+"""Build drafts and accept them: the states that a round submits for a row, and the path through those that were scored.
 
-A draft is the row's next state, and then the likeliest to follow it.
+A draft is the row's next state and the states most likely to follow it.
 
-An estimate tells, for each masked column, a token and how sure it is. Which column is revealed first is far less certain than
-which token it gets, so a state has several followers; orders that meet in one state add up there, and a state that the last
-round scored needs no forward, since what follows it is known.
+An estimate gives a token and its log-odds for each masked column. Which column is revealed first is far less certain than which
+token it gets, so a state has several followers; where different orders lead to the same state, their chances add up. A state
+that the last round scored needs no forward, since its scores are remembered.
 
-Estimates come from the last accepted state and the remembered ones, at which the backbone itself spoke, and from drafted states
-that the head has read. A head pass costs nearly the same for many states as for one, so a few passes serve a round: the draft
-is built a little, the head reads all of it in one pass, and it is built anew, further.
+Estimates are the backbone's scores of the last accepted state and of remembered states, and the head's estimates for drafted
+states. A head pass costs nearly the same for many states as for one, so a round makes few passes: a small draft is built, the
+head reads all of it in one pass, and a larger draft is built with what it says.
 
-A path starts at the row's own state, which is its text. What the rule reveals at a state makes the next one; where that was
-scored too, in this round or the last one, the path goes on there. What was drafted decides how far a path leads, never where.
+A path starts at the row's own state, which is its text. The rule's reveal at a state makes the next state; if that was scored
+too, in this round or the last one, the path continues there. Drafts decide how far a path leads, never where.
 """
 
 import math
@@ -24,20 +24,20 @@ import numpy as np
 from .reveal import RevealRule, log_sigmoid
 from .state import Frontier, Key, Row, Scores, State
 
-# Followers of a state that are considered, and from how many rows on it is one: a chain comes to 0.5 to 6 % fewer tokens a
-# forward, and what the host decides takes a quarter less, which adds up over the rows (`benchmarks/NOTES.md`).
+# Most followers considered per state, and the number of rows from which it is one: such a chain makes 0.5 to 6 % fewer tokens a
+# forward, but saves a quarter of the host's time, which adds up over the rows (`benchmarks/NOTES.md`).
 BRANCHES, CROWD = 3, 16
 _MASK = 0xFFFFFFFF
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A state that a round submits.
+    """A state that a round submits to the backbone.
 
     Attributes:
-        state: It.
-        parent: The node of the clean state that it looks at beyond the prefix, by place in the round; -1 if none.
-        source: What told of it: the scores of the state before it, or an estimate of these; None if nothing did.
+        state: The state.
+        parent: Place in the round of the uncommitted clean state that it attends to beyond the prefix; -1 if none.
+        source: The scores, or estimate of them, at the state before it, from which it was made; None if there are none.
     """
 
     state: State
@@ -45,18 +45,21 @@ class Node:
     source: Scores | None
 
 
-# A state that may be drafted, and is made once it is (`State.revealing`): the state before it; the columns revealed there; the
-# key of the state that they make; `source` and `parent` of its `Node`. Without columns the first is the state itself.
+# A candidate of a draft, whose state is made only when it is drafted (`State.revealing`): the state before it, the columns
+# revealed there, the key of the resulting state, and `source` and `parent` of its `Node`. Without columns, the first is the
+# candidate's own state.
 Follower = tuple[State, Sequence[int], Key, Scores | None, int]
 
 
 def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: int) -> Iterator[tuple[Key, Follower, float]]:
-    """Iterate over the states to which a reveal may lead, by name and with its chance; not those at which the text is whole.
+    """Iterate over the states that a reveal may lead to: the key, the candidate and its chance.
 
-    One that the last round scored stands for the state that its path leads to.
+    States at which the text is whole are left out. A state that the last round scored is replaced by the first unscored state
+    on its path.
     """
     token, odds = (said.token, said.odds) if said.likeliest is None else draw_tokens(row, state, said)
     (start, ids), memory, eos = state.key, row.memory, row.eos
+    # Whether the text continues in the next block, unless the reveal holds an eos.
     goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
     for where, likely in rule.likely(state, odds, branches):
         if not likely > 0:
@@ -80,13 +83,16 @@ def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: 
 
 
 def draft_sizes(width: int, passes: int) -> list[int]:
-    """How many of `width` states are drafted at each head pass of a round: in even steps, up to all but the last."""
+    """List the size of the draft at each head pass of a round: even steps, up to `width` - 1 states."""
     passes = min(passes, width - 1)
     return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
 
 
 def target_nodes(row: Row, narrow: bool) -> list[Node]:
-    """The states of a round without drafts: the row's own and, behind a clean one, the next block's; if not `narrow`."""
+    """List the states of a round without drafts: the row's own and, after a clean one, the next block's first.
+
+    With `narrow` the next block begins a round later.
+    """
     nodes = [Node(row.state, -1, row.source)]
     if not row.state.masks and not narrow:
         behind = row.opened(row.state.start + row.block_size)
@@ -96,17 +102,17 @@ def target_nodes(row: Row, narrow: bool) -> list[Node]:
 
 
 def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates: Mapping[Key, Scores]) -> list[Node]:
-    """Build the draft of a round by best-first search from the row's next state.
+    """Build the draft of a round by best-first search from the row's next state, which is its first node.
 
     Args:
-        row: Where it starts.
-        rule: What a step is likely to reveal.
-        size: States of it, at most.
-        branches: Followers of a state that are considered.
-        estimates: By state, what the head thinks that the backbone will say there.
+        row: The row to draft for.
+        rule: Guesses what a step reveals.
+        size: States of the draft, at most.
+        branches: Followers considered per state, at most.
+        estimates: The head's estimates of scores, by the key of the state.
     """
     waiting: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
-    # How likely the path comes to each, orders that meet in one added up, -inf once it is drafted; and their places by name.
+    # The chance that the path reaches each candidate, summed over orders, -inf once drafted; and the candidates' places by key.
     chances, met = [1.0], {row.state.key: 0}
     nodes: list[Node] = []
     while len(nodes) < size and (chance := max(chances)) > 0:
@@ -133,7 +139,7 @@ def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates:
 
 
 def draw_tokens(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequence[float]]:
-    """Pick the tokens [block] of a state from the likeliest ones with that state's noise; return them and their log-odds."""
+    """Sample the tokens [block] of a state from its likeliest ones, with the state's noise; return them and their log-odds."""
     assert said.likeliest is not None
     free = list(state.free)
     ids, odds = (part[free] for part in said.likeliest)
@@ -155,7 +161,7 @@ def mix_bits(x: Any) -> Any:
 
 
 def noise_key(seed: Any, position: Any, masks: Any) -> Any:
-    """The key of the noise at a position of a state with so many masks left: of ints, or elementwise of tensors of them."""
+    """Compute the key of the noise at a position of a state with `masks` masks left, from ints or elementwise from tensors."""
     key = mix_bits(seed & _MASK)
     key = mix_bits(key ^ (seed >> 32 & _MASK))
     key = mix_bits(key ^ (position & _MASK))
@@ -163,7 +169,7 @@ def noise_key(seed: Any, position: Any, masks: Any) -> Any:
 
 
 def gumbel(keys: list[int], tokens: Any) -> Any:
-    """Standard Gumbel noise [n, m] float64 for token ids [n, m] int64 of n keys: that of `kernels/pick.py`, on the host."""
+    """Compute the Gumbel noise of `kernels/pick.py` on the host: [n, m] float64 for token ids [n, m] int64 of n keys."""
     hashed = mix_bits(tokens * 0x9E3779B1 & _MASK)
     bits = mix_bits(hashed ^ np.array(keys, dtype=np.int64)[:, None])
     # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
@@ -173,7 +179,7 @@ def gumbel(keys: list[int], tokens: Any) -> Any:
 
 
 class UnscoredError(ValueError):
-    """No token has a finite score at a position: `position` of the row at `place`."""
+    """No token has a finite score at `position` of the row at `place` in the batch."""
 
     def __init__(self, place: int, position: int) -> None:
         super().__init__(place, position)
@@ -183,22 +189,24 @@ class UnscoredError(ValueError):
 def accept(
     row: Row, rule: RevealRule, nodes: Sequence[Node], scores: Sequence[Scores], drafts: bool
 ) -> tuple[Frontier | None, list[int]]:
-    """Accept the longest verified path of a row: write what it reveals but the last, and remember what was scored.
+    """Accept the longest verified path of a row: write all its reveals but the last, and remember the scored states.
 
     Args:
-        row: It; it is left at the frontier, or behind a clean block whose successor was not scored.
-        rule: What a step reveals.
+        row: The row; its state becomes the frontier's, or after a clean block with an unscored successor that block's first.
+        rule: Decides what a step reveals.
         nodes: The states of the round, the row's own first.
-        scores: What the backbone said at each.
-        drafts: Whether this round drafted: then paths go on through remembered states, its own replace these, and drafts are
-            counted.
+        scores: The backbone's scores at each.
+        drafts: Whether the round drafted. If so, the path may continue through remembered states, the round's own states
+            replace these, and drafts are counted.
 
     Returns:
-        The frontier, whose reveal is not written yet (None behind a clean block), and the nodes of accepted clean states.
+        The frontier, whose reveal is not written yet (None if the path ends in a clean block), and the places in `nodes` of the
+        accepted clean states.
 
     Raises:
         UnscoredError: if no token had a finite score at a position that is revealed.
     """
+    # Places in the round: of states by key, and of next blocks' first states by the place of the clean state before.
     places: dict[Key, int] = {}
     next_blocks: dict[int, int] = {}  # by clean states
     for place, node in enumerate(nodes):
@@ -248,12 +256,12 @@ def accept(
 
 
 def first_frontier(row: Row, rule: RevealRule, scores: Scores) -> Frontier | None:
-    """The frontier of a row of which nothing was revealed yet; None where nothing is left to reveal."""
+    """Make the frontier of a row in which nothing was revealed yet; None where nothing is left to reveal."""
     return None if row.ends(row.state) else reveal_at(row, rule, row.state, scores)
 
 
 def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Frontier:
-    """What a step reveals at a scored state of a row's path."""
+    """Reveal by the rule, and within the row's bans, at a scored state of its path."""
     where, memo = rule.reveal(state, scores, row.memo)
     if row.bans is not None and len(where) > 1:
         where = row.bans.allowed(row.text_at(state), state.start, where, scores.token, scores.odds, row.mask_id)
@@ -261,10 +269,10 @@ def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Front
 
 
 def write(row: Row, frontier: Frontier) -> None:
-    """Write the reveal of a scored state into the row's text, and stand at the state that it makes.
+    """Write a frontier's reveal into the row's text, and move the row to the state that results.
 
     Raises:
-        UnscoredError: if no token had a finite score at one of its columns.
+        UnscoredError: if no token had a finite score at a revealed column.
     """
     start, scores = frontier.state.key[0], frontier.scores
     behind = start - row.prompt
@@ -281,7 +289,7 @@ def write(row: Row, frontier: Frontier) -> None:
 
 
 def count_drafts(row: Row, nodes: Sequence[Node], last: State, depth: int) -> None:
-    """Count what a round's drafts came to: `depth` of them led to the `last` accepted state."""
+    """Count a round's drafts, of which `depth` led to the `last` accepted state."""
     counts = row.counts
     drafted = [node.state for node in nodes[1:] if node.parent < 0]
     counts.drafted += len(drafted)
@@ -294,7 +302,7 @@ def count_drafts(row: Row, nodes: Sequence[Node], last: State, depth: int) -> No
 
 
 def follows(state: State, last: State, mask_id: int) -> bool:
-    """Tell if a state keeps all that is revealed at another one of its block, and reveals more."""
+    """Tell if a state reveals all that another state of the same block reveals, and more."""
     if state.start != last.start or state.masks >= last.masks:
         return False
     for own, other in zip(state.key[1], last.key[1], strict=True):  # noqa: SIM110  half the time of `all`

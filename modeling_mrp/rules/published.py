@@ -1,8 +1,8 @@
-"""Reveal rules from papers, with their numbers; docs/rules.md has the table, and says where a rule differs from its paper.
+"""Reveal rules from papers, with their numbers; docs/rules.md has the table and says where a rule differs from its paper.
 
-Many papers decode a whole text at once. Here a block is the unit, and what they say of the length of the text is said of the
-block. Each rule reveals the surest column where it would reveal none. The last five remember a block's earlier steps: their
-memo is a tuple that begins with `State.start`, and holds numbers of the picked tokens alone. Thresholds are log-odds.
+Many papers decode a whole text at once. Here blocks are decoded, and what a paper says of the text's length applies to the
+block's. A rule that would reveal nothing reveals the most confident column. The last five rules remember earlier steps of the
+block: their memo is a tuple that begins with `State.start` and holds only numbers of picked tokens. Thresholds are log-odds.
 """
 
 import math
@@ -32,17 +32,17 @@ from .state import Scores, State
 
 
 def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Columns:
-    """The columns whose odds are a threshold's or more; at least the surest."""
+    """Select the columns whose odds reach a threshold, and always the most confident one."""
     best = surest(columns, odds)
     return tuple([column for column in columns if odds[column] >= threshold or column == best])
 
 
 @dataclass(frozen=True)
 class FastDLLM(RevealRule):
-    """Reveal the most confident columns, as many as each still have c_i >= 1 - f / (i + 1), i from 1; at least one.
+    """Reveal the n most confident columns, for the largest n with c_i >= 1 - f / (i + 1) for all i from 2 to n; at least one.
 
-    The factor rule of Fast-dLLM (arXiv 2505.22618): (n + 1)(1 - c_n) is at most f; for f = 1 the n tokens that are picked apart
-    are then the likeliest ones together.
+    The factor rule of Fast-dLLM (arXiv 2505.22618), which bounds (n + 1)(1 - c_n) by f. With f = 1, the n tokens picked
+    independently are also the likeliest n tokens jointly.
 
     Attributes:
         factor: f.
@@ -51,7 +51,7 @@ class FastDLLM(RevealRule):
     factor: float
 
     def leading(self, ordered: Sequence[int], odds: Sequence[float]) -> int:
-        """Count the columns, the surest first, that are confident enough together."""
+        """Count the first columns, in order of confidence, that satisfy the bound."""
         count = 1
         while count < len(ordered) and odds[ordered[count]] >= logit(1 - self.factor / (count + 2)):
             count += 1
@@ -63,38 +63,38 @@ class FastDLLM(RevealRule):
         return tuple(sorted(ordered[: self.leading(ordered, scores.odds)])), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: about as many as estimates say."""
+        """See `RevealRule`: about as many columns as the estimates allow."""
         return likely_first(state.free, odds, self.leading, count)
 
 
 @dataclass(frozen=True)
 class EBSampler(EntropyBound):
-    """Reveal in order of entropy, as many as have a sum of entropies less their maximum of at most a bound; so one always.
+    """Reveal in order of rising entropy while the sum of entropies, without the largest, is at most a bound; at least one.
 
-    The EB-sampler as published (arXiv 2505.24857): what n tokens that are picked apart can miss of their joint distribution is
-    bounded by that difference. `EntropyBound` is the running sum, the largest entropy included.
+    The EB-sampler as published (arXiv 2505.24857): that sum bounds the divergence between n tokens picked independently and
+    their joint distribution. `EntropyBound` bounds the sum of all entropies instead.
     """
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """See `EntropyBound`: the largest of each set is its last."""
+        """See `EntropyBound`; in rising order the last entropy of a set is its largest."""
         return 1 + sum([total <= self.bound for total in accumulate(entropies[:-1])])
 
 
 @dataclass(frozen=True)
 class Hierarchy(Dynamic):
-    """Reveal what is above the high threshold, and of each run of masks the most confident one if above the low one.
+    """Reveal the columns above the high threshold, and in each run of masks the most confident one if above the low threshold.
 
-    Hierarchical decoding of dInfer (arXiv 2510.08666), with 0.9 and 0.4: a reveal in its midst splits a run, so that tokens
+    Hierarchical decoding of dInfer (arXiv 2510.08666), with 0.9 and 0.4. A reveal inside a run of masks splits it, so tokens
     revealed together are rarely neighbours.
 
     Attributes:
-        low: The lower threshold.
+        low: The low threshold.
     """
 
     low: float
 
     def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
-        """The columns for which the low threshold is enough: the best of each run."""
+        """Find the columns that need only the low threshold: the most confident one of each run of masks."""
         runs = groupby(enumerate(free), lambda pair: pair[1] - pair[0])  # of neighbours, which are as far from their places
         return {surest([column for _, column in run], odds) for _, run in runs}
 
@@ -105,7 +105,7 @@ class Hierarchy(Dynamic):
         return tuple(where) or (surest(free, odds),), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, with columns that are eased nearer to the threshold."""
+        """See `RevealRule`: as `Dynamic`, the estimates of eased columns raised by the difference of the thresholds."""
         by = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
         eased = self.eased(state.free, odds)
         odds = [one + by if column in eased else one for column, one in enumerate(odds)]
@@ -114,12 +114,12 @@ class Hierarchy(Dynamic):
 
 @dataclass(frozen=True)
 class LocalLeap(Hierarchy):
-    """Reveal the columns of at least the threshold, *anchors*, and within `radius` of one those of at least the low one.
+    """Reveal the columns that reach the high threshold (*anchors*), and those near an anchor that reach the low one.
 
-    LocalLeap (arXiv 2510.07081), with 0.9, 0.75 and 4: near a token that is sure the others are likelier to be right.
+    LocalLeap (arXiv 2510.07081), with 0.9, 0.75 and 4: tokens near a confident one are likelier to be right.
 
     Attributes:
-        radius: In columns.
+        radius: Distance from an anchor, in columns.
     """
 
     radius: int = 4
@@ -138,14 +138,14 @@ class LocalLeap(Hierarchy):
 
 @dataclass(frozen=True)
 class ConfidenceAdaptive(Dynamic):
-    """Reveal, of the few most confident columns, those of at least the threshold; no eos in the first half.
+    """Reveal those of the few most confident columns that reach the threshold; no eos in the first half of a block.
 
-    CAD of CD4LM (arXiv 2601.02236), with 4 columns and 0.8. Until half of a block is revealed, an eos is revealed only where
+    CAD of CD4LM (arXiv 2601.02236), with 4 columns and 0.8. Until half of the block is revealed, an eos is revealed only where
     nothing else is left to reveal.
 
     Attributes:
         eos: Ids that end the text.
-        most: Columns of a step, at most.
+        most: Columns revealed in a step, at most.
     """
 
     eos: frozenset[int] = frozenset()
@@ -160,26 +160,29 @@ class ConfidenceAdaptive(Dynamic):
         return at_least(few, scores.odds, self.threshold), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic` of the few surest."""
+        """See `RevealRule`: as `Dynamic`, over the few most confident columns."""
         return likely_over(tuple(sorted(by_odds(state.free, odds)[: self.most])), odds, self.threshold, count)
 
 
 def ascending(block_size: int) -> Columns:
-    """How many columns each step of a block reveals: 1, 2, 4 and so on in log2(`block_size`) steps, the last all the rest."""
+    """List the number of columns that each step of a block reveals: 1, 2, 4 and so on in log2(`block_size`) steps.
+
+    The last step reveals all the rest.
+    """
     steps = max(block_size.bit_length() - 1, 1)
     return (*[2**step for step in range(steps - 1)], block_size + 1 - 2 ** (steps - 1))
 
 
 @dataclass(frozen=True)
 class EosRejection(Static):
-    """Reveal the most confident columns, twice as many each step (`ascending`), where an eos counts little at first.
+    """Reveal the most confident columns, twice as many each step (`ascending`); an eos has a lowered confidence at first.
 
-    EOS early rejection with ascending step sizes (arXiv 2509.23924): an eos counts with gamma times its confidence, which rises
-    in line with the share of the block that the step completes.
+    EOS early rejection with ascending step sizes (arXiv 2509.23924): the confidence of an eos is multiplied by a factor that
+    rises from `gamma` to 1, linearly with the share of the block that is revealed after the step.
 
     Attributes:
         eos: Ids that end the text.
-        gamma: The factor at first, of the paper's code.
+        gamma: The factor at a share of 0; the default is that of the paper's code.
     """
 
     eos: frozenset[int] = frozenset()
@@ -199,14 +202,14 @@ class EosRejection(Static):
 
 @dataclass(frozen=True)
 class Prophet(Static):
-    """Reveal the n most confident columns, and all that are left once the mean of their log-odds is high enough.
+    """Reveal the n most confident columns, or all that are left once the mean of their log-odds is high enough.
 
-    The early commit of Prophet (arXiv 2508.19982), within a block: the mean has to be 7.5 in the first third of the block's
-    steps, 5 in the second, and 2.5 then.
+    The early commit of Prophet (arXiv 2508.19982), within a block: the mean must reach 7.5 in the first third of the block's
+    steps, 5 in the second and 2.5 in the last.
     """
 
     def margin(self, state: State, odds: Sequence[float]) -> float:
-        """By how much the mean exceeds what is asked for at the state's step."""
+        """Compute by how much the mean log-odds exceed the bound at the state's step."""
         done, free = state.step / len(self.schedule), [odds[column] for column in state.free]
         return sum(free) / len(free) - (7.5 if done < 0.33 else 5.0 if done < 0.67 else 2.5)
 
@@ -215,7 +218,7 @@ class Prophet(Static):
         return state.free if self.margin(state, scores.odds) >= 0 else self.first(state, scores.odds), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: all of it as likely as estimates say so, else as `Static`."""
+        """See `RevealRule`: all columns, with the chance that the estimates reach the bound, or else as `Static`."""
         odds = [bounded(one, MOST_ODDS) for one in odds]
         chance = sigmoid(2 * self.margin(state, odds))
         guesses = super().likely(state, odds, count)
@@ -227,15 +230,16 @@ class Prophet(Static):
 
 
 def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a memo holds of the state's block; the default in another block."""
+    """Return what a memo holds for the state's block, without the start; the default if it is of another block."""
     return memo[1:] if memo is not None and memo[0] == state.start else default
 
 
 @dataclass(frozen=True)
 class BoundedAdaptive(Dynamic):
-    """Reveal what is as confident as the mean of the block's reveals so far, between two thresholds; drafted with the higher.
+    """Reveal the columns at least as confident as the block's reveals so far on average, a mean clipped to [low, threshold].
 
-    BACD of TDAR (arXiv 2602.09555), with 0.9 and 0.6; a block's first mean is the confidence of the surest column.
+    BACD of TDAR (arXiv 2602.09555), with 0.9 and 0.6. A block's first mean is the confidence of its most confident column.
+    Drafts assume the higher threshold.
 
     Attributes:
         low: The lower threshold.
@@ -244,7 +248,7 @@ class BoundedAdaptive(Dynamic):
     low: float
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo has how many columns were revealed, and the sum of their confidences."""
+        """See `RevealRule`: the memo holds the number of revealed columns and the sum of their confidences."""
         count, total = recalled(memo, state, (0, 0.0))
         mean = logit(total / count) if count else scores.odds[surest(state.free, scores.odds)]
         where = at_least(state.free, scores.odds, min(max(mean, self.low), self.threshold))
@@ -253,12 +257,12 @@ class BoundedAdaptive(Dynamic):
 
 @dataclass(frozen=True)
 class SlowFast(Dynamic):
-    """Explore from the left until the span of what is fairly sure is stable, then finish that span, and so on.
+    """Explore from the left until the end of a confident span is stable, reveal the rest of that span, and repeat behind it.
 
-    SlowFast sampling (arXiv 2506.10848). While exploring, each step estimates where a span ends, at the last column of at least
-    `low` (0.3); two estimates in a row that differ by less than two, or six steps, settle it, at the last estimate or the mean
-    of the last two. Steps reveal what is of at least `threshold` (0.9), one at least: of all from the span's begin while
-    exploring, then of the span alone until it is clean.
+    SlowFast sampling (arXiv 2506.10848). Each step of exploration estimates the end of the span: behind the last column that
+    reaches `low` (0.3). The end is fixed once two successive estimates differ by less than two columns, at the latter, or after
+    `explores` steps, at the mean of the last two. Each step reveals the columns that reach `threshold` (0.9), at least one:
+    while exploring, from the span's begin on; then within the span, until no mask is left in it.
 
     Attributes:
         low: The lower threshold.
@@ -269,7 +273,7 @@ class SlowFast(Dynamic):
     explores: int = 6
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo has where the span begins and ends (0 while exploring), steps, and the last estimate."""
+        """See `RevealRule`: the memo holds the span's begin and end (0 while exploring), its steps and the last estimate."""
         begin, end, steps, last = recalled(memo, state, (0, 0, 0, 0))
         free, odds = state.free, scores.odds
         if end and not any(begin <= column < end for column in free):  # it is clean
@@ -288,10 +292,10 @@ class SlowFast(Dynamic):
 
 @dataclass(frozen=True)
 class Coherent(RevealRule):
-    """Reveal, of the few most confident columns, those that already were so a step before, with the same token.
+    """Reveal those of the few most confident columns that were in the buffer a step before with the same token.
 
-    CCD with adaptive budgets (arXiv 2512.02044), by its code: a buffer holds the `few` (4) most confident columns behind those
-    that a step reveals; where none of them stays, the surest goes.
+    CCD with adaptive budgets (arXiv 2512.02044), as in its code: the buffer holds the `few` (4) most confident columns that the
+    step leaves masked. If no column qualifies, the most confident one is revealed.
 
     Attributes:
         few: Columns of the buffer.
@@ -300,7 +304,7 @@ class Coherent(RevealRule):
     few: int = 4
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo has the buffer's columns and tokens."""
+        """See `RevealRule`: the memo holds the buffer's columns and tokens."""
         (buffer,) = recalled(memo, state, ((),))
         ordered, before, token = by_odds(state.free, scores.odds), dict(buffer), scores.token
         same = [column for column in ordered[: self.few] if before.get(column) == token[column]]
@@ -309,18 +313,18 @@ class Coherent(RevealRule):
         return where, (state.start, tuple([(column, token[column]) for column in rest]))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: one in a block's first step, then about `few`, as if all of the last step's buffer stayed."""
+        """See `RevealRule`: one column in a block's first step, then about `few`, as if all of the buffer qualified."""
         room = min(self.few, len(state.free)) if state.step else 1
         return likely_first(state.free, odds, lambda *_: room, count)
 
 
 @dataclass(frozen=True)
 class Credit(Dynamic):
-    """Reveal what is confident enough with the credit that its token has earned in earlier steps.
+    """Reveal the columns that are confident enough with the credit that their token has earned in earlier steps.
 
     CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code: each step the credit of the likeliest token decays by
-    beta and grows by its confidence to the power gamma, and alpha log(1 + credit) is added to its logit, which adds as much to
-    its log-odds. The text's log-probabilities are without credit.
+    beta and grows by its confidence to the power gamma, and alpha log(1 + credit) is added to its logit and so to its log-odds.
+    The reported log-probabilities of the text leave credit out.
     """
 
     alpha: float = 0.7
@@ -328,7 +332,7 @@ class Credit(Dynamic):
     beta: float = 0.8
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo has columns, tokens and credits."""
+        """See `RevealRule`: the memo holds columns, tokens and credits."""
         (earned,) = recalled(memo, state, ((),))
         before, now, odds = {(column, token): credit for column, token, credit in earned}, [], list(scores.odds)
         for column in state.free:
@@ -339,27 +343,27 @@ class Credit(Dynamic):
         return at_least(state.free, odds, self.threshold), (state.start, tuple(now))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, with the credit of a sure token that never changed."""
+        """See `RevealRule`: as `Dynamic`, with the credit of a confident token that has never changed."""
         credit = (1 - self.beta ** (state.step + 1)) / (1 - self.beta)
         return likely_over(state.free, odds, self.threshold - self.alpha * math.log1p(credit), count)
 
 
 @dataclass(frozen=True)
 class Klass(Dynamic):
-    """Reveal what is confident and stable: its distribution hardly changed in the last steps; else the surest.
+    """Reveal the columns that are confident and whose distribution hardly changed of late; else the most confident one.
 
     KLASS (arXiv 2511.05664), with a divergence below 0.01 in each of the last two steps and a confidence above 0.9.
 
     Attributes:
-        divergence: In nats.
-        steps: Steps in which it has to be less.
+        divergence: Bound on the divergence between two steps, in nats.
+        steps: Successive steps in which it must hold.
     """
 
     divergence: float = 0.01
     steps: int = 2
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo has columns, tokens, odds, and for how many steps these have been stable."""
+        """See `RevealRule`: the memo holds columns, tokens, odds, and the number of steps for which these have been stable."""
         (seen,) = recalled(memo, state, ((),))
         before = {(column, token): (odds, stable) for column, token, odds, stable in seen}
         now, where = [], []
@@ -373,11 +377,11 @@ class Klass(Dynamic):
         return tuple(where) or (surest(state.free, scores.odds),), (state.start, tuple(now))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: the surest in a block's first steps, then as `Dynamic`."""
+        """See `RevealRule`: the most confident column in a block's first steps, then as `Dynamic`."""
         return likely_over(state.free, odds, self.threshold if state.step >= self.steps else math.inf, count)
 
 
 def divergence(odds: float, before: float) -> float:
-    """The divergence in nats of an event of these log-odds from what it was before; 0 of one that stays certain."""
+    """Compute KL(now || before) in nats for an event given by its log-odds; 0 if it stays certain."""
     odds, before = bounded(odds, MOST_ODDS), bounded(before, MOST_ODDS)
     return sum([sigmoid(one) * (log_sigmoid(one) - log_sigmoid(was)) for one, was in ((odds, before), (-odds, -before))])

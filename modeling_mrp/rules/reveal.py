@@ -1,11 +1,11 @@
-"""Reveal rules: which columns a step of the backbone reveals, and which it is likely to reveal where that is only guessed.
+"""Reveal rules: which columns (positions within the block) a step of the backbone reveals, and a guess of that for drafts.
 
 A rule is a function of **one scored state and a memo**: a small immutable value that is carried along the accepted path, from
-None at the first state of a text. Acceptance walks that path state by state, so that a drafted state reveals what it would have
-revealed had the text come to it step by step: drafts are lossless for every rule, also for one with a memory.
+None at the first state of a text. Acceptance walks that path state by state, so a drafted state reveals exactly what it would
+have revealed without drafts: drafts are lossless for every rule, also for one with a memory.
 
-Each rule also says, of estimates in place of scores, what it is `likely` to do: that decides what is drafted, never what the
-text is.
+Each rule also guesses, from estimates in place of scores, what it is `likely` to reveal. That decides what is drafted, never
+what the text is.
 """
 
 import math
@@ -18,24 +18,25 @@ from typing import Any, ClassVar
 from .state import Scores, State
 
 Columns = tuple[int, ...]
-# Sets of columns that a step may reveal, each with its chance.
+# Sets of columns that a step may reveal, each with an estimate of its chance.
 Guesses = list[tuple[Columns, float]]
 
-# The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the fourth drafts best, as a
-# state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
+# Drafts suppose that a column is revealed first with a chance proportional to this power of its odds. Reveals follow the first
+# power or a little more, but the fourth drafts best: a state that the path misses is remembered, so depth is worth more than
+# its chance (`benchmarks/NOTES.md`, Drafting).
 ORDER_SHARPNESS = 4.0
-# By how much a threshold is missed or passed, times this, are the log-odds that an estimate is on the right side of it.
+# The log-odds that an estimate is on the right side of a threshold are its distance from the threshold times this.
 THRESHOLD_SHARPNESS = 2.0
-# By how much each reveal more or less than the likeliest number is taken to be less likely, where entropies bound it.
+# The factor on the chance of a guess for each column more or less than the likeliest number (`likely_first`).
 EACH_MORE = 0.35
-# What all but the likeliest token of a position are taken to be undecided by, in nats.
+# The entropy assumed among all tokens of a position but the likeliest one, in nats.
 TAIL_NATS = 2.0
-# Log-odds above this are certain: their sums stay finite.
+# Log-odds are clipped to this magnitude, which is certain enough, so that their sums stay finite.
 MOST_ODDS = 1e4
 
 
 class RevealRule(ABC):
-    """Decides what a step of the backbone reveals: a frozen dataclass of its numbers.
+    """Decides which columns a step of the backbone reveals: a frozen dataclass of its parameters.
 
     Attributes:
         needs_entropy: Whether it reads `Scores.entropy`.
@@ -45,38 +46,38 @@ class RevealRule(ABC):
 
     @property
     def left_to_right(self) -> bool:
-        """Whether it reveals the leftmost masks, one a step: then all before a reveal is known."""
+        """Whether it reveals the leftmost mask, one a step, so that all tokens to the left of a reveal are known."""
         return False
 
     @abstractmethod
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns that are revealed, one at least, of `state.free`, which is not empty; and the memo behind it.
+        """Choose at least one column of `state.free`, which is not empty, to reveal; return them and the memo after the reveal.
 
-        The memo covers all columns chosen here, also those that a ban or the head takes back later. Drafting calls this, too:
-        for a remembered state, with the memo of the row's accepted path so far, and keeps the columns alone. So a rule must
-        take any memo, None or one of its own of another state, with any state.
+        The memo covers all columns chosen here, also those that a ban or the head puts back to masks later. Drafting calls this
+        too, for a remembered state with the memo of the row's accepted path so far, and uses only the columns. So a rule must
+        accept any memo (None, or its own of another state) with any state.
         """
 
     @abstractmethod
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """Guess up to `count` sets of columns, the likeliest mostly first, by estimates of the log-odds [block]; no memo.
+        """Guess up to `count` sets of columns from estimated log-odds [block], mostly the likeliest first; without a memo.
 
-        The chance of a single one orders nothing: it may be 1.
+        Chances only rank guesses: that of a single guess may be 1.
         """
 
 
 def surest(columns: Sequence[int], odds: Sequence[float]) -> int:
-    """The column with the largest odds; of equals the leftmost."""
+    """Find the column with the largest odds; of equal ones the leftmost."""
     return max(columns, key=odds.__getitem__)
 
 
 def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
-    """The columns by their odds, the surest first; of equals the leftmost."""
+    """Sort columns by odds, the largest first; of equal ones the leftmost."""
     return sorted(columns, key=odds.__getitem__, reverse=True)
 
 
 def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
-    """The chance of each of a few columns, the surest first, to be the surest of all `columns`, by estimates of the odds."""
+    """Estimate the chance of each of a few columns, the most confident first, to be the most confident of all `columns`."""
     most = odds[few[0]]
     if most > MOST_ODDS:
         return alone_chances(few, columns, [min(one, MOST_ODDS) for one in odds])
@@ -86,11 +87,11 @@ def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[flo
 
 
 def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count: int) -> Guesses:
-    """Guess what exceeds a threshold in log-odds, at least the surest: a column goes over it or not the likelier, the further
-    the estimate is from it.
+    """Guess which columns exceed a threshold in log-odds; the most confident one is always among them.
 
-    Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every second set is
-    another one alone.
+    The further an estimate is from the threshold, the likelier its column is on the same side. Where only the most confident
+    column is likely to be revealed, it is uncertain which one that is, as under `Static`: every second guess is another column
+    alone.
     """
     best, threshold, exp = surest(columns, odds), bounded(threshold, 2 * MOST_ODDS), math.exp
     if count == 1:
@@ -122,10 +123,10 @@ def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count
 def likely_first(
     columns: Columns, odds: Sequence[float], room_of: Callable[[list[int], list[float]], int], count: int
 ) -> Guesses:
-    """Guess how many of the columns go, the surest first: about as many as `room_of` says, given the order and finite odds.
+    """Guess how many columns are revealed, the most confident first: about as many as `room_of` says from their order and odds.
 
-    Where there is room for one, there are no fewer: in place of these stands another one alone, and all is as uncertain as
-    which one is the surest.
+    If that is one, no guess can have fewer columns: guesses of another column alone take their place, since it is uncertain
+    which one is the most confident. `room_of` gets finite odds.
     """
     odds = [bounded(one, MOST_ODDS) for one in odds]
     ordered = by_odds(columns, odds)
@@ -145,29 +146,29 @@ def likely_first(
 
 
 def bounded(odds: float, most: float) -> float:
-    """Log-odds of which sums stay finite."""
+    """Clip log-odds to a magnitude, so that their sums stay finite."""
     return odds if -most <= odds <= most else math.copysign(most, odds)
 
 
 def log_sigmoid(odds: float) -> float:
-    """log of the probability whose log-odds these are."""
+    """Compute the log of a probability from its log-odds."""
     return -math.log1p(math.exp(-odds)) if odds > 0 else odds - math.log1p(math.exp(odds))
 
 
 def sigmoid(odds: float) -> float:
-    """The probability whose log-odds these are."""
+    """Compute a probability from its log-odds."""
     return math.exp(log_sigmoid(odds))
 
 
 def logit(probability: float) -> float:
-    """log p - log (1 - p), infinite at 0 and 1."""
+    """Compute the log-odds of a probability, infinite at 0 and 1."""
     if probability <= 0:
         return -math.inf
     return math.inf if probability >= 1 else math.log(probability) - math.log1p(-probability)
 
 
 def schedule_of(block_size: int, denoising_steps: int | None) -> Columns:
-    """How many columns each denoising step of a block reveals: `block_size / denoising_steps`, the remainder to the first."""
+    """List the columns that each denoising step reveals: `block_size / denoising_steps`, the remainder in the first steps."""
     steps = denoising_steps or block_size
     return tuple([block_size // steps + (step < block_size % steps) for step in range(steps)])
 
@@ -177,17 +178,17 @@ class Static(RevealRule):
     """Reveal the n most confident columns.
 
     Attributes:
-        schedule: n, by denoising step of the block (`schedule_of`).
+        schedule: n by denoising step of the block (`schedule_of`).
     """
 
     schedule: Columns
 
     def quota(self, state: State) -> int:
-        """How many columns the step at a state reveals."""
+        """Return the number of columns that the step at a state reveals."""
         return self.schedule[min(state.step, len(self.schedule) - 1)]
 
     def first(self, state: State, odds: Sequence[float]) -> Columns:
-        """The n surest columns, or all that are left."""
+        """Select the n most confident columns, or all that are left."""
         quota = self.quota(state)
         return (surest(state.free, odds),) if quota == 1 else tuple(sorted(by_odds(state.free, odds)[:quota]))
 
@@ -196,7 +197,7 @@ class Static(RevealRule):
         return self.first(state, scores.odds), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: all but the last are the surest, and the last one is uncertain."""
+        """See `RevealRule`: all but the last column are taken as certain, and the guesses differ in the last one."""
         quota = self.quota(state)
         if count == 1 or len(state.free) < quota:
             return [(self.first(state, odds), 1.0)]
@@ -216,11 +217,11 @@ class Sequential(Static):
         return max(self.schedule) == 1
 
     def first(self, state: State, odds: Sequence[float]) -> Columns:
-        """The n leftmost columns, or all that are left."""
+        """Select the n leftmost columns, or all that are left."""
         return state.free[: self.quota(state)]
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: there is one such set."""
+        """See `RevealRule`: there is a single guess."""
         return [(self.first(state, odds), 1.0)]
 
 
@@ -247,7 +248,7 @@ class Dynamic(RevealRule):
 
 @dataclass(frozen=True)
 class EntropyBound(RevealRule):
-    """Reveal in order of entropy while the running sum stays under a bound; at least one.
+    """Reveal in order of rising entropy while the running sum stays under a bound; at least one column.
 
     Attributes:
         bound: In nats.
@@ -257,7 +258,7 @@ class EntropyBound(RevealRule):
     needs_entropy = True
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """Count the columns that go, of entropies in rising order; 0 stands for one."""
+        """Count the columns to reveal, given entropies in rising order; 0 stands for one."""
         return sum([total < self.bound for total in accumulate(entropies)])
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
@@ -269,7 +270,7 @@ class EntropyBound(RevealRule):
         return tuple(sorted(ordered[:shown])), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: about as many of the surest as estimated confidences leave room for."""
+        """See `RevealRule`: the most confident columns, about as many as their estimated entropies allow."""
 
         def room_of(ordered: list[int], odds: list[float]) -> int:
             return self.leading([likely_entropy(odds[column]) for column in ordered])

@@ -1,4 +1,4 @@
-"""States of a block, what a network says of them, and the row of text that they belong to."""
+"""States of a block, their scores, and the row of text that they belong to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from .bans import Bans
 
-# A state's name: where its block starts, and its ids. What a network says of a state depends on nothing else of it.
+# A state's key: where its block starts, and its ids. Within a row, its scores depend on nothing else.
 Key = tuple[int, tuple[int, ...]]
 
 
@@ -18,7 +18,7 @@ class State:
         key: `(start, ids)`: the block's absolute position, and its tokens with masks.
         free: Columns that may be revealed: masked ones before the first eos that was generated in the block.
         end: The column of that eos; the block's size if there is none.
-        masks: Masked columns, those behind the eos too.
+        masks: Number of masked columns, those after the eos included.
         step: Denoising steps since the block was opened.
     """
 
@@ -39,7 +39,7 @@ class State:
         return self.key[1]
 
     def revealing(self, where: Sequence[int], key: Key) -> "State":
-        """The state named `key` that revealing the columns `where` makes, where none of them ends the text."""
+        """Make the state `key` that results from revealing the columns `where`, none of which ends the text."""
         if len(where) == 1:
             at = self.free.index(where[0])
             free = self.free[:at] + self.free[at + 1 :]
@@ -53,16 +53,16 @@ class Scores:
     """Token and log-odds by column of one state, picked from the backbone's logits or from the head's estimate of them.
 
     Attributes:
-        token: By column, the token picked there; anything where the state has no mask.
-        odds: By column, the log-odds of that token: they order columns as probabilities do, and keep their precision where
-            these round to 1. NaN: no token had a finite score.
+        token: By column, the picked token; arbitrary where the state has no mask.
+        odds: By column, the log-odds of that token, which order columns as probabilities do and stay precise where those round
+            to 1. NaN: no token had a finite score.
         entropy: By column, in nats; None unless the rule needs it.
-        likeliest: Where tokens are sampled and drafts are made: ids [block, m] and log-odds [block, m] of the likeliest ones,
-            as numpy arrays; else None.
-        hidden: Where the hidden states lie: a tensor [n, block, hidden_size], and the place in it; None where
-            scores were made by hand, without a network.
-        shortlist: Where the tokens lie among which the head's drafts choose: a tensor [n, block, 2 m + 1] of `Picks.shortlist`,
-            and the place in it; None: they choose among all.
+        likeliest: Ids [block, m] and log-odds [block, m] of the likeliest tokens, as numpy arrays, if tokens are sampled and
+            drafts are made; else None.
+        hidden: A tensor [n, block, hidden_size] and the place in it of this state's hidden states; None for scores made by
+            hand, without a network.
+        shortlist: A tensor [n, block, 2 m + 1] of `Picks.shortlist` and this state's place in it: the tokens that the head's
+            drafts choose among; None: all tokens.
     """
 
     token: list[int]
@@ -75,15 +75,16 @@ class Scores:
 
 @dataclass(slots=True, eq=False)
 class Frontier:
-    """The last accepted state of a row and the reveal there, which no forward has scored yet.
+    """The last accepted state of a row and the reveal there, whose result no forward has scored yet.
 
     Attributes:
-        state: That state; it has masks.
-        scores: What the backbone said there.
-        where: Columns that are revealed.
-        memo: The rule's memo behind that.
+        state: The state, which has masks.
+        scores: The backbone's scores there.
+        where: Revealed columns.
+        memo: The rule's memo after the reveal.
         successor: The state that the reveal makes.
-        drawn: By column that was drawn elsewhere (by the head) the state and the hidden states there, as in `Scores`; or None.
+        drawn: By column that the head revealed, the state at which it was picked and the hidden states there, as in `Scores`;
+            or None.
         remasked: Columns that the step revealed and the head put back to masks.
     """
 
@@ -97,7 +98,7 @@ class Frontier:
 
 
 class Counts:
-    """What the drafts of a row came to (`MRPGenerateStats` says what each number is)."""
+    """Counts of a row's forwards and drafts (`MRPGenerateStats` explains each)."""
 
     def __init__(self, width: int, drafts: bool) -> None:
         depths = 2 * width - 1 if drafts else 0  # a path goes on through what the round before scored
@@ -109,33 +110,33 @@ class Counts:
 
 @dataclass(eq=False)
 class Row:
-    """One sequence of the batch: its text so far, the state that it stands at, and what is known of that.
+    """One sequence of the batch: its text so far, its next state, and what is known about that state.
 
     Attributes:
-        place: Which of the call's rows it is.
-        text: Tokens by absolute position, masks where nothing is known; whole blocks, beyond `limit`.
+        place: Place among the rows of the call.
+        text: Tokens by absolute position, with masks for unknown ones, in whole blocks beyond `limit`.
         block_size: Tokens of a block.
         mask_id: The mask's id.
         eos: Ids that end the text.
         prompt: Tokens of the prompt.
-        given_end: One past the last token that was given, of the prompt or of what is to be filled in.
-        limit: One past the last position that is wanted.
+        given_end: One past the last given token, of the prompt or of a template to fill in.
+        limit: One past the last position to generate.
         open_end: One past the last position before `limit` that is not given.
-        no_eos_before: Positions before it take no eos.
-        seed: Of the noise.
-        bans: Sequences that must not appear; or None.
-        state: The next state, which the backbone revealed; the first one is that of the block with the first mask.
-        source: What was said at the last accepted state, from which drafts start; None behind a clean block.
+        no_eos_before: Positions before this one take no eos.
+        seed: Seed of the noise.
+        bans: Banned sequences; or None.
+        state: The next state, which the backbone revealed; at first that of the block with the first mask.
+        source: Scores of the last accepted state, from which drafts start; None after a clean block.
         memo: The rule's memo at `state`.
-        memory: What the last round with drafts scored of states with masks, by `State.key`: those that the path passed by
-            may be met later. Next blocks, scored behind a clean state, are not kept.
-        held, head_held: Tokens whose keys and values the backbone's layers hold, and the head's.
-        logprob, step: By position behind the prompt, the log-confidence of a token and the denoising step that revealed it; 0
-            and -1 where nothing was revealed.
+        memory: States with masks that the last round with drafts scored, and their scores, by key: the path may reach one that
+            it missed then. First states of next blocks, scored after a clean state, are not kept.
+        held, head_held: Tokens with cached keys and values, in the backbone's layers and in the head's.
+        logprob, step: By position after the prompt, a token's log-confidence and the denoising step that revealed it; 0 and -1
+            where nothing was revealed.
         steps: Denoising steps so far.
         stop: One past the last token once the text is whole, else None.
-        counts: What drafts came to.
-        written: Reveals that were written, for whoever wants them; None: nobody does.
+        counts: Counts of forwards and drafts.
+        written: Reveals written so far, if the caller wants them; else None.
     """
 
     place: int
@@ -170,27 +171,27 @@ class Row:
         self.counts = Counts(1, False)
 
     def rewound(self, start: int) -> "Row":
-        """The row as it was when the block at `start` was opened: nothing from there on was revealed."""
+        """Make the row as it was when the block at `start` was opened: tokens revealed from there on are masks again."""
         steps = [-1] * self.prompt + self.step
         text = [self.mask_id if at >= start and step >= 0 else self.text[at] for at, step in enumerate(steps)]
         return replace(self, text=text)
 
     def text_at(self, state: State, parent: State | None = None) -> list[int]:
-        """The text at a state, up to the last token that is given; `parent` is a clean state that is not text yet."""
+        """Return the text at a state, up to the last given token; `parent` is a clean state before it that is not text yet."""
         ids = self.text[: state.start]
         if parent is not None:
             ids[parent.start :] = parent.ids
         return [*ids, *state.ids, *self.text[state.start + self.block_size : self.given_end]]
 
     def opened(self, start: int) -> State:
-        """The first state of a block: its masks, and given tokens, none of which ends the text."""
+        """Make the first state of a block: masks and given tokens, none of which ends the text."""
         ids = tuple(self.text[start : start + self.block_size])
         ids += (self.mask_id,) * (self.block_size - len(ids))
         free = tuple([column for column, token in enumerate(ids) if token == self.mask_id])
         return State((start, ids), free, self.block_size, len(free), 0)
 
     def after(self, state: State, where: Sequence[int], token: Sequence[int]) -> State:
-        """The state that revealing `token[column]` at the columns `where` makes."""
+        """Make the state that results from revealing `token[column]` at the columns `where`."""
         start, before = state.key
         ids, end, eos = list(before), state.end, self.eos
         for column in where:
@@ -204,14 +205,14 @@ class Row:
         return State(key, free, end, state.masks - len(where), state.step + 1)
 
     def ends(self, state: State) -> bool:
-        """Tell if the text is whole at a state: it ends there, and nothing before that is left to reveal."""
+        """Tell if the text is whole at a state: it ends there, and nothing before its end is left to reveal."""
         room = self.open_end - state.key[0]
         if state.end == self.block_size < room:
             return False
         return not state.free or state.free[0] >= room
 
     def settle(self) -> None:
-        """Note where the text stops if it is whole at the state that the row stands at."""
+        """Set `stop` if the text is whole at the row's state."""
         if self.ends(self.state):
             start, end = self.state.start, self.state.end
             self.stop = min(self.limit, start + end + 1) if end < self.block_size else self.limit

@@ -1,7 +1,7 @@
 """MRP in SGLang: an installable plugin of the stock engine, found by its entry point in the group `sglang.srt.plugins`.
 
-The engine owns requests, batches, memory, attention and the web server. What is drafted, accepted and revealed is decided by
-the rounds of `modeling_mrp`, which are called here on the engine's batches.
+The engine owns requests, batches, memory, attention and the web server. The rounds of `modeling_mrp`, called here on the
+engine's batches, decide what is drafted, accepted and revealed.
 """
 
 import logging
@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
-# The hooks, and what a forward batch consists of, were read in these versions; they are no public interface.
+# Hooks and fields of a forward batch are no public interface; they were checked in these versions.
 SUPPORTED_SGLANG = SpecifierSet(">=0.5.22,<0.5.24")
 ALGORITHM = "MRP"
 
@@ -31,10 +31,10 @@ def _misfit(found: str) -> str:
 
 
 def register() -> None:
-    """Register algorithm, model and hooks with the engine; called by it in each of its processes.
+    """Register algorithm, model and hooks with the engine, which calls this in each of its processes.
 
-    A plugin that raises is passed over by the engine. So with a version that is not supported, or lacks an interface, the
-    algorithm's name is taken by one that refuses to start, and servers of other models start as ever.
+    The engine skips a plugin that raises. So if the engine's version is not supported or lacks an interface, the algorithm's
+    name is registered for one that refuses to start, and servers of other models start as usual.
     """
     from sglang.srt.dllm.algorithm import algo_name_to_cls
 
@@ -50,7 +50,7 @@ def register() -> None:
 
 
 def refusing(obstacle: str) -> type:
-    """Make an algorithm that raises `RuntimeError` with the obstacle, whatever is asked of it."""
+    """Make an algorithm that raises `RuntimeError` with the obstacle on any use."""
 
     class Refusal(type):
         def __getattr__(cls, name: str) -> object:

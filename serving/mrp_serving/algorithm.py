@@ -1,4 +1,4 @@
-"""The algorithm `MRP`, as the engine knows algorithms."""
+"""The algorithm `MRP` as the engine's interface for algorithms has it."""
 
 import logging
 from functools import partial
@@ -29,10 +29,10 @@ _WRITES_FIRST = ("torch_native", "triton", "fa3", "fa4")
 
 
 class MRP(DllmAlgorithm):
-    """Decodes with an MRP head: drafts that the backbone verifies, or reveals of the head's own.
+    """Decodes with an MRP head: drafts that the backbone verifies, or tokens that the head itself reveals.
 
-    A round takes one forward, whatever it drafts. A block's keys and values are kept by the forward that scores it clean, in
-    which the next block's first state may ride, so that none is spent on storing them.
+    A round takes one forward, whatever it drafts. A block's keys and values are those of the forward that scores it clean, in
+    which the next block's first state may take part, so storing them costs no forward of its own.
     """
 
     supported_attention_backends = (*_WRITES_FIRST, "flashinfer")
@@ -41,14 +41,14 @@ class MRP(DllmAlgorithm):
         super().__init__(config)
         share = share_in(get_tp_group().cpu_group)
         self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id, abort, share)
-        self.batch: Any = None  # the scheduler's, while it runs (`plugin.with_requests`)
+        self.batch: Any = None  # the scheduler's batch, while a round runs (`plugin.with_requests`)
         SchedulerOutputStreamer.has_additional_customized_info = True  # `plugin.with_progress` gives it
         if get_observability().enable_metrics and get_parallel().tp_rank == 0:
             self.rounds.report.count_in(Counter)
 
     @classmethod
     def configure_server_args(cls, server_args: Any) -> None:
-        """Give each request as many rows of a forward as it may draft states, and decode greedily without a temperature."""
+        """Set the rows of a forward to requests times states, and make greedy decoding the default."""
         rows = rows_of(server_args)
         if resolving_view(server_args).preferred_sampling_params is None:
             declare_resolution(server_args, cls.__name__, preferred_sampling_params=dict(GREEDY))
@@ -63,8 +63,8 @@ class MRP(DllmAlgorithm):
         """Run one round of a batch.
 
         Returns:
-            What the engine asks for: logits (none), the block's ids of each row, by how many of them each row's text grows,
-            what it is to carry (nothing), and whether a CUDA graph ran.
+            What the engine asks for: logits (none), each row's block of ids, the number of its ids by which each row's text
+                grows, states to carry over (none), and whether a CUDA graph ran.
         """
         evict = partial(evict_from_tree_cache, self.batch.tree_cache)
         sees_new = writes_first(model_runner, forward_batch)
@@ -73,7 +73,7 @@ class MRP(DllmAlgorithm):
 
 
 def rows_of(server_args: Any) -> int:
-    """Count the rows of the largest forward: what `--max-running-requests` becomes, of which the user says the requests."""
+    """Count the rows of the largest forward, which `--max-running-requests` is set to; the user's value counts requests."""
     view, config = resolving_view(server_args), DllmConfig.from_server_args(server_args)
     rows = int(view.max_running_requests * config.mrp_settings.mode.width)
     graphs = view.cuda_graph_config.decode
@@ -87,12 +87,12 @@ def rows_of(server_args: Any) -> int:
 
 
 def abort(req: Any, message: str) -> None:
-    """End a request with a message once its block is done."""
+    """End a request with an error message once its block is done."""
     req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 
 def writes_first(engine: Any, batch: Any) -> bool:
-    """Tell if a layer writes the keys and values of all rows before attention reads any."""
+    """Tell if each layer writes the keys and values of all rows before its attention reads any."""
     if engine.prefill_attention_backend_str in _WRITES_FIRST:
         return True
     with forward_context(ForwardContext(attn_backend=engine.attn_backend)):

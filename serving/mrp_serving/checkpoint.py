@@ -1,4 +1,4 @@
-"""The checkpoints that are served: full ones of this package, its head repositories, and the published layout with a head."""
+"""Checkpoints that can be served: full ones of this package, its head repositories, and the published layout with a head."""
 
 import os
 from collections.abc import Iterator
@@ -34,16 +34,16 @@ class Checkpoint(NamedTuple):
 
 @cache
 def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> Checkpoint:
-    """Read the config of a checkpoint, and compare its tensors with it, before the engine makes anything of them.
+    """Read the config of a checkpoint and compare its tensors with it, before the engine loads anything.
 
     Args:
         source: A folder or a repository's id.
         revision: A commit, branch or tag.
-        weights: Whether there are any.
+        weights: Whether it has weights to check.
 
     Raises:
-        ValueError: if the config is that of no model here; a tensor is missing, one too many, or of another shape; or the head
-            belongs to another backbone than its config names, or to one that is quantized where it does not say so.
+        ValueError: if the config is of no supported model; a tensor is missing, unexpected or of another shape; or the head was
+            made for another backbone than its config names, or the two have different quantization configs.
         OSError: if something cannot be read.
     """
     config: Any = MRPConfig.from_pretrained(source, revision=revision)
@@ -83,7 +83,7 @@ def named_backbone(config: Any, source: str) -> Backbone | None:
     """Find the backbone that the config of `source` names; None if the checkpoint has its own.
 
     Raises:
-        ValueError: for a name that is not followed.
+        ValueError: for a name that is neither a repository's nor an allowed path.
     """
     if (name := getattr(config, "base_model_name_or_path", None)) is None:
         return None
@@ -92,13 +92,13 @@ def named_backbone(config: Any, source: str) -> Backbone | None:
 
 
 def head_weight(name: str) -> str | None:
-    """Translate the name of a checkpoint's tensor into the head's own; None if it is no head's."""
+    """Translate the name of a checkpoint's tensor into its name in the head; None if it is not the head's."""
     ours = our_name(name)
     return ours.removeprefix(HEAD) if ours.startswith(HEAD) else None
 
 
 def backbone_weights(config: Any, source: str) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors of the backbone that the config of the head repository `source` names; none where it names none."""
+    """Read the tensors of the backbone that the config of the head repository `source` names; none if it names no backbone."""
     if (backbone := named_backbone(config, source)) is None:
         return
     for file in weight_files(backbone.where, revision=backbone.revision):

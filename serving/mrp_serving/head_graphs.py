@@ -1,7 +1,7 @@
 """The head in CUDA graphs, recorded and replayed by the engine's own runner, with attention metadata of its own.
 
-Nobody ran this on a GPU. So the first replays of each graph are compared with the head outside of graphs: where they differ, or
-nothing can be recorded, a warning says so once, and the head runs outside of them from then on.
+This has never run on a GPU. So the first replays of each graph are compared with the head outside of graphs: if they differ, or
+recording fails, a warning says so once, and the head runs without graphs from then on.
 """
 
 import logging
@@ -21,13 +21,13 @@ _COMPARED = 2  # replays of each graph
 
 
 class HeadGraphs(DecodeCudaGraphRunner):
-    """The engine's runner of graphs by rows, each a block wide, with the head where the model is.
+    """The engine's runner of CUDA graphs by number of rows, each row a block wide, with the head in place of the model.
 
-    The backbone's graphs read metadata that lies in their attention backend, one set for each number of rows. The head's are
-    recorded on a second backend of the same kind, so that neither is laid out anew under the other.
+    The backbone's graphs read metadata that lies in their attention backend, one set for each number of rows. The head's graphs
+    are recorded on a second backend of the same kind, so that neither overwrites the other's metadata.
 
     Args:
-        engine: The engine's `ModelRunner`, whose own graphs are there.
+        engine: The engine's `ModelRunner`, which has recorded its own graphs.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -46,14 +46,14 @@ class HeadGraphs(DecodeCudaGraphRunner):
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=made)
 
     def takes(self, batch: Any) -> bool:
-        """Tell if a graph was recorded that a batch fits in."""
+        """Tell if a recorded graph fits a batch."""
         return bool(batch.forward_mode.is_cuda_graph() and self.can_run_graph(batch))
 
     def replay(self, batch: Any, hidden: Tensor, eagerly: Callable[[], Tensor]) -> Tensor:
-        """Compute h_C [tokens, hidden_size] of a batch, from hidden states of that shape.
+        """Compute h_C [tokens, hidden_size] of a batch from hidden states of the same shape.
 
         Raises:
-            ArithmeticError: if it is not what is computed `eagerly`.
+            ArithmeticError: if one of a graph's first replays differs from the result of `eagerly`.
         """
         self.buffers.input_embeds[: len(hidden)].copy_(hidden)
         made: Tensor = self.execute(batch).hidden_states.clone()  # the next replay of any graph writes there
@@ -64,7 +64,7 @@ class HeadGraphs(DecodeCudaGraphRunner):
 
 
 def record_head(engine: Any) -> HeadGraphs | None:
-    """Record the head where the engine recorded the backbone; None where it did not, or where that fails."""
+    """Record the head in CUDA graphs if the engine recorded the backbone; None if it did not, or if recording fails."""
     if type(engine.decode_cuda_graph_runner) is not DecodeCudaGraphRunner:
         return None
     try:
@@ -75,5 +75,5 @@ def record_head(engine: Any) -> HeadGraphs | None:
 
 
 def give_up(why: str, error: Exception) -> None:
-    """Warn that the head runs outside of graphs."""
+    """Warn that the head runs without CUDA graphs."""
     log.warning("The head %s as CUDA graphs (%s): it runs outside of them. --disable-cuda-graph records none", why, error)

@@ -1,4 +1,4 @@
-"""SDAR with an MRP head, of the engine's own layers: what differs from its `SDARForCausalLM`."""
+"""SDAR with an MRP head, made of the engine's own layers: the differences from its `SDARForCausalLM`."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,7 +17,7 @@ from . import ALGORITHM
 from .checkpoint import backbone_weights, head_weight
 from .head_graphs import HeadGraphs, give_up
 
-# Of a checkpoint's projections, those that the engine stacks, and in which part of what.
+# Projections of a checkpoint that the engine stacks: the stacked projection, and the part of it.
 _STACKED: dict[str, tuple[str, str | int]] = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -27,7 +27,7 @@ _STACKED |= {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer of the head; its keys and values lie in a layer of the pool of its own."""
+    """A decoder layer of the head; it has its own layer in the engine's KV pool."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: Any, prefix: str) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Head(nn.Module):
         )
 
     def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, batch: Any) -> Tensor:
-        """Compute h_C [tokens, hidden_size] of embeddings and hidden states h_A of that shape."""
+        """Compute h_C [tokens, hidden_size] from embeddings and hidden states h_A of the same shape."""
         mixed, _ = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
         for layer in self.layers:
             mixed = layer(positions, mixed, batch)
@@ -64,7 +64,7 @@ class Head(nn.Module):
 
 
 class MRPForCausalLM(SDARForCausalLM):
-    """SDAR whose hidden states are handed out, with a head."""
+    """SDAR with a head; it returns hidden states to the algorithm."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         rope = dict(getattr(config, "rope_parameters", None) or {})
@@ -79,14 +79,14 @@ class MRPForCausalLM(SDARForCausalLM):
 
     @property
     def end_layer(self) -> int:
-        """One past the last layer with keys and values: the head's follow the backbone's."""
+        """One past the last layer with keys and values: the head's layers follow the backbone's."""
         return self.model.end_layer + (len(self.mrp_head.layers) if self.mrp_head is not None else 0)
 
     @torch.no_grad()
     def forward(
         self, input_ids: Tensor, positions: Tensor, forward_batch: Any, input_embeds: Any = None, pp_proxy_tensors: Any = None
     ) -> Any:
-        """Compute logits, or for the algorithm final hidden states [tokens, hidden_size], of which it needs few logits."""
+        """Compute logits, or for the algorithm final hidden states [tokens, hidden_size], of which it unembeds only a few."""
         if not self.hands_out_hidden:
             return super().forward(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
         hidden = self.model(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
@@ -94,7 +94,7 @@ class MRPForCausalLM(SDARForCausalLM):
 
     @torch.no_grad()
     def run_head(self, engine: Any, batch: Any, hidden: Tensor) -> Tensor:
-        """Compute h_C [tokens, hidden_size] of a batch, from hidden states of that shape: by a graph, where there is one."""
+        """Compute h_C [tokens, hidden_size] of a batch from hidden states of the same shape, by a CUDA graph if one fits."""
 
         def eagerly() -> Tensor:
             with forward_context(ForwardContext(attn_backend=engine.attn_backend)):
@@ -110,7 +110,7 @@ class MRPForCausalLM(SDARForCausalLM):
         return eagerly()
 
     def residual(self, ids: Tensor, positions: Tensor, batch: Any, hidden: Tensor) -> Tensor:
-        """Compute h_C [tokens, hidden_size] of ids and positions [tokens], from hidden states of that shape."""
+        """Compute h_C [tokens, hidden_size] of ids and positions [tokens], from hidden states of the same shape as h_C."""
         assert self.mrp_head is not None
         made: Tensor = self.mrp_head(self.model.embed_tokens(ids), hidden, positions, batch)
         return made
@@ -121,9 +121,10 @@ class MRPForCausalLM(SDARForCausalLM):
         return self.logits_processor(None, hidden, self.lm_head, batch).full_logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load tensors by the checkpoint's names: all of them, then any of them anew.
+        """Load tensors by the checkpoint's names: at first all of them, later any part of them anew.
 
-        At first those of the backbone that a head repository names follow. That nothing is missing was checked before.
+        The first time, the backbone that a head repository names is loaded too. `open_checkpoint` has checked that nothing is
+        missing.
 
         Raises:
             ValueError: for a tensor that the head does not have.
@@ -157,4 +158,4 @@ def _load_head(head: dict[str, Any], name: str, tensor: Tensor) -> None:
 
 
 class SDARMRPForCausalLM(MRPForCausalLM):
-    """The same, under the name of the published checkpoints."""
+    """The same model, under the name in published checkpoints."""

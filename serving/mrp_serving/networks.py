@@ -1,11 +1,11 @@
-"""The networks of a round on the engine: forwards over its pools, in place of a cache of our own.
+"""The networks of a round on the engine: forwards over the engine's KV pools, in place of this package's own cache.
 
-K states that share a prefix and do not see each other are K rows of one batch of the engine that share its slots, so attention
-needs no mask. A state that looks at a clean block of the same round has that block's slots behind its prefix: every layer
-writes keys and values before it reads them.
+States that share a prefix and do not attend to each other become rows of one engine batch that share the prefix's slots, so
+attention needs no mask. A state that attends to a clean block of the same round has that block's slots after its prefix: every
+layer writes all keys and values before it reads them.
 
-Where a state stands is laid out on the host. A forward is one copy to the device, one gather of slots, one indexed write to the
-map of positions to slots, the network, and one read of what was picked.
+The host lays out where states stand. A forward is one copy to the device, one gather of slots, one indexed write to the map of
+positions to slots, the network, and one read of the picks.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ from .transfer import Part, sent
 
 @dataclass(frozen=True)
 class Own:
-    """The rows of a batch of the engine that take part in a round.
+    """The rows of an engine batch that take part in a round.
 
     Attributes:
-        places: Theirs in the batch.
-        rows: Theirs in the pool that maps positions to slots.
-        starts: The absolute position of the block that each is at.
+        places: Their places in the batch.
+        rows: Their rows in the pool that maps positions to slots.
+        starts: The absolute position of each row's current block.
     """
 
     places: list[int]
@@ -41,17 +41,17 @@ class Own:
 
 
 class Room:
-    """Where the states of a round may stand: rows of the pool, and blocks of slots.
+    """The places that the states of a round may take: rows of the pool, and blocks of slots.
 
     Args:
-        slots: [batch, block] long, of the block that each row of the engine's batch is at.
-        own: Those rows that take part.
-        lent: What is borrowed.
+        slots: [batch, block] long, the slots of each batch row's current block.
+        own: The batch rows that take part.
+        lent: Rows and slots that are borrowed.
 
     Attributes:
-        blocks: [batch + borrowed, block] long: those slots, and the borrowed ones.
-        rows: By row that takes part its own row of the pool, and the borrowed ones.
-        homes: Likewise its blocks, by place in `blocks`.
+        blocks: [batch + borrowed, block] long: those slots, then the borrowed ones.
+        rows: For each row that takes part, its own row of the pool and then its borrowed ones.
+        homes: For each row that takes part, its own block and then its borrowed ones, as places in `blocks`.
     """
 
     def __init__(self, slots: Tensor, own: Own, lent: Borrowed) -> None:
@@ -64,7 +64,7 @@ class Room:
         ]
 
     def keep(self, at: int, home: int) -> int:
-        """Let a row that takes part keep a borrowed block, and give its own one back; returns the kept one's place."""
+        """Let a row that takes part keep a borrowed block and give back its own; return the kept block's place in `blocks`."""
         homes = self.homes[at]
         self.lent.swapped[homes[home] - self.batch] = self.blocks[homes[0]]
         homes[0], homes[home] = homes[home], homes[0]
@@ -73,15 +73,15 @@ class Room:
 
 @dataclass(frozen=True)
 class Cells:
-    """The states of a forward, flat, and what they need of the map of positions to slots.
+    """The states of a forward as flat lists, and what must be written to the map of positions to slots for them.
 
     Attributes:
-        states: Each state.
-        row: Where each stands: which of the rows that take part,
-        pool_row: its row of the pool,
-        home: and its block, by place in `Room.blocks`.
-        prefix: What it sees in tokens; itself not included.
-        written: Blocks that are to be written to the map: row of the pool, position, and place in `Room.blocks`.
+        states: The states; `row`, `pool_row`, `home` and `prefix` have an entry for each.
+        row: Its row, by place among those that take part.
+        pool_row: Its row of the pool.
+        home: Its block, by place in `Room.blocks`.
+        prefix: Number of tokens that it attends to before itself.
+        written: Blocks to write to the map: row of the pool, position, and place in `Room.blocks`.
     """
 
     states: list[State]
@@ -93,20 +93,20 @@ class Cells:
 
 
 def place_states(room: Room, packed: Packed, held: Sequence[int], block: int, parents: bool) -> Cells:
-    """Give each state a row of the pool, and say what it sees there behind the shared prefix.
+    """Give each state a row of the pool, and lay out what it attends to there after the shared prefix.
 
-    A row's first state writes to the row's own slots, as long as its block is the one that the engine is at.
+    A row's first state uses the row's own slots, as long as its block is the engine's current one.
 
     Args:
-        room: Where they may stand.
-        packed: Of each row its states.
-        held: So many tokens each row has by now.
+        room: Where states may stand.
+        packed: The states of each row.
+        held: Tokens of each row that have keys and values.
         block: Tokens of a block.
-        parents: Whether states see their clean parents.
+        parents: Whether states attend to their clean parents.
     """
     cells = Cells([], [], [], [], [], [])
     for at, (start, of_row) in enumerate(zip(room.own.starts, packed, strict=True)):
-        further = held[at] > start  # the engine's block is clean, and kept
+        further = held[at] > start  # the engine's current block is clean and committed
         for place, (state, looks_at) in enumerate(of_row):
             home = max(place, 1) if further else place
             behind = 0 if further else looks_at if parents else -1
@@ -126,21 +126,21 @@ def place_states(room: Room, packed: Packed, held: Sequence[int], block: int, pa
 
 
 def map_positions(written: Sequence[tuple[int, int, int]], block: int, stride: int) -> np.ndarray:
-    """List the cells, [n * block], that blocks take in a map of positions to slots whose rows lie `stride` apart."""
+    """List the entries [n * block] of blocks in the flat map of positions to slots, whose rows have `stride` entries."""
     firsts = np.array([row * stride + position for row, position, _ in written], np.int64)
     return (firsts[:, None] + np.arange(block)).ravel()
 
 
 def packed_batch(batch: Any, own: Own, cells: Cells, there: dict[str, Tensor], host: dict[str, Tensor], slots: Tensor) -> Any:
-    """Make a `ForwardBatch` of states out of the one that the engine made of their rows.
+    """Make a `ForwardBatch` of states from the one that the engine made of their rows.
 
     Args:
-        batch: The engine's.
-        own: Its rows.
+        batch: The engine's batch.
+        own: Its rows that take part.
         cells: Where the states stand.
-        there: What was sent of them to the device, and
-        host: what it was copied from.
-        slots: [n, block], what the states' keys and values are written to.
+        there: The states' fields on the device.
+        host: The same fields on the host.
+        slots: [n, block], slots for the states' keys and values.
     """
     count, block = slots.shape
     of_rows = [own.places[row] for row in cells.row]
@@ -179,22 +179,22 @@ def packed_batch(batch: Any, own: Own, cells: Cells, there: dict[str, Tensor], h
 
 
 class EngineNetworks(Networks):
-    """Backbone, head and pick over one round of a batch of the engine.
+    """Backbone, head and picks over one round of an engine batch.
 
-    The head's keys and values lie in the same slots as the backbone's, in layers of their own, and are there for every
-    committed block as soon as it is: whoever shares a prefix by the engine's cache shares the head's view of it.
+    The head's keys and values lie in the same slots as the backbone's, in layers of their own, and are written as soon as a
+    block is committed: a request that shares a prefix through the engine's cache shares the head's part of it, too.
 
     Args:
         engine: The engine's `ModelRunner`.
         batch: Its `ForwardBatch` of the rows.
-        own: The rows.
-        lent: What is borrowed for the round.
+        own: The rows that take part.
+        lent: Rows and slots borrowed for the round.
         with_head: Whether the head takes part.
         pickers: Pick tokens, for reveals and drafts.
         block: Tokens of a block.
 
     Attributes:
-        graph_ran: Whether the last forward of the backbone was a CUDA graph's.
+        graph_ran: Whether the backbone's last forward was a CUDA graph.
     """
 
     def __init__(
@@ -202,23 +202,23 @@ class EngineNetworks(Networks):
     ) -> None:
         self.engine, self.batch, self.own, self.lent = engine, batch, own, lent
         self.with_head, self.block = with_head, block
-        self.pickers, each = pickers, cast(Picker, pickers)  # they have all of it that `Networks` asks for
+        self.pickers, each = pickers, cast(Picker, pickers)  # it has all that `Networks` uses of a `Picker`
         self.picker = self.drafter = each
         self.device, self.graph_ran, self.shifted = batch.input_ids.device, False, False
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         slots = batch.out_cache_loc if batch.out_cache_loc_virtual is None else batch.out_cache_loc_virtual
         self.room = Room(slots.long().view(-1, block), own, lent)
-        self._shares = lent.width > 0 and max(own.starts) > 0  # borrowed rows have no prefixes yet
+        self._shares = lent.width > 0 and max(own.starts) > 0  # the map's borrowed rows still lack the prefix
         self._scored: Tensor | None = None
-        self._firsts: list[int] = []  # by row, where its states begin in what was scored
-        self._kept: list[tuple[int, int, int]] = []  # of borrowed blocks that rows keep now: as `Cells.written`
-        self._last: tuple[Tensor, np.ndarray, Tensor] | None = None  # of the last forward: made; free columns, here and there
+        self._firsts: list[int] = []  # by row, the place of its first state in `_scored`
+        self._kept: list[tuple[int, int, int]] = []  # borrowed blocks that rows now keep, as `Cells.written`
+        self._last: tuple[Tensor, np.ndarray, Tensor] | None = None  # the last result; its free columns, on both sides
 
     def _forward(self, packed: Packed, held: Sequence[int], hidden: Sequence[Hidden] = (), residual: bool = False) -> Tensor:
-        """Run the backbone, or from `hidden` the head, over states, row by row.
+        """Run the backbone over states, row by row, or the head if `hidden` is given.
 
         Returns:
-            [states, block, hidden_size], of the head h_A + h_C or, if it is asked for the `residual`, h_C.
+            [states, block, hidden_size]: the backbone's hidden states; the head's h_A + h_C, or h_C alone if `residual`.
         """
         block, table = self.block, self.engine.req_to_token_pool.req_to_token
         cells = place_states(self.room, packed, held, block, parents=not hidden)
@@ -243,7 +243,7 @@ class EngineNetworks(Networks):
             output = self.engine.forward(batch, pp_proxy_tensors=None)
             self.graph_ran = bool(output.can_run_graph)
             made = output.logits_output.hidden_states
-            made = made.clone() if self.graph_ran else made  # the next replay writes there
+            made = made.clone() if self.graph_ran else made  # the next replay overwrites them
         else:
             made = self._read(batch, join_blocks(hidden).index_select(0, there["sources"]).flatten(0, 1), residual)
         made = made.unflatten(0, (-1, block))
@@ -251,18 +251,18 @@ class EngineNetworks(Networks):
         return made
 
     def _to_write(self, written: Sequence[tuple[int, int, int]], homes: Sequence[int] = ()) -> dict[str, Part]:
-        """Lay out where blocks go in the map of positions to slots, and the places of some others' slots and theirs."""
+        """Lay out the map entries of blocks to write, and the places in `Room.blocks` of `homes` and of these blocks."""
         stride = self.engine.req_to_token_pool.req_to_token.stride(0)
         places = [*homes, *(place for _, _, place in written)]
         return {"homes": Part(places), "written": Part(map_positions(written, self.block, stride))}
 
     def _write(self, there: dict[str, Tensor], slots: Tensor) -> None:
-        """Write slots [n, block] to the map."""
+        """Write slots [n, block] to the map of positions to slots."""
         table = self.engine.req_to_token_pool.req_to_token
         table.view(-1).index_copy_(0, there["written"], slots.flatten().to(table.dtype))
 
     def _parts(self, cells: Cells) -> dict[str, Part]:
-        """Lay out the fields of a `ForwardBatch` of states, and the columns that may be picked at."""
+        """Lay out the fields of a `ForwardBatch` of states, and their free columns."""
         block, count, batch = self.block, len(cells.states), self.batch
         starts = np.array([state.start for state in cells.states], np.int64)
         prefix = np.array(cells.prefix, np.int64)
@@ -281,7 +281,7 @@ class EngineNetworks(Networks):
         return parts
 
     def _read(self, batch: Any, given: Tensor, residual: bool) -> Tensor:
-        """Run the head from hidden states [tokens, hidden_size]; result as of `_forward`, of that shape."""
+        """Run the head from hidden states [tokens, hidden_size]; the result is that of `_forward`, of the same shape."""
         made: Tensor = self.engine.model.run_head(self.engine, batch, given)
         return made if residual else given + made
 
@@ -293,7 +293,7 @@ class EngineNetworks(Networks):
     def head(
         self, rows: Sequence[Row], asked: Sequence[Sequence[tuple[State, Hidden]]], residual: bool = False
     ) -> list[list[Hidden]]:
-        """See `Networks.head`; no block is behind here."""
+        """See `Networks.head`; here the head has read every committed block already."""
         packed = [[(state, -1) for state, _ in states] for states in asked]
         made = self._forward(packed, [row.held for row in rows], [hidden for states in asked for _, hidden in states], residual)
         self.forwards["head"] += 1
@@ -303,9 +303,9 @@ class EngineNetworks(Networks):
         return [[(made, next(places)) for _ in states] for states in asked]
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Keep the accepted clean state of each row, and have the head read it.
+        """Keep the accepted clean state of each row, and let the head read it.
 
-        A clean state that was drafted lies in borrowed slots: they become the row's, whose own are given back in their place.
+        A clean state that was drafted lies in borrowed slots: the row keeps these and gives back its own in their place.
         """
         for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
             if slots and slots[0] > 0:
@@ -331,7 +331,7 @@ class EngineNetworks(Networks):
         parents: Sequence[State | None] = (),
         shortlists: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
-        """See `Networks.pick`; rows with the same `Sampling` are picked for together, in one read."""
+        """See `Networks.pick`; rows with equal `Sampling` are picked for together, in one read."""
         groups: dict[Sampling, list[int]] = {}
         for at, (row, _) in enumerate(states):
             groups.setdefault(row.sampling, []).append(at)
@@ -362,13 +362,13 @@ class EngineNetworks(Networks):
 
 
 def join_blocks(blocks: Sequence[Hidden]) -> Tensor:
-    """Join the few tensors that blocks lie in, along their first dimension."""
+    """Concatenate the few tensors that hold the blocks, along the first dimension."""
     first, *others = {id(tensor): tensor for tensor, _ in blocks}.values()
     return torch.cat([first, *others]) if others else first
 
 
 def places_of(blocks: Sequence[Hidden]) -> list[int]:
-    """Find where blocks lie in what `join_blocks` gives."""
+    """Find the places of blocks in the result of `join_blocks`."""
     sizes = {id(tensor): len(tensor) for tensor, _ in blocks}
     begins = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
     return [begins[id(tensor)] + place for tensor, place in blocks]

@@ -1,6 +1,6 @@
-"""The options of the algorithm, with the names of `MRPGenerationConfig`.
+"""The options of the algorithm, named as in `MRPGenerationConfig`.
 
-A server's are those of the YAML file of `--dllm-algorithm-config`; a request may set some anew by its `custom_params`.
+A server's options come from the YAML file of `--dllm-algorithm-config`; a request may override some by its `custom_params`.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,10 +18,10 @@ _NOT_SERVED = {
     "graphs": "the engine records graphs itself (--disable-cuda-graph)",
 }
 SERVED = tuple(option.name for option in OPTIONS if option.name not in _NOT_SERVED)
-# Of these, those of the server alone: they say how rounds are made, not what a text is.
+# Options of the server alone: they concern how rounds are made, not what a text is.
 _OF_SERVER = ("draft_branches", "draft_passes", "draft_shortlist", "kernels")
 OF_REQUEST = tuple(name for name in SERVED if name not in _OF_SERVER)
-# What else a request may ask for by `custom_params`: that its answer tells more.
+# Further `custom_params` of a request: they add to its answer.
 TOLD = ("return_reveal_step", "return_provisional")
 
 
@@ -30,12 +30,12 @@ class Settings:
     """The meaning of a server's options.
 
     Attributes:
-        mode: What is revealed, refined and drafted where a request says nothing; no request drafts more.
+        mode: What is revealed, refined and drafted by default; no request drafts more.
         dispatch: Kernels or PyTorch.
-        options: What `mode` was made of.
+        options: The options that `mode` was made from.
         block_size: The checkpoint's.
-        has_head: Whether it has a head.
-        devices: How many its vocabulary is divided among.
+        has_head: Whether the checkpoint has a head.
+        devices: Number of devices that its vocabulary is divided among.
     """
 
     mode: Mode
@@ -49,11 +49,11 @@ class Settings:
         """Make the checked options of a request.
 
         Args:
-            asked: Its `custom_params`; they go before the server's.
+            asked: Its `custom_params`, which override the server's options.
             eos: Ids that end its text.
 
         Raises:
-            ValueError: with value and remedy, for what is no option of a request, or cannot be honoured.
+            ValueError: with value and remedy, for an unknown option, or one that cannot be honoured.
         """
         if not isinstance(asked, Mapping):
             raise ValueError(f"custom_params is {asked!r}: it must be an object of options")
@@ -79,7 +79,7 @@ class Settings:
         """Make the mode of a request's checked options.
 
         Raises:
-            ValueError: for one for which this server keeps or drafts too little.
+            ValueError: for a mode that needs a head or more drafted states than this server has.
         """
         mode, own, given = config.mode(self.block_size), self.mode, f"decoding is {config.decoding!r}"
         check_devices(mode, self.devices)
@@ -105,11 +105,11 @@ def settings_of(
     """Interpret the options of a server.
 
     Args:
-        given: Those of the YAML file.
-        defaults: The checkpoint's generation config; of it count those that are served.
+        given: The options in the YAML file.
+        defaults: The checkpoint's generation config; its options that are not served are ignored.
         block_size: The checkpoint's.
-        has_head: Whether it has a head.
-        devices: How many its vocabulary is divided among.
+        has_head: Whether the checkpoint has a head.
+        devices: Number of devices that its vocabulary is divided among.
 
     Raises:
         ValueError: for an unknown option, a value that cannot be honoured, or a mode that needs a head where there is none.
@@ -128,7 +128,7 @@ def settings_of(
 
 
 def check_devices(mode: Mode, devices: int) -> None:
-    """Raise `ValueError` for a mode that reads rows of `lm_head` where it is divided."""
+    """Raise `ValueError` for a mode that reads rows of `lm_head` if the vocabulary is divided among devices."""
     if devices > 1 and isinstance(mode.refine, ResidualRemask):
         raise ValueError(
             "remask_rule is 'residual', which needs the whole vocabulary on one device: use another, or --tp-size 1"
@@ -136,13 +136,13 @@ def check_devices(mode: Mode, devices: int) -> None:
 
 
 def decodes_as_stock(config: MRPGenerationConfig, block_size: int) -> bool:
-    """Tell if the rule of some options is one that the engine's own `LowConfidence` has."""
+    """Tell if the options ask for a rule that the engine's own `LowConfidence` has."""
     rule = config.target if config.decoding in DRAFTING else config.decoding
     return rule == "dynamic" or (rule == "static" and config.denoising_steps in (None, block_size))
 
 
 def check_names(given: Mapping[str, Any]) -> None:
-    """Refuse options that are not served, with a `ValueError` that lists all of them."""
+    """Raise a `ValueError` that lists all options that are not served."""
     wrong = []
     for name in map(str, given):
         if name in _NOT_SERVED:

@@ -1,4 +1,4 @@
-"""The amount of drafting on an engine: where several processes share a model, the first one's clock decides for all."""
+"""The amount of drafting on an engine: where several processes share a model, the clock of the first one decides for all."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,16 +10,16 @@ from modeling_mrp.generate.budget import Amount, Auto, Budget, Fixed, budget_of
 from modeling_mrp.generate.loop import Mode
 from modeling_mrp.rules.state import Row
 
-# Gives each process the numbers of the first.
+# Sends the first process's numbers to all; every process calls it, and gets those numbers.
 Share = Callable[[list[int]], list[int]]
 
 
 class Led:
-    """The amounts that the first of several processes chooses.
+    """A budget whose amounts the first of several processes chooses for all.
 
     Args:
         budget: Chooses, and learns, by the clock of this process.
-        share: Gives each process the numbers of the first.
+        share: Sends the first process's numbers to all.
     """
 
     def __init__(self, budget: Budget, share: Share) -> None:
@@ -37,12 +37,12 @@ class Led:
 
 
 def pace_of(model: Any, mode: Mode, share: Share | None) -> Budget:
-    """Make what chooses how much the rounds of an engine draft.
+    """Make the budget of an engine's rounds.
 
     Args:
         model: The engine's.
         mode: What is decoded.
-        share: Gives each process the numbers of the first; None: this one is alone.
+        share: Sends the first process's numbers to all; None if there is only this process.
     """
     drafting = mode.drafting
     if drafting is None:
@@ -54,7 +54,7 @@ def pace_of(model: Any, mode: Mode, share: Share | None) -> Budget:
 
 
 def share_in(group: Any) -> Share | None:
-    """Make what gives each process of a group on the host the numbers of its first; None where there is one process."""
+    """Make the `Share` of a group of processes, over the host; None if there is only one process."""
     if dist.get_world_size(group) == 1:
         return None
 

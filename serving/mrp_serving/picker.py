@@ -1,4 +1,4 @@
-"""Picks from the engine's logits: as its own algorithms make them, or as `generate` does."""
+"""Picks from the engine's logits: as the engine's own algorithms make them, or as `generate` does."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,19 +24,19 @@ from modeling_mrp.rules.state import State
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens of a request are picked; those of requests with equal ones are picked together.
+    """How tokens of a request are picked; requests with equal values are picked for together.
 
     Attributes:
-        stock: As the engine's own algorithms pick, which are greedy; all else below is then as it is by default.
-        sample: Whether tokens are drawn.
-        temperature, top_k, top_p, min_p: As in transformers, of which each has its meaning; 0: no top-k, no min-p.
-        repetition_penalty: Of all tokens before a position, the prompt's too.
-        frequency_penalty, presence_penalty: Of generated tokens before it.
-        prompt: Where these begin, a position; 0 where nothing asks.
+        stock: Whether to pick as the engine's own algorithms do, greedily; the sampling options below then have their defaults.
+        sample: Whether to sample.
+        temperature, top_k, top_p, min_p: As in transformers; 0: no top-k, no min-p.
+        repetition_penalty: On all tokens before a position, including the prompt's.
+        frequency_penalty, presence_penalty: On generated tokens before a position.
+        prompt: Position of the first generated token, if penalties need it; else 0.
         logit_bias: Ids, each with what is added to its logit.
         eos: Ids that positions before a minimum length must not take.
-        entropy: Whether the rule asks for it.
-        drafts: Whether drafts are made.
+        entropy: Whether the rule needs the entropy.
+        drafts: Whether states are drafted.
     """
 
     stock: bool = False
@@ -66,7 +66,7 @@ class Sampling:
         return found
 
     def truncation(self) -> LogitsProcessorList:
-        """Make what says which tokens may be drawn, in the order of transformers."""
+        """Make the processors that limit which tokens may be drawn, in the order of transformers."""
         found = LogitsProcessorList()
         if self.top_k:
             found.append(TopKLogitsWarper(self.top_k))
@@ -80,9 +80,9 @@ class Sampling:
         """Make the picker.
 
         Args:
-            unembed: As of `EngineUnembedding`.
-            shortlist: How many tokens a head's drafts choose among, where no processors act; 0: all.
-            fixed: What all requests share: `lm_head_weight`, `mask_token_id` and `dispatch`.
+            unembed: See `EngineUnembedding`.
+            shortlist: Number of tokens that the head's drafts choose among, if there are no processors; 0: all.
+            fixed: Arguments that all requests share: `lm_head_weight`, `mask_token_id` and `dispatch`.
         """
         if self.stock:
             return StockPicker(entropy=self.entropy, shortlist=shortlist, unembed=unembed, **fixed)
@@ -102,13 +102,14 @@ class Sampling:
 
 
 class CountPenalties(LogitsProcessor):
-    """Frequency and presence penalties, as OpenAI's, of which transformers has none.
+    """Frequency and presence penalties as OpenAI defines them, which transformers lacks.
 
-    A token that stands n times before a position, behind the prompt, loses n times the one and once the other.
+    A token that occurs n times between the prompt and a position loses n times the frequency penalty and once the presence
+    penalty.
 
     Args:
         prompt: Tokens of the prompt.
-        frequency, presence: What is taken from logits.
+        frequency, presence: The penalties, subtracted from logits.
     """
 
     def __init__(self, prompt: int, frequency: float, presence: float) -> None:
@@ -125,11 +126,11 @@ class CountPenalties(LogitsProcessor):
 
 @dataclass(frozen=True)
 class EngineUnembedding(Unembedding):
-    """The engine's own logits.
+    """The engine's own logits as an `Unembedding`.
 
     Attributes:
         unembed: Computes logits [n, vocab] of final hidden states [n, hidden_size].
-        with_mask: Whether the mask id stays in the softmax, as the engine's own algorithms have it.
+        with_mask: Whether the mask id stays in the softmax, as in the engine's own algorithms.
     """
 
     unembed: Callable[[Tensor], Tensor] = field(kw_only=True)
@@ -145,10 +146,10 @@ class EngineUnembedding(Unembedding):
 
 @dataclass(frozen=True)
 class EnginePicker(Picker):
-    """`Picker` on the engine's logits.
+    """A `Picker` on the engine's logits.
 
     Attributes:
-        unembed: As of `EngineUnembedding`.
+        unembed: See `EngineUnembedding`.
     """
 
     unembed: Callable[[Tensor], Tensor] = field(kw_only=True)
@@ -162,10 +163,10 @@ class EnginePicker(Picker):
 
 @dataclass(frozen=True)
 class StockPicker(EnginePicker):
-    """Greedy picks with the mask id in the softmax, judged by probabilities, in float32 where logits are.
+    """Greedy picks as by the engine's own algorithms: by probability, with the mask id in the softmax.
 
-    So compare the engine's own algorithms, and where probabilities round to the same number the leftmost position is revealed
-    first. The mask id is never picked: where it is the likeliest, they reveal nothing and go on forever.
+    Probabilities are in float32 where logits are; where they round to the same number, the leftmost position is revealed first.
+    The mask id is never picked: where it is the likeliest, the engine's own algorithms reveal nothing and go on forever.
     """
 
     @cached_property
@@ -174,7 +175,7 @@ class StockPicker(EnginePicker):
         return EngineUnembedding(self.lm_head_weight, self.mask_token_id, unembed=self.unembed, with_mask=True)
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
-        """Pick from logits [n, vocab], in few passes over them: a vocabulary has more numbers than a layer."""
+        """Pick from logits [n, vocab] in few passes over them, since a vocabulary has more numbers than a layer."""
         own = logits[:, self.mask_token_id].clone()
         logits[:, self.mask_token_id] = -torch.inf
         token = likeliest_token(logits)[:, None]
@@ -185,22 +186,22 @@ class StockPicker(EnginePicker):
         return Picks(token[:, 0], odds, entropy, shortlist=self._shortlist(logits, probability) if self.shortlist else None)
 
     def _shortlist(self, logits: Tensor, probability: Tensor) -> Tensor:
-        """List the likeliest tokens of logits [n, vocab]: `Picks.shortlist`; their probabilities [n, vocab] are overwritten."""
+        """Make `Picks.shortlist` from logits [n, vocab] and their probabilities [n, vocab], which are overwritten."""
         best, ids = likeliest_tokens(logits, self.shortlist)
         total = best[:, :1] - probability.gather(1, ids[:, :1]).log()
         of_mask = probability[:, self.mask_token_id].clone()
         others = probability.scatter_(1, ids, 0.0)
-        others[:, self.mask_token_id] = of_mask  # never picked, it counts among the others
+        others[:, self.mask_token_id] = of_mask  # the mask is never picked, but counts in the sum
         kept = best.masked_fill(ids == self.mask_token_id, -torch.inf)
         return torch.cat([ids.to(kept.dtype), kept, others.sum(-1, keepdim=True).log() + total], 1)
 
 
 class Pickers:
-    """The pickers of a round, one for each `Sampling` that its requests have.
+    """The pickers of a round, one for each `Sampling` among its requests.
 
     Args:
         lm_head_weight: [vocab, hidden_size], for magnitudes of single tokens' logits.
-        make: Makes one.
+        make: Makes the picker of a `Sampling`.
     """
 
     def __init__(self, lm_head_weight: Tensor, make: Callable[[Sampling], Picker]) -> None:
@@ -208,7 +209,7 @@ class Pickers:
         self.made: dict[Sampling, Picker] = {}
 
     def of(self, sampling: Sampling) -> Picker:
-        """Give the one of a request."""
+        """Return the picker of a `Sampling`."""
         if sampling not in self.made:
             self.made[sampling] = self.make(sampling)
         return self.made[sampling]

@@ -28,13 +28,13 @@ from .usage import SHOWN, shown_of
 
 
 class PublishedConfig(MRPConfig):
-    """The config of published SDAR checkpoints, whose own code then need not be trusted."""
+    """The config of published SDAR checkpoints, so that their own code need not be trusted."""
 
     model_type = "sdar"
 
 
 def register_parts() -> None:
-    """Register everything; may be called again."""
+    """Register algorithm, models, configs and hooks; may be called again."""
     algo_name_to_cls[ALGORITHM] = MRP
     ModelRegistry.models |= {"MRPForCausalLM": MRPForCausalLM, "SDARMRPForCausalLM": SDARMRPForCausalLM}
     for config in (MRPConfig, PublishedConfig):
@@ -59,7 +59,7 @@ def register_parts() -> None:
 
 
 def dllm_config(original: Callable[[Any], DllmConfig | None], server_args: Any) -> DllmConfig | None:
-    """Make the engine's `DllmConfig` of an MRP checkpoint: block size and mask id are in its config.
+    """Make the engine's `DllmConfig` of an MRP checkpoint, with the block size and mask id from its config.
 
     Raises:
         ValueError: for a checkpoint that the algorithm does not serve, a damaged one, or options that cannot be honoured.
@@ -86,7 +86,7 @@ def dllm_config(original: Callable[[Any], DllmConfig | None], server_args: Any) 
         algorithm_config=options,
         block_size=block,
         mask_id=found.config.mask_token_id,
-        max_running_requests=args.max_running_requests or 1,  # rows of a forward: see `rows_of`
+        max_running_requests=args.max_running_requests or 1,  # rows of a forward, see `rows_of`
         first_done_first_out_mode=args.dllm_fdfo,
     )
     if args.dllm_algorithm == ALGORITHM:
@@ -100,7 +100,7 @@ def dllm_config(original: Callable[[Any], DllmConfig | None], server_args: Any) 
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse what the algorithm does not work with, with a `ValueError`."""
+    """Raise `ValueError` for server arguments that the algorithm does not work with."""
     wrong = {
         "--no-dllm-fdfo is given, and MRP needs first-done-first-out scheduling, in which no row waits: leave it out": (
             not args.dllm_fdfo
@@ -131,12 +131,12 @@ def yaml_mapping(path: str | None) -> dict[str, Any]:
 
 
 def sampling_defaults(original: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
-    """Decode chats greedily that give no temperature, whatever the checkpoint's generation config says of sampling."""
+    """Make chats without a temperature greedy, whatever the checkpoint's generation config says of sampling."""
     return dict(GREEDY) if get_exec().dllm.dllm_algorithm == ALGORITHM else original(config)
 
 
 def with_head(original: Callable[..., None], engine: Any, *args: Any, **more: Any) -> None:
-    """Capture the CUDA graphs of the head, if it takes part, after the engine has captured the backbone's."""
+    """Record the head's CUDA graphs, if it takes part, after the engine has recorded the backbone's."""
     original(engine, *args, **more)
     if (
         get_exec().dllm.dllm_algorithm == ALGORITHM
@@ -146,7 +146,7 @@ def with_head(original: Callable[..., None], engine: Any, *args: Any, **more: An
 
 
 def with_requests(original: Callable[..., Any], worker: Any, forward_batch: Any, batch: Any = None) -> Any:
-    """Show the algorithm the scheduler's batch while it runs: the requests, and the cache of prefixes."""
+    """Give the algorithm the scheduler's batch while a round runs: the requests, and the cache of prefixes."""
     if not isinstance(worker.dllm_algorithm, MRP):
         return original(worker, forward_batch, batch)
     worker.dllm_algorithm.batch = batch
@@ -157,22 +157,22 @@ def with_requests(original: Callable[..., Any], worker: Any, forward_batch: Any,
 
 
 async def pause_in_place(original: Callable[..., Awaitable[None]], manager: Any, asked: Any) -> None:
-    """Refuse to take running requests back, which would end the engine, with an `HTTPException` 400."""
+    """Refuse the pause mode 'retract', which would end the engine, with an `HTTPException` 400."""
     if asked.mode == "retract" and get_exec().dllm.dllm_algorithm == ALGORITHM:
         raise HTTPException(400, "mode 'retract' is not served with MRP: use 'in_place', which goes on, or 'abort', which ends")
     await original(manager, asked)
 
 
 def with_sense(original: Callable[..., None], manager: Any, asked: Any, prompt: Sequence[int] | None) -> None:
-    """Refuse a request that the engine would not, with a `ValueError`, which becomes a 400."""
+    """Refuse requests that the engine would wrongly accept, with a `ValueError`, which becomes a 400."""
     original(manager, asked, prompt)
     if get_exec().dllm.dllm_algorithm == ALGORITHM and (reason := refusal_of_body(asked, prompt or ())):
         raise ValueError(reason)
 
 
 def with_progress(original: Callable[..., dict[str, list[Any]]], streamer: Any, reqs: Sequence[Any]) -> dict[str, list[Any]]:
-    """Send with what requests have come to what it took."""
-    for req in reqs:  # of an answer without tokens the engine supposes one sent, and would keep its log-probability back
+    """Add the costs and traces of requests to what the engine streams."""
+    for req in reqs:  # the engine counts one token as sent by an empty answer, and would omit its log-probability
         req.send_output_token_logprobs_offset = len(req.output_ids_through_stop)
     return {**original(streamer, reqs), SHOWN: [shown_of(req) for req in reqs]}
 
@@ -186,7 +186,7 @@ def with_text(
     index: int,
     *rest: Any,
 ) -> None:
-    """Put what a request took into its metadata, with the text of what is provisional."""
+    """Add a request's costs and traces to its metadata, with the text of the provisional tokens."""
     others = {key: values for key, values in info.items() if key != SHOWN}
     if others:
         original(manager, meta_info, state, others, index, *rest)

@@ -1,4 +1,4 @@
-"""What a request asks for: whether it can be served, how its text is made, where it ends, and what it has come to."""
+"""Requests: whether one can be served, how its text is made, where it ends, and its progress."""
 
 import hashlib
 import re
@@ -14,8 +14,8 @@ from modeling_mrp.rules.state import Counts, Row
 from .options import Settings, decodes_as_stock
 from .picker import Sampling
 
-GREEDY = {"temperature": 0.0}  # of requests that give none
-# What `SamplingParams` makes of a temperature of 0, and of no top-k.
+GREEDY = {"temperature": 0.0}  # for requests without a temperature
+# The top-k in `SamplingParams` for a temperature of 0, and for no top-k.
 _TOP_1, _TOP_ALL = 1, 1 << 30
 
 
@@ -26,11 +26,11 @@ class Asked:
     Attributes:
         mode: What is revealed, refined and drafted.
         sampling: How tokens are picked.
-        seed: Of the noise.
-        eos: Ids that end the text; none where it is decoded as the engine's own algorithms do, which read on.
-        least: No eos is picked for so many tokens.
-        reveal_step: Whether the answer tells the step that revealed each token.
-        provisional: Whether it shows the block that is being decoded.
+        seed: Seed of the noise.
+        eos: Ids that end the text; empty where it is decoded as by the engine's own algorithms, which read on after an eos.
+        least: Minimum number of generated tokens, within which no eos is picked.
+        reveal_step: Whether the answer has the step that revealed each token.
+        provisional: Whether the answer shows the block that is being decoded.
     """
 
     mode: Mode
@@ -43,11 +43,11 @@ class Asked:
 
 
 class EngineRow(Row):
-    """A row of a request.
+    """The row of a request.
 
     Attributes:
         asked: How its text is made.
-        alone: Whether it has one state a round.
+        alone: Whether it has only one state per round.
     """
 
     asked: Asked
@@ -60,14 +60,14 @@ class EngineRow(Row):
 
 
 class Progress:
-    """What a request has come to, in whichever rows it was decoded.
+    """The progress of a request, across the rows in which it was decoded.
 
     Attributes:
         asked: How its text is made.
-        counts: What its drafts came to.
-        logprob, step: Of each token of finished blocks its log-confidence, and the denoising step that revealed it.
+        counts: Counts of forwards and drafts.
+        logprob, step: Log-confidence and denoising step of each token in finished blocks.
         block: The ids of the block that is being decoded, from the first generated one on.
-        alone: Whether its rows have one state a round.
+        alone: Whether its rows have only one state per round.
     """
 
     def __init__(self, asked: Asked, counts: Counts) -> None:
@@ -83,7 +83,7 @@ class Progress:
         return max(self.step, default=-1) + 1
 
     def finish(self, row: Row, end: int) -> int:
-        """Record the log-confidence and step of a row's tokens before `end`, as of finished blocks; return how many are new."""
+        """Record log-confidence and step of a row's tokens before `end`, now finished; return the number of new ones."""
         begin, size = len(self.step), max(0, end - row.prompt)
         self.logprob += row.logprob[begin:size]
         self.step += row.step[begin:size]
@@ -104,7 +104,7 @@ def interpreted(req: Any, settings: Settings) -> Asked:
     changed = asked.logit_bias or asked.min_new_tokens or asked.repetition_penalty != 1
     penalised = bool(asked.frequency_penalty or asked.presence_penalty)
     stock = not (drawn or changed or penalised) and decodes_as_stock(config, settings.block_size)
-    if stock:  # as the engine compares
+    if stock:  # the engine compares in float32
         config.confidence_threshold = float(np.float32(config.confidence_threshold))
     mode = settings.mode_of(config)
     stock = stock and mode.refine is None
@@ -130,7 +130,7 @@ def interpreted(req: Any, settings: Settings) -> Asked:
 
 
 def seed_of(rid: str) -> int:
-    """Make the seed of a request that gives none: that of its name, which all devices know."""
+    """Derive the seed of a request that gives none from its id, which all devices know."""
     return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest()) >> 2
 
 
@@ -149,7 +149,7 @@ def refusal(req: Any) -> str | None:
 
 
 def _unserved(req: Any) -> dict[str, Any]:
-    """Tell by name of what is not served whether a request asks for it."""
+    """Map each feature that is not served to whether a request asks for it."""
     asked = req.sampling_params
     counts = {name: getattr(asked, name) for name in ("max_new_tokens", "min_new_tokens", "top_k")}
     return {
@@ -173,11 +173,11 @@ def _unserved(req: Any) -> dict[str, Any]:
 
 
 def refusal_of_body(asked: Any, prompt: Sequence[int]) -> str | None:
-    """Say why a request cannot be served that the engine would answer wrongly, or with a 500; None if there is no such reason.
+    """Say why a request cannot be served that the engine would answer wrongly or with a 500; None if it can.
 
     Args:
         asked: The engine's `GenerateReqInput` of one request.
-        prompt: Its ids.
+        prompt: The ids of its prompt.
     """
     first = asked.logprob_start_len
     if asked.return_logprob and first is not None and 0 <= first < len(prompt):
@@ -195,7 +195,7 @@ def refusal_of_body(asked: Any, prompt: Sequence[int]) -> str | None:
 
 
 def end_of_text(req: Any, block: int, context_length: int) -> int:
-    """Find where the last block ends that a request can have."""
+    """Find the end of the last block that a request can have."""
     wanted = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
     return min(-(-wanted // block) * block, context_length // block * block)
 
@@ -212,17 +212,17 @@ def stop_ids(req: Any) -> set[int]:
 
 
 def text_of_block(req: Any, asked: Asked, ids: Sequence[int], start: int, mask_id: int) -> list[int] | None:
-    """Find the ids of a block of which the engine will show nothing more than what is revealed; None if it may.
+    """Return the final ids of a block in which the text ends, once nothing before its end is masked; else None.
 
-    What lies behind an end is cut off, so it need not be decoded, and of a block that the text does not fill no keys and values
-    are kept. Where the engine's own algorithm reads on, a stop string may end the text first, by what lies behind an eos; else
-    what lies there is no text, and masks stand for it.
+    What lies after the end is cut off, so it need not be decoded: masks stand for it, and no keys and values are kept of a
+    block that the text does not fill. Under the engine's own algorithm, which reads on after an eos, the ids stay as they are;
+    there a stop string may end the text first, so with stop strings the answer is None.
 
     Args:
-        req: Whose block it is.
+        req: The request.
         asked: How its text is made.
-        ids: [block], where it is.
-        start: Its absolute position.
+        ids: [block], the ids so far.
+        start: The block's absolute position.
         mask_id: The mask's id.
     """
     given, prompt = req.sampling_params, len(req.origin_input_ids) - start

@@ -1,7 +1,7 @@
-"""Admission: a request begins when its whole text has room, so that the pool of slots never runs out.
+"""Admission: a request begins only when its whole text has room, so that the pool of slots never runs out.
 
-The engine counts the limits of some running requests only, and then cuts blocks short, which no diffusion model can be asked
-for; and it has no way of taking a request back that keeps what it has come to.
+The engine's own estimate counts the limits of some running requests only. When the pool runs out it cuts blocks short, which a
+diffusion model cannot decode, and it cannot retract a request without losing its progress.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,8 +16,8 @@ def count_fitting(waiting: Iterable[Any], running: Iterable[Any], slots: int, bl
 
     Args:
         waiting: Requests, in the order in which they are to begin.
-        running: Those that have begun.
-        slots: Of the pool, or of a part of it.
+        running: Requests that have begun.
+        slots: Slots of the pool that may be used.
         block: Tokens of a block.
         context_length: Of the model.
     """
@@ -32,10 +32,10 @@ def count_fitting(waiting: Iterable[Any], running: Iterable[Any], slots: int, bl
 
 
 def fetch_what_fits(original: Callable[[Any], None], scheduler: Any) -> None:
-    """Have the engine take no more waiting requests into its rounds than have room.
+    """Let the engine take only as many waiting requests into its rounds as have room.
 
-    The first has it where none runs: its limit is set to what the pool holds, where it is beyond. Three blocks are left over,
-    as the engine counts a request's next block, and a page, twice, and else would wait forever.
+    The first request's limit is cut to what the pool holds, so that it has room when nothing runs. Three blocks stay free,
+    since the engine counts a request's next block and a page twice, and would otherwise wait forever.
     """
     if scheduler.dllm_config.algorithm != ALGORITHM:
         return original(scheduler)
@@ -52,7 +52,7 @@ def fetch_what_fits(original: Callable[[Any], None], scheduler: Any) -> None:
 
 
 def whole_blocks(original: Callable[..., int], adder: Any, req: Any = None) -> int:
-    """Have the engine schedule a row's whole block, for which there is room, whatever its estimate."""
+    """Let the engine always schedule a row's whole block, for which there is room, whatever its estimate."""
     if adder.dllm_config.algorithm != ALGORITHM:
         return original(adder, req)
     return int(min(adder.rem_dllm_tokens, adder.dllm_config.block_size))

@@ -23,7 +23,7 @@ from .requests import EngineRow, Progress, end_of_text, interpreted, text_of_blo
 from .scratch import borrowed
 from .usage import Report, totals
 
-NEVER = 1 << 40  # a position behind every text: the engine ends texts itself
+NEVER = 1 << 40  # a position beyond every text: the engine ends texts itself
 
 UNSCORED = (
     "no token has a finite score at position {}: the model's weights, or what the request makes of its logits, are too large "
@@ -32,9 +32,9 @@ UNSCORED = (
 
 
 class Name(NamedTuple):
-    """The name of a request's row: its row of the engine's pool, how often that was lent, and where its block starts.
+    """The name of a request's row: its row of the engine's pool, how often that has been lent, and where its block starts.
 
-    A row that is lent anew has another name, so what a request leaves behind is never found again.
+    A pool row that is lent anew has another name, so what an ended request leaves here is never found again.
     """
 
     row: int
@@ -43,12 +43,12 @@ class Name(NamedTuple):
 
 
 class EngineDecoder(Decoder):
-    """A `Decoder` of one round on the engine, in which each row has a mode of its own.
+    """A `Decoder` of one round on the engine, in which each row has its own mode.
 
     Args:
-        sees_new: Whether attention sees keys and values that the same forward writes in another row. Else no state looks at a
-            clean block of its round.
-        args: As of `Decoder`.
+        sees_new: Whether attention sees keys and values that the same forward writes in another row. If not, no state attends
+            to a clean block of its round.
+        args: See `Decoder`.
     """
 
     def __init__(self, sees_new: bool, *args: Any) -> None:
@@ -61,18 +61,18 @@ class EngineDecoder(Decoder):
         return rule
 
     def draft(self, rows: Sequence[Any], amount: Amount) -> list[list[Node]]:
-        """See `Decoder.draft`; no row has more states than its request asks for."""
+        """See `Decoder.draft`; no row has more states than its request allows."""
         drafts = super().draft(rows, amount)
         for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
             drafting = row.asked.mode.drafting
-            # Alone, the first state of the next block still rides along with a clean one.
+            # Without drafts, the first state of the next block is still scored with a clean one.
             most = drafting.states if drafting is not None else 1 + (not row.state.masks and not amount.narrow)
             most = 1 if row.alone else most
             drafts[at] = [node for node in nodes[:most] if self.sees_new or node.parent < 0]
         return drafts
 
     def read(self, rows: Sequence[Any], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
-        """See `Decoder.read`; of rows that the head drafts for."""
+        """See `Decoder.read`; only for rows whose drafts use the head."""
         drafted = [row.asked.mode.drafting for row in rows]
         super().read(rows, [nodes if one and one.passes else [] for one, nodes in zip(drafted, drafts, strict=True)], estimates)
 
@@ -88,19 +88,19 @@ class EngineDecoder(Decoder):
 
 
 class Rounds:
-    """Decodes the requests of one engine, a round a batch.
+    """Decodes the requests of one engine, one round per batch.
 
     Args:
-        settings: What is asked of the server.
+        settings: The meaning of the server's options.
         block: Tokens of a block.
         mask_id: The mask's id.
         abort: Ends a request with a message as soon as the engine looks at it.
-        share: As of `pace_of`.
+        share: See `pace_of`.
 
     Attributes:
         rows: The rows of requests between rounds, each with its name, by their rows of the engine's pool.
-        whole: Blocks that are text before the engine asks for them.
-        report: Notes what it costs.
+        whole: Blocks whose text is final before the engine asks for them, by name.
+        report: Counts for the metrics endpoint.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class Rounds:
             engine: The engine's `ModelRunner`.
             batch: Its `ForwardBatch`: a block of each row.
             requests: The rows' requests.
-            evict: Asked to free slots of cached prefixes.
-            sees_new: As for `EngineDecoder`.
+            evict: Called to free slots of cached prefixes.
+            sees_new: See `EngineDecoder`.
 
         Returns:
-            Each row's block so far; by how many tokens, prompt included, its text has grown: the block, or none; and whether a
-            CUDA graph ran.
+            Each row's block so far; the number of tokens by which its text, prompt included, has grown (a block, or 0); and
+            whether a CUDA graph ran.
         """
         starts = list(batch.extend_prefix_lens_cpu)
         names = self._names(engine, requests, starts)
@@ -146,27 +146,27 @@ class Rounds:
                     failed = place
                     self.abort(requests[place], UNSCORED.format(error.position))
                 else:
-                    requests[place].mrp.alone = True  # the next block, which rode along, will fail by itself
+                    requests[place].mrp.alone = True  # the next block, scored with this one, will fail by itself
                 rows = self._begun_anew(engine, some, names_of)
             self.report.count(**{name: number - before[name] for name, number in totals(rows).items()})
             for place, row, req in zip(places, rows, some, strict=True):
                 ids[place], grown[place] = self._come_to(row, names[place], req)
-                if place == failed:  # the engine looks at it behind a block: of masks, it is shared by nobody
+                if place == failed:  # the engine looks at it after a whole block; one of masks is shared by no other request
                     grown[place] = self.block
         for name, req, start, size in zip(names, requests, starts, grown, strict=True):
             self._finish(self.rows[name.row][1], req, start + size if size else 0)
         return ids, grown, graph_ran
 
     def _begun_anew(self, engine: Any, requests: Sequence[Any], names: Sequence[Name]) -> list[EngineRow]:
-        """Make rows anew, each at the start of its block."""
+        """Replace the rows of requests by new ones, each at the start of its block."""
         for name in names:
             self.rows.pop(name.row, None)
         return [self._row(engine, req, name) for req, name in zip(requests, names, strict=True)]
 
     def _come_to(self, row: EngineRow, name: Name, req: Any) -> tuple[list[int], int]:
-        """Find what a round came to: a row's block so far, and by how much its text has grown; and keep the rest.
+        """Return a row's block after a round and the number of tokens by which its text has grown; keep the row.
 
-        Where the next block's first state rode along, the text may end with what it reveals: that block takes no forward.
+        If the next block's first state was scored too, its reveal may already end the text: that block then takes no forward.
         """
         row.stop = None  # the engine ends texts itself
         here, behind = (row.text[at : at + self.block] for at in (name.start, name.start + self.block))
@@ -180,7 +180,7 @@ class Rounds:
         return here if kept else text or here, grown
 
     def _finish(self, row: EngineRow, req: Any, end: int) -> None:
-        """Note the tokens of a request that are finished, those before `end`, and what its row is at."""
+        """Record the finished tokens of a request, those before `end`, and the current block of its row."""
         progress: Progress = req.mrp
         if (new := progress.finish(row, end)) and req.return_logprob:
             req.logprob.output_token_logprobs_val += progress.logprob[-new:]
@@ -204,7 +204,7 @@ class Rounds:
         return [Name(row, int(turns[row]), start) for row, start in zip(rows, starts, strict=True)]
 
     def _row(self, engine: Any, req: Any, name: Name) -> EngineRow:
-        """Find the row of a request, or make one that stands where the engine is."""
+        """Return the row of a request, or a new one at the engine's current block."""
         found = self.rows.get(name.row)
         if found is not None and found[0] == name:
             return found[1]
@@ -217,7 +217,7 @@ class Rounds:
     def _round(
         self, engine: Any, batch: Any, own: Own, rows: Sequence[EngineRow], evict: Callable[[int], Any], sees_new: bool
     ) -> bool:
-        """Draft as much as pays and finds room, verify, accept, commit; tells whether a CUDA graph ran."""
+        """Draft as much as pays and has room, verify, accept, commit; return whether a CUDA graph ran."""
         mode, drafting = self.settings.mode, self.settings.mode.drafting
         budget = self.budget = self.budget or pace_of(engine.model, mode, self.share)
         amount = budget.choose(rows)
@@ -228,7 +228,7 @@ class Rounds:
             states = min(amount.states, 1 + lent.width)
             amount = Amount(states, min(amount.passes, states - 1), narrow=not lent.width)
             weight, vocab_size = engine.model.lm_head.weight, engine.model_config.vocab_size
-            # Neither packed nor divided.
+            # The weight is neither packed (quantized) nor divided among devices.
             whole = type(weight) in (torch.Tensor, torch.nn.Parameter) and len(weight) >= vocab_size
             fixed = {"lm_head_weight": weight, "mask_token_id": self.mask_id, "dispatch": self.settings.dispatch}
             unembed = partial(engine.model.unembed, batch)
@@ -253,12 +253,12 @@ def fresh_row(
     Args:
         ids: The text so far: the prompt, and what was generated.
         prompt: Tokens of the prompt.
-        start: Where its block starts; what comes before has keys and values.
-        end: Where its last block ends; no state is drafted behind it.
+        start: Start of its block; everything before has keys and values.
+        end: End of its last block; no state is drafted beyond.
         block: Tokens of a block.
         mask_id: The mask's id.
         place: Its row of the engine's pool.
-        progress: What the request has come to.
+        progress: The progress of the request.
     """
     text = [*ids, *[mask_id] * (end - len(ids))]
     text += [0 if mask_id else 1] * (2 * block - len(text) % block)

@@ -1,4 +1,4 @@
-"""Rows and pages that a round borrows from the engine's pools, for the states beside each row's own."""
+"""Rows and pages that a round borrows from the engine's pools, for the states beyond each row's own."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +11,13 @@ from torch import Tensor
 
 @dataclass
 class Borrowed:
-    """Room for `width` more states of each of a batch's rows.
+    """Room for `width` more states per row of a batch.
 
     Attributes:
-        rows: By row of the batch `width` rows of the pool that maps positions to slots.
+        rows: For each row of the batch, `width` rows of the pool that maps positions to slots.
         slots: [rows * width, block] long, slots of the KV pool: whole pages.
-        swapped: By place in `slots` what goes back to the pool in its stead, [block] long: a request keeps the lent ones.
+        swapped: By place in `slots`, the slots [block] long that go back to the pool instead, since a request keeps the lent
+            ones.
     """
 
     rows: list[list[int]]
@@ -25,7 +26,7 @@ class Borrowed:
 
     @property
     def width(self) -> int:
-        """States of a row, beside its own."""
+        """Borrowed states per row."""
         return len(self.rows[0]) if self.rows else 0
 
     def given_back(self) -> Tensor:
@@ -37,16 +38,16 @@ class Borrowed:
 
 @contextmanager
 def borrowed(pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int, width: int, block: int) -> Iterator[Borrowed]:
-    """Lend rows and slots for a round, fewer than `width` a row where not so many are free, and give them back.
+    """Borrow rows and slots for up to `width` more states per row, as far as they are free; give them back after the round.
 
-    Without any a round scores one state of each row, on the row's own slots: drafts are then verified one after the other.
+    Without any, a round scores one state per row on the row's own slots, so drafts are verified one after the other.
 
     Args:
         pool: The engine's map of positions to slots (`alloc_rows`, `free_rows`, `available_size`).
-        allocator: Of slots (`alloc`, `free_segment`, `available_size`).
-        evict: Asked to free so many slots of cached prefixes, as far as they are not in use.
+        allocator: Allocator of slots (`alloc`, `free_segment`, `available_size`).
+        evict: Called with a number of slots to free among cached prefixes that are not in use.
         batch: Rows of the batch.
-        width: States wanted of each, beside its own.
+        width: States wanted per row beyond its own.
         block: Slots of a state.
     """
     width = min(width, pool.available_size() // batch)
@@ -61,6 +62,6 @@ def borrowed(pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int,
         yield lent
     finally:
         if lent.width:
-            allocator.free_segment(lent.given_back(), start_pos=0)  # whole pages, each in order: no search for equal ones
+            allocator.free_segment(lent.given_back(), start_pos=0)  # whole pages in order, so the pool need not sort them
         if rows:
             pool.free_rows(rows)

@@ -1,4 +1,4 @@
-"""Numbers for a device, laid out on the host and sent in one copy."""
+"""Integers for a device, laid out on the host and sent in one copy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_WORD = 8  # bytes: parts begin where numbers of every type may
+_WORD = 8  # bytes: parts are aligned to this, for both dtypes
 
 
 @dataclass(frozen=True)
 class Part:
-    """Whole numbers that a device is to have.
+    """A vector of integers to send to a device.
 
     Attributes:
-        numbers: They, [n].
-        dtype: Of the tensor that is made of them: int32 or int64.
+        numbers: The integers, [n].
+        dtype: Dtype of the resulting tensor: int32 or int64.
     """
 
     numbers: Sequence[int] | np.ndarray
@@ -24,11 +24,11 @@ class Part:
 
 
 def sent(parts: Mapping[str, Part], device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Send some vectors of whole numbers to a device in one copy.
+    """Send vectors of integers to a device in one copy.
 
     Args:
-        parts: They, by name.
-        device: Where to.
+        parts: The vectors, by name.
+        device: The target.
 
     Returns:
         Views of the one tensor there, by name, and of the one on the host that it was copied from.

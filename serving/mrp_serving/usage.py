@@ -1,4 +1,4 @@
-"""Costs and traces: of each request in its response's metadata, of all on the metrics endpoint."""
+"""Costs and traces: of each request in its response's metadata, of all requests on the metrics endpoint."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,29 +17,29 @@ _COUNTED = {
 
 
 class Report:
-    """Counts for the metrics endpoint, once it has counters."""
+    """Counters of the metrics endpoint; counts nothing before `count_in`."""
 
     def __init__(self) -> None:
         self.counters: dict[str, Any] = {}
 
     def count_in(self, make: Any) -> None:
-        """Count from now on; `make(name, documentation)` makes a counter."""
+        """Create the counters and count from now on; `make(name, documentation)` makes one."""
         told = {**_COUNTED, "tokens": "Tokens of finished blocks, prompts not included"}
         self.counters = {name: make(f"sglang:mrp_{name}", text) for name, text in told.items()}
 
     def count(self, **numbers: int) -> None:
-        """Add numbers."""
+        """Add numbers to the counters of these names."""
         for name, number in numbers.items() if self.counters else ():
             self.counters[name].inc(number)
 
 
 def totals(rows: Sequence[Row]) -> dict[str, int]:
-    """Sum up what rows have cost so far."""
+    """Sum the counts of rows so far."""
     return {name: sum(getattr(row.counts, name) for row in rows) for name in _COUNTED}
 
 
 def shown_of(req: Any) -> dict[str, Any] | None:
-    """Make what a request's metadata show of it; None if it has no row yet."""
+    """Make the costs and traces in a request's metadata; None if it has no row yet."""
     progress: Progress | None = getattr(req, "mrp", None)
     if progress is None:
         return None
