@@ -18,7 +18,7 @@ _HOMES |= {"MRPForCausalLM": "modeling", "MRPHead": "modeling"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is exported when it is asked for: torch takes seconds, and `mrp --help` needs only the table of options."""
+    """Import an exported name on first use: torch takes seconds, and `mrp --help` needs only the table of options."""
     from importlib import import_module
 
     if name not in _HOMES:

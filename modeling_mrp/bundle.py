@@ -1,10 +1,10 @@
 """Remote code of a repository: this package in two files, generated, since code on the Hub lies flat.
 
 transformers copies remote code file by file, also while another process reads it: the fewer files, the better. A file holds the
-modules that its entries import, directly or not, each behind those that it imports, below one section of imports. Of the
-families of backbones it has the one that a checkpoint needs. Modules import each other by `from .module import name`, at the
-top of a file, and two do not give one name to different things (tests/model/test_bundle.py).
-``python -m modeling_mrp.bundle hub_configs/sdar-tiny-mrp`` writes it anew.
+modules that its entries import, directly or not, each after those that it imports, below one section of imports. It has only
+the family of backbones that the checkpoint needs. Modules import each other by `from .module import name`, at the top of a
+file, and no two give one name to different things (tests/model/test_bundle.py).
+``python -m modeling_mrp.bundle hub_configs/sdar-tiny-mrp`` regenerates it.
 """
 
 import ast
@@ -30,7 +30,7 @@ def siblings_of(name: str, tree: ast.AST) -> list[str]:
 
 
 def add_modules(name: str, found: dict[str, str]) -> None:
-    """Add the texts of a module and of all that it imports of this package, each behind what it imports."""
+    """Add the text of a module and of all modules of this package that it imports, each after what it imports."""
     if name not in found:
         text = PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8")
         for other in siblings_of(name, ast.parse(text)):
@@ -39,7 +39,7 @@ def add_modules(name: str, found: dict[str, str]) -> None:
 
 
 def code_of(text: str, imported: Imports) -> str:
-    """Take the imports at the top of a module, and `__all__`, out of its text; those of other packages go to `imported`."""
+    """Remove a module's imports and its `__all__` from its text; collect its imports of other packages in `imported`."""
     gone: set[int] = set()
     for node in ast.parse(text).body:
         if isinstance(node, ast.Import):
@@ -58,7 +58,7 @@ def code_of(text: str, imported: Imports) -> str:
 
 @cache
 def files(family: str = DENSE) -> dict[str, str]:
-    """The generated files of this package, by name, for models of a family; one that is registered elsewhere is not in them."""
+    """Generate the files of this package, by name, for models of a family; families registered elsewhere are left out."""
     first: dict[str, str] = {}
     add_modules("model.configuration", first)
     home = backbone_of(family).__module__.removeprefix(f"{__package__}.")

@@ -1,4 +1,4 @@
-"""Checkpoints compared with their configs by the headers of their files, before anything is pushed or served."""
+"""Comparison of checkpoints with their configs by the headers of their files, before anything is pushed or served."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -36,10 +36,10 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def check_tensors(config: MRPConfig, found: Mapping[str, StoredTensor], prefix: str = "") -> None:
-    """Check that a checkpoint has just the tensors, by our names, that its config calls for under a prefix, in their shapes.
+    """Check that a checkpoint has exactly the tensors that its config calls for under a prefix, by our names, in their shapes.
 
     Raises:
-        ValueError: if they do not fit, all of which are listed.
+        ValueError: if they do not fit; it lists all of them.
     """
     with torch.device("meta"):
         state: dict[str, Any] = MRPForCausalLM(config).state_dict()

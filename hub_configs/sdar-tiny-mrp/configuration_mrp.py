@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 # ---------------------------------------------------------------------------------------------------- model.families.registry
 
-"""Families of backbones by name; and models that declare themselves SDAR and are not."""
+"""Families of backbones by name; and models that declare themselves SDAR but are not."""
 
 
 DENSE = "sdar"  # the family of a config that names none
@@ -34,9 +34,9 @@ def family(name: str) -> Callable[[Any], Any]:
 
 
 def families() -> dict[str, Any]:
-    """Find the backbone class of every family: those of this folder and those registered elsewhere.
+    """Find the backbone class of every family: those in this folder and those registered elsewhere.
 
-    The code of a repository is one file, and has the family that its checkpoint needs.
+    A Hub repository's code is one file, with only the family that its checkpoint needs.
     """
     for file in sorted(_FOLDER.glob("[a-z]*.py")) if _FOLDER else ():
         import_module(f"{__package__}.{file.stem}")
@@ -60,16 +60,16 @@ def backbone_of(name: str) -> Any:
 
 
 def family_reading(fields: Mapping[str, Any]) -> Any:
-    """Find the backbone class whose published config this is; None if there is none."""
+    """Find the backbone class for a published config; None if no family reads it."""
     return next((backbone for backbone in families().values() if backbone.reads(fields)), None)
 
 
 def refuse_causal(fields: Mapping[str, Any], source: str = "") -> None:
-    """Refuse I-DLM and UNO, which declare themselves SDAR and decode otherwise.
+    """Refuse I-DLM and UNO, which declare themselves SDAR but decode differently.
 
     Args:
         fields: Of the published `config.json`.
-        source: The folder or repository, as some say in their name alone what they are.
+        source: The folder or repository, since some say only by their name what they are.
 
     Raises:
         ValueError: names the model, and what differs.
@@ -95,7 +95,7 @@ _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
 def our_fields(fields: dict[str, Any], known: Collection[str], source: str = "") -> dict[str, Any]:
-    """Translate a config's fields for `MRPConfig`: ours stay, of a published one those that are known, under our model type.
+    """Translate a config's fields for `MRPConfig`: ours stay; of a published config, the known ones, under our model type.
 
     Raises:
         ValueError: for the config of another kind of model, or of a head that is not one residual predictor.
@@ -198,7 +198,7 @@ class MRPConfig(Qwen3Config):
         return super().from_dict(our_fields(config_dict, {field.name for field in fields(cls)}), **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Select the fields to save; a backbone is named where there is a name, and a family where it is another."""
+        """Select the fields to save; the backbone only if it has a name, the family only if it is not `sdar`."""
         saved = super().to_diff_dict()
         if self.family == DENSE:
             saved.pop("family", None)

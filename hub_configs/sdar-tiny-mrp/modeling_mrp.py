@@ -76,12 +76,12 @@ _checked: set[tuple[Any, ...]] = set()
 
 @dataclass(eq=False)
 class Kernel:
-    """What launches Triton kernels, beside what computes the same with PyTorch.
+    """A launcher of Triton kernels with a PyTorch function that computes the same.
 
     Attributes:
         name: For messages.
-        launch: Returns tensors, or one.
-        twin: Of the same arguments.
+        launch: Returns one or several tensors.
+        twin: Takes the same arguments.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Dispatch:
     forced: bool | None = None
 
     def allows(self, what: str, *tensors: Tensor, obstacle: str | None = None) -> bool:
-        """Tell if kernels are to run on tensors, whose devices and floating dtypes decide; not for gradients or under autocast.
+        """Tell if kernels are to run on tensors of these devices and dtypes; not for gradients or under autocast.
 
         Raises:
             ValueError: if kernels are forced and `what` cannot be used here, or for another `obstacle`, given with its remedy.
@@ -171,8 +171,10 @@ def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def relative_error(ours: Tensor, right: Tensor) -> float:
-    """Divide the norm of the difference by that of what is right; infinite where only one of both is a number. Of integers the
-    share that differs."""
+    """Compute the norm of the difference over the norm of `right`; of integers, the share that differs.
+
+    It is infinite where only one of the two is a number.
+    """
     if not right.is_floating_point():
         return float((ours != right).double().mean())
     ours, right = ours.double(), right.double()
@@ -260,13 +262,13 @@ def _summary(error: Exception) -> str:
 
 # ---------------------------------------------------------------------------------------------------- model.offloading
 
-"""Modules whose weights accelerate keeps on disk or in a CPU's memory, and fetches for each of their forwards."""
+"""Access to modules whose weights accelerate keeps on disk or in CPU memory and fetches for each of their forwards."""
 
 
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Find where a module computes: the device of its weight, or the one to which its hook fetches that.
+    """Find the device on which a module computes: that of its weight, or the one to which its hook fetches the weight.
 
     Raises:
         ValueError: if the weight is nowhere, and no hook fetches it.
@@ -287,7 +289,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 @contextmanager
 def fetched(module: nn.Module) -> Iterator[None]:
-    """Hold the weights of a module in the memory of its device, whose `weight` is read without calling it."""
+    """Keep the weights of a module on its device, for code that reads its `weight` without calling it."""
     device_of(module)  # or says that its weight is nowhere
     hook = getattr(module, "_hf_hook", None)
     if hook is None or not any(weight.is_meta for weight in module.parameters()):
@@ -302,7 +304,7 @@ def fetched(module: nn.Module) -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------------------------- networks.cache
 
-"""Keys and values of committed blocks by absolute position and, behind the longest text, of the states being scored."""
+"""Keys and values of committed blocks by absolute position and, beyond the longest text, of the states being scored."""
 
 
 
@@ -312,7 +314,7 @@ LEAST_BUCKET = 256
 
 
 class PassingReference(weakref.ref[Any]):
-    """A weak reference that may be pickled and copied: out of a pickle it comes dead, as its object stays behind."""
+    """A weak reference that can be pickled and copied; an unpickled one is dead, since its object is not pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (set(),)  # which nothing else holds
@@ -322,14 +324,14 @@ class PassingReference(weakref.ref[Any]):
 
 
 class WeightsSeen:
-    """A module's parameters and active adapters at some time, to tell later whether they are still the same."""
+    """A snapshot of a module's parameters and active adapters, to tell later whether they are still the same."""
 
     def __init__(self, module: nn.Module) -> None:
         self.seen = [(PassingReference(weight), _state_of(weight)) for weight in _held_parameters(module)]
         self.adapters = _adapters_on(module)
 
     def same(self, module: nn.Module) -> bool:
-        """Tell if nothing was replaced, moved or written to, and the same adapters are on.
+        """Tell if no parameter was replaced, moved or written to since, and the same adapters are active.
 
         Writes to a parameter's `.data` cannot be seen: autograd does not count them.
         """
@@ -345,7 +347,7 @@ def _held_parameters(module: nn.Module) -> list[Tensor]:
 
 
 def _adapters_on(module: nn.Module) -> list[Any]:
-    """List the adapters that are on in each of peft's layers, with their scales, and those of rows."""
+    """List the active adapters of each of peft's layers, with their scales, and those per row."""
     layers = [
         (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
         for layer in adapted_layers(module)
@@ -369,7 +371,7 @@ def adapted_layers(module: nn.Module) -> list[Any]:
 
 
 def _state_of(weight: Tensor) -> list[int]:
-    """Where a weight lies, and how often it was written to: autograd's counter, for which there is no public name."""
+    """Return where a weight lies and autograd's count of writes to it, for which there is no public name."""
     place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
     return [place, 0 if weight.is_inference() else weight._version]
 
@@ -456,7 +458,7 @@ class BlockCache(Cache):
 
     @property
     def writable(self) -> bool:
-        """False outside of inference mode for a cache that was made in it."""
+        """Whether it can be written to here: a cache made in inference mode cannot outside of it."""
         return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in self._buffers.values())
 
     def target(self, used: int, width: int, prefill: bool = False) -> int:
@@ -490,8 +492,10 @@ class BlockCache(Cache):
         return self.read[layer_idx]
 
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
-        """Copy blocks of keys and values: of each `(row, source, target)` the slots from `source` on to those from `target`
-        on, in all of some layers."""
+        """Copy blocks of keys and values in some layers.
+
+        For each `(row, source, target)`, `length` slots from `source` on are copied to those from `target` on.
+        """
         row, source, target = torch.tensor(moves).unbind(1)
         offsets = torch.arange(length)
         source, target = source[:, None] + offsets, target[:, None] + offsets
@@ -510,25 +514,27 @@ class BlockCache(Cache):
             part[row, begin:end] = 0
 
     def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
-        """Exchange what pairs of rows have in the first `used` slots, kept hidden states too."""
+        """Exchange the first `used` slots of pairs of rows, with their kept hidden states."""
         ours, theirs = torch.tensor(pairs).unbind(1)
         to, of = torch.cat([ours, theirs]), torch.cat([theirs, ours])
         for part in self._held_parts(used):
             part[to.to(part.device)] = part[of.to(part.device)]
 
     def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
-        """Note what is held, by row (see the attributes)."""
+        """Record what the cache holds, by row (see the attributes)."""
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
         self.written, self.read = [], []  # a copy of the cache needs no copies of views
 
     def empty(self) -> None:
-        """Hold nothing."""
+        """Record that it holds nothing."""
         nothing = [0] * self.rows
         self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
     def reusable(self, texts: Sequence[Sequence[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
-        """Count the first tokens of each row's text, `upto` so many, that need no prefill: the longest common prefix, in whole
-        blocks, on which keys and values depend. `with_head` the head's layers must hold them too, or be able to read them yet.
+        """Count the first tokens of each row's text that need no prefill, at most `upto`.
+
+        They are the longest common prefix with what is held, in whole blocks, on which keys and values depend. If `with_head`,
+        the head's layers must hold them too, or be able to read them still.
         """
         found = []
         for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
@@ -539,13 +545,13 @@ class BlockCache(Cache):
         return found
 
     def fits(self, capacity: int, scratch: int, with_head: bool = False) -> bool:
-        """Tell if there is room for so many tokens a row, and for the head's layers if they are needed."""
+        """Tell if there is room for a number of tokens per row, and for the head's layers if they are needed."""
         return capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
 
     def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
-        """Return this cache, or a bigger one with what it holds, of at least this capacity and scratch.
+        """Return this cache, or a larger one with its content, with at least the given capacity and scratch.
 
-        Of a multiple of its rows each is held so many times, one after the other.
+        If `rows` is a multiple of its rows, each row's content is repeated, the copies one after the other.
         """
         if rows == self.rows and self.fits(capacity, scratch) and self.writable:
             return self
@@ -559,7 +565,7 @@ class BlockCache(Cache):
         return bigger
 
     def fill_from(self, other: "BlockCache") -> None:
-        """Hold what another cache of as many layers holds, a divisor of this one's rows: each so many times in turn."""
+        """Copy the content of another cache with as many layers; its rows, a divisor of this one's, are each repeated."""
         copies, used = self.rows // other.rows, max(other.held)
         repeated = (
             [one for one in part for _ in range(copies)] for part in (other.ids, other.held, other.head_held, other.hidden_held)
@@ -569,21 +575,21 @@ class BlockCache(Cache):
             ours.copy_(theirs.repeat_interleave(copies, 0))
 
     def shares(self, other: "BlockCache") -> bool:
-        """Tell if two caches have the same memory, as `copy.copy` gives them."""
+        """Tell if two caches share their memory, as after `copy.copy`."""
         return self._buffers is other._buffers
 
     def detach(self) -> None:
-        """Go on with a copy of the memory that is shared."""
+        """Replace shared memory by a copy."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
         self.hidden, self.ends = self.hidden.clone(), self.ends.clone()
 
     def _held_parts(self, used: int) -> list[Tensor]:
-        """Select what is held of the first slots: keys and values, hidden states, and the last ones of blocks, [rows, ...]."""
+        """Select the content of the first slots: keys and values, hidden states, and the last ones of blocks, [rows, ...]."""
         blocks = used // self.every if self.every else 0
         return [*(one[:, :used] for one in (*self._buffers.values(), self.hidden)), self.ends[:, :blocks]]
 
     def _of(self, layers: range) -> Iterator[tuple[torch.device, Tensor]]:
-        """Select the memory of some layers, of each device: [rows, slots, layers, 2, heads, head_dim]."""
+        """Select the memory of some layers on each device: [rows, slots, layers, 2, heads, head_dim]."""
         for device, buffer in self._buffers.items():
             held = [self._index[layer] for layer in layers if self.layer_devices[layer] == device]
             if held:
@@ -620,7 +626,7 @@ LEAST_CAPACITY = 1024
 
 
 class CudaRecorder:
-    """CUDA graphs of one device, all in one pool of memory: what one leaves there, the next may overwrite."""
+    """CUDA graphs of one device that share a pool of memory: a graph's results may be overwritten by the next one's."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream, self.pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
@@ -635,9 +641,9 @@ class CudaRecorder:
         return output
 
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record a step without running it; return what runs it and gives its output, in memory of the graph.
+        """Record a step without running it; return a function that replays it and returns its output, in the graph's memory.
 
-        Other threads that record wait; what they replay goes on. What keeps a step from being recorded is raised.
+        Other threads that record wait; those that replay go on. An error that keeps a step from being recorded is raised.
         """
         graph, first = torch.cuda.CUDAGraph(), None
         try:
@@ -674,10 +680,10 @@ class Graphs:
         weights: The model's `fingerprint`.
 
     Attributes:
-        recorded: What replays a forward, by key.
-        replays: Forwards that were replayed.
-        failed, busy: Whether one could not be recorded or gave wrong results, so that none is tried any more; whether a call
-            is using them.
+        recorded: Functions that replay a forward, by key.
+        replays: Number of replays.
+        failed: Whether a forward could not be recorded or gave wrong results, so that no more are tried.
+        busy: Whether a call is using them.
     """
 
     def __init__(self, cache: BlockCache, weights: Hashable) -> None:
@@ -691,7 +697,7 @@ class Graphs:
         self._lent: weakref.ref[BlockCache] | None = None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
-        """Lend the cache, with what `past` holds. Whoever holds what was lent before keeps it, in memory of its own."""
+        """Lend the cache, filled with the content of `past`; an earlier borrower keeps its content in memory of its own."""
         cache = past
         if cache is None or not cache.shares(self.cache):
             holder = None if self._lent is None else self._lent()
@@ -705,8 +711,10 @@ class Graphs:
         return cache
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Compute `function(*inputs)`, which depends on nothing else but what the key and the cache tell; inputs may lie on the
-        host. The result is the caller's."""
+        """Compute `function(*inputs)` by a recording if there is one; the result belongs to the caller.
+
+        The result must depend only on the inputs, the key and the cache; inputs may lie on the host.
+        """
         key = key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         fixed, replay = self.inputs.get(key), self.recorded.get(key)
         if fixed is None or self.failed or (replay is None and not hasattr(self._thread, "warm")):
@@ -746,7 +754,7 @@ _LOCK = threading.Lock()
 
 
 def release_graphs(model: nn.Module) -> None:
-    """Drop what is kept for a model."""
+    """Free the recordings and the cache that are kept for a model."""
     with _LOCK:
         _KEPT.pop(model, None)
 
@@ -764,12 +772,12 @@ def recording_report(model: nn.Module) -> dict[str, int]:
 def cache_for(
     model: Any, graphs: bool | None, past: BlockCache | None, rows: int, capacity: int, scratch: int, with_head: bool
 ) -> Iterator[tuple[BlockCache, Graphs | None]]:
-    """Choose the cache of a call and what records its forwards: what was kept from earlier calls, or new ones.
+    """Choose the cache of a call and the recordings of its forwards: those kept from earlier calls, or new ones.
 
     Args:
         model, rows, capacity, scratch: See `BlockCache`.
         graphs: The option: None where possible, True or an error, False never.
-        past: A cache to go on from, which is taken over; or None.
+        past: A cache to continue from, which is taken over; or None.
         with_head: Whether the head's layers are needed.
 
     Raises:
@@ -793,7 +801,7 @@ def cache_for(
 
 
 def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: bool) -> Graphs | None:
-    """Find or make what is kept for a model, with room for a call, and now busy; None where another call is using it."""
+    """Find or make what is kept for a model, with room for a call, and mark it busy; None if another call is using it."""
     weights = fingerprint(model)
     with _LOCK:
         kept = _KEPT.get(model)
@@ -813,7 +821,7 @@ def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: boo
 
 
 def fingerprint(model: nn.Module) -> Hashable:
-    """Collect where a model's weights lie, how its modules are set and hooked, and which attention it uses."""
+    """Collect where a model's weights lie, its modules' modes and hooks, and its attention implementation."""
     tensors = (*model.parameters(), *model.buffers())
     places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
     settings: list[Hashable] = []
@@ -828,7 +836,7 @@ def fingerprint(model: nn.Module) -> Hashable:
 
 
 def obstacle(model: Any) -> str | None:
-    """Say why forwards of this model cannot be recorded here, with what to do; None if they can."""
+    """Say why forwards of this model cannot be recorded here, with the remedy; None if they can."""
     tensors = (*model.parameters(), *model.buffers())
     others = {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}
     if others:
@@ -849,9 +857,9 @@ def obstacle(model: Any) -> str | None:
 """The layers of a round: Triton kernels, each beside its PyTorch twin, for all that lies between the matrix products.
 
 A layer called module by module launches about seventy operations, nearly all of them on a few thousand numbers: on a GPU each
-takes longer to start than to run, also inside a CUDA graph. Here are four of the few that are left (`networks/layers.py`): a
-sum and its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache; attention. Casts
-are those of transformers' modules: what these round to the model's dtype is rounded here.
+takes longer to start than to run, also inside a CUDA graph. `networks/layers.py` needs only a few launches; four of them are
+here: a sum with its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache; attention.
+Casts are those of transformers' modules: what these round to the model's dtype is rounded here.
 
 In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
 state and, where its state has a parent, those of the parent. Keys and values are read where `BlockCache` holds them: the
@@ -945,11 +953,11 @@ def rotated_ref(
 
 @dataclass(frozen=True)
 class RoundMask:
-    """Who sees whom in a round, in place of a mask tensor.
+    """The rule of attention in a round, in place of a mask tensor.
 
     Attributes:
-        committed: [rows] long, how many committed slots each row sees.
-        parent: [rows, width] long, the slot of the state that a state looks at beyond the prefix, -1 if none.
+        committed: [rows] long, number of committed slots that each row sees.
+        parent: [rows, width] long, the slot of the state that a state attends to beyond the prefix, -1 if none.
         width: States per row.
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
@@ -987,7 +995,7 @@ class RoundMask:
         return self._kept[name]
 
     def arrived(self, count: int) -> Tensor:
-        """Zeros [count] int32 for the kernel, which leaves them so behind each layer."""
+        """Return zeros [count] int32 for the kernel, which leaves zeros after each layer."""
         if count not in self._kept:
             self._kept[count] = torch.zeros(count, dtype=torch.int32, device=self.committed.device)
         return self._kept[count]
@@ -1241,12 +1249,12 @@ if triton is not None:
 
 @family("sdar")
 class MRPBackbone(Qwen3Model):
-    """transformers' `Qwen3Model`, whose mask has to be given: its own is causal. The backbone of dense SDAR.
+    """transformers' `Qwen3Model` with a mask that must be given, since its own is causal: the backbone of dense SDAR.
 
     Attributes:
-        family: Its name, by which it was registered.
-        models: What its published models are called.
-        paper: Where they are described; None: nowhere that is cited.
+        family: The name by which it was registered.
+        models: Names of its published models.
+        paper: Where they are described; None if no paper is cited.
         shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
         unsaid: Fields that its published configs leave out, with their values.
     """
@@ -1284,7 +1292,7 @@ class MRPBackbone(Qwen3Model):
 
     @classmethod
     def note(cls, source: str) -> str | None:
-        """Say what a user of the checkpoint `source` has to know; None: nothing."""
+        """Return what a user of the checkpoint `source` has to know; None if there is nothing."""
         return None
 
 
@@ -1332,7 +1340,7 @@ def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None
 
 
 def _obstacle_to_fusing(model: Any, layers: dict[Any, list[Any]]) -> str | None:
-    """Say why the layers of a model have to be called, and the remedy; None if fused ones may stand for them."""
+    """Say why the layers of a model have to be called as modules, with the remedy; None if they can be fused."""
     if (chosen := model.config._attn_implementation) != "sdpa":
         return f"the model attends by {chosen!r}: use attn_implementation='sdpa'"
     if any(part._compiled_call_impl is not None for part in model.modules()):
@@ -1342,12 +1350,12 @@ def _obstacle_to_fusing(model: Any, layers: dict[Any, list[Any]]) -> str | None:
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Find what a module does beside its class, `kind`, of torch, transformers or this package: no kernel stands for that.
+    """Find what a module does beyond its class `kind` (of torch, transformers or this package), which no kernel reproduces.
 
-    Hooks of all modules (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
+    Global hooks (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
 
     Returns:
-        What is in the way, and the remedy; None: calling the module is what the class does.
+        What is in the way, and the remedy; None if calling the module does only what the class does.
     """
     found = type(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -1362,7 +1370,10 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type[nn.Module]]]:
-    """The modules that are not called, each with what it has to be: what is not need not have the parts that come next."""
+    """Iterate over the modules that fused layers replace, each with its expected class.
+
+    A module of another class need not have the parts that come after it.
+    """
     yield model.model, MRPBackbone
     for owner, each in layers.items():
         yield owner.norm, Qwen3RMSNorm
@@ -1437,7 +1448,7 @@ def pack(model: nn.Module) -> None:
 
 
 def packed_weight(linears: Sequence[Any]) -> Tensor | None:
-    """View weights of linear layers as one matrix [sum of out_features, in_features]; None if they do not lie side by side."""
+    """View linear layers' weights as one matrix [sum of out_features, in_features]; None if they are not adjacent."""
     if not all(map(_plain, linears)):
         return None
     first = linears[0].weight
@@ -1471,7 +1482,7 @@ def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> T
 
 # ---------------------------------------------------------------------------------------------------- model.diffusion
 
-"""Block diffusion: who sees whom, and the noise of a text with its loss.
+"""Block diffusion: attention masks, and the noise of a text with its loss.
 
 Positions are absolute and count from 0 at a sequence's first real token; the block of a position is
 ``position // block_size``. Masks here are boolean, True where a query may look at a key.
@@ -1528,7 +1539,7 @@ def taken_from(hidden: Tensor, previous: Tensor) -> Tensor:
 
 
 def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
-    """Draw [batch, 1 + length] float32 on [0, 1): by torch's generator or, outside training, by a seed that each text gives."""
+    """Draw [batch, 1 + length] float32 on [0, 1), from torch's generator or, outside training, a seed given by each text."""
     if training:
         return torch.rand(len(ids), 1 + ids.shape[1], device=ids.device)
     drawn = torch.zeros(len(ids), 1 + ids.shape[1])
@@ -2448,10 +2459,10 @@ _LOGITS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class Unembedding:
-    """The distributions over tokens that hidden states stand for.
+    """The map from hidden states to distributions over tokens.
 
     Attributes:
-        weight: [vocab, hidden_size], those of `lm_head` or rows of it.
+        weight: [vocab, hidden_size], that of `lm_head` or rows of it.
         mask_token_id: Outside the softmax.
         temperature: Divides the logits.
         eos_token_ids: Ids that some positions must not take.
@@ -2473,7 +2484,10 @@ class Unembedding:
         return logits
 
     def barred(self, logits: Tensor, no_eos: Tensor | None, ids: Tensor | None = None) -> Tensor:
-        """Bar an eos from logits [n, vocab], or [n, m] of some ids, by -inf, where `no_eos` [n] bool says so."""
+        """Set the logits of eos tokens to -inf in rows where `no_eos` [n] bool is True.
+
+        Logits are [n, vocab], or [n, m] of the tokens `ids` [n, m].
+        """
         if no_eos is not None:
             ids = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
             for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
@@ -2486,7 +2500,7 @@ class Unembedding:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def chunks(self, rows: int, each: int | None = None) -> list[slice]:
-        """Cut `rows` into slices so small that their logits, or `each` numbers a row, are no burden; none gives one, empty."""
+        """Cut `rows` into slices small enough for their logits, or for `each` numbers a row; no rows give one empty slice."""
         step = max(1, _LOGITS_AT_ONCE // (each or self.weight.shape[0]))
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
 
@@ -2497,9 +2511,10 @@ def upcast(logits: Tensor) -> Tensor:
 
 
 def in_blocks(scores: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Cut scores [n, vocab] into blocks, [n, blocks, _BLOCK], and find the largest of each, [n, blocks], where this is quicker.
+    """Cut scores [n, vocab] into blocks [n, blocks, _BLOCK] and find each one's largest [n, blocks], if that is faster.
 
-    A CPU reads a vocabulary of 151,936 once so, at a tenth of the time of `torch.argmax` and a fifth of `torch.topk`.
+    Else return None. A CPU then reads a vocabulary of 151,936 once, in a tenth of the time of `torch.argmax` and a fifth of
+    `torch.topk`.
     """
     if scores.is_cuda or scores.shape[1] % _BLOCK or scores.shape[1] < _BLOCK**2:
         return None
@@ -2508,7 +2523,7 @@ def in_blocks(scores: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def likeliest_token(scores: Tensor) -> Tensor:
-    """Find the token of the largest of scores [n, vocab], [n] long; of equals the first, as `torch.argmax`."""
+    """Find the token with the largest of scores [n, vocab], [n] long; of equal ones the first, as `torch.argmax`."""
     if (cut := in_blocks(scores)) is None:
         return scores.argmax(-1)
     blocks, largest = cut
@@ -2517,7 +2532,7 @@ def likeliest_token(scores: Tensor) -> Tensor:
 
 
 def likeliest_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the `count` largest of scores [n, vocab], [n, count], and their ids; of equals any, as `torch.topk`."""
+    """Find the `count` largest scores [n, count] of [n, vocab] and their ids; of equal ones any, as `torch.topk`."""
     if (cut := in_blocks(scores)) is None or cut[1].shape[1] < count:
         values, ids = scores.topk(min(count, scores.shape[1]))
         return values, ids
@@ -2530,7 +2545,7 @@ def likeliest_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
     """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; 1 - p sums the other tokens.
 
-    Of tokens that were `picked` it is NaN where their own score is not finite: there was nothing to pick.
+    With `picked`, the result is NaN where a token's own score is not finite: there was nothing to pick.
     """
     own = scores.gather(1, token[:, None])
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
@@ -2549,7 +2564,7 @@ def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tens
 
     Args:
         keys: [n] long, from `noise_key`.
-        tokens: [m] long, or how many of the first ids.
+        tokens: [m] long; or a number m, for the first m ids.
         dtype: float32 or float64; both see the same 32 random bits.
 
     Returns:
@@ -2647,7 +2662,7 @@ if triton is not None:
 
     @triton.jit
     def _log_sum(x):  # type: ignore[no-untyped-def]
-        """log of the sum of exp(x) of a vector; likewise."""
+        """log of the sum of exp(x) over a vector, also of infinities; NaN if one of them is."""
         most = tl.max(x, 0)
         most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
         return most + tl.log(tl.sum(tl.exp(x - most), 0))
@@ -3008,8 +3023,8 @@ def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:
 """The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head`, `commit`.
 
 States lie side by side in one forward: each sees the committed text of its row, itself, and its parent if it has one. Ids go in
-by one copy, and what was picked comes out by one (likeliest tokens by two more): the host decides the rest. The keys and values
-of what was scored lie behind the texts until the next forward; `commit` copies those of accepted clean states to the texts.
+by one copy and picks come out by one (likeliest tokens by two more); the host decides the rest. The keys and values of scored
+states lie beyond the texts until the next forward; `commit` copies those of accepted clean states to the texts.
 """
 
 
@@ -3028,11 +3043,12 @@ class Networks:
     """Backbone, head and pick of one decode.
 
     Args:
-        model: Whose forwards these are: an `MRPForCausalLM`, or what has its `config`, `backbone` and `residual`.
+        model: An `MRPForCausalLM`, or any object with its `config`, `backbone` and `residual`.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
-        picker: Picks tokens from the backbone's hidden states; rows are where its `lm_head` is, and kernels or not as it says.
-        plans: How the layers run, fused (`plan_layers`); None: they are called under a dense mask.
+        picker: Picks tokens from the backbone's hidden states. It also decides the device of the rows (its `lm_head`'s) and the
+            use of kernels.
+        plans: How the layers run, fused (`plan_layers`); None: as modules, under a dense mask.
         recorded: Runs a forward from a recording (`Graphs.call`); or None.
 
     Attributes:
@@ -3068,10 +3084,10 @@ class Networks:
     # ------------------------------------------------------------------------------------------------------- prefill
 
     def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
-        """Compute the whole blocks before each row's first mask and, in the same forward, the row's first state.
+        """Compute the whole blocks before each row's first mask and, in the same forward, score the row's first state.
 
-        It starts where the first row's `reused` keys and values end. So, behind a cache and beyond one chunk, a row's forwards
-        here may depend on its neighbours; its text does not.
+        By row, the first `reused` tokens have cached keys and values; prefill starts at the least of these numbers. So with a
+        cache, or beyond one chunk, the number of a row's forwards may depend on its neighbours; its text does not.
         """
         length = max(row.state.start for row in rows) + self.block
         read = max(row.head_held for row in rows)
@@ -3097,7 +3113,7 @@ class Networks:
         return self.pick(self.picker, states, [hidden for hidden in first if hidden is not None])
 
     def _catch_up(self, rows: Sequence[Row], behind: Sequence[Row]) -> None:
-        """Have the head read all that it has not read of the texts of those rows that are `behind`."""
+        """Let the head read what it has not read yet of the texts of the rows `behind`."""
         first, last = min(row.head_held for row in behind), max(row.held for row in behind)
         for begin, end, ids, positions, mask in self._chunks(rows, first, last):
             hidden = self.cache.hidden[: len(rows), begin:end]
@@ -3111,7 +3127,7 @@ class Networks:
             row.head_held = row.held
 
     def _chunks(self, rows: Sequence[Row], begin: int, length: int) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
-        """Iterate over the rows' texts from `begin` to `length` as forwards read them: see `prefill_chunks`."""
+        """Iterate over the rows' texts from `begin` to `length`, one forward at a time; see `prefill_chunks`."""
         texts = torch.tensor([(row.text + [self.mask_id] * length)[:length] for row in rows], device=self.device)
         return prefill_chunks(self.cache, texts, begin, max(1, PREFILL_CHUNK // self.block) * self.block, self.block)
 
@@ -3144,12 +3160,12 @@ class Networks:
     ) -> list[list[Hidden]]:
         """Compute h_A + h_C at states of each row, given hidden states h_A or estimates of them, in one pass of the head.
 
-        Rows that ask and have a clean block of which the head has no keys and values yet compute these on the way.
+        In the same pass, the head computes its keys and values of a clean block that it has not read yet, for rows that ask.
 
         Args:
-            rows: Those of the batch, by place.
-            asked: Of each the states, and what the head starts from at each; of some row one at least.
-            residual: Whether h_C alone is wanted.
+            rows: The rows of the batch.
+            asked: For each row its states, each with the hidden states that the head starts from; at least one in all.
+            residual: Whether to return h_C alone.
         """
         asking = [row for row, states in zip(rows, asked, strict=True) if states]
         if behind := [row for row in asking if row.held - row.head_held > self.block]:
@@ -3185,9 +3201,9 @@ class Networks:
         ]
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Keep the keys and values of scored clean states, and hidden states for the head to read.
+        """Keep the keys and values of accepted clean states, and their hidden states for the head to read.
 
-        Of each row of the batch `clean` has the slots of accepted clean states, in order.
+        `clean` has the slots of accepted clean states for each row of the batch, in order.
         """
         moves = []
         for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
@@ -3217,10 +3233,10 @@ class Networks:
         parents: Sequence[State | None] = (),
         shortlists: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
-        """Pick at the free columns of states, given the hidden states of each; one transfer to the host.
+        """Pick at the free columns of states from the hidden states of each; one transfer to the host.
 
-        Processors see the clean states that some look at, their `parents`. Tokens are chosen among those of `shortlists`
-        (`Scores.shortlist`) if all states have theirs.
+        `parents` are the clean states that states attend to, for processors to see. Tokens are chosen among those of
+        `shortlists` (`Scores.shortlist`) if every state has one.
         """
         block, count = self.block, len(states)
         columns = np.array([at * block + column for at, (_, state) in enumerate(states) for column in state.free], np.int64)
@@ -3239,18 +3255,18 @@ class Networks:
         return [Scores(*said, one, shortlist) for said, one, shortlist in found]
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
-        """Copy columns [n] to the device, and gather them of each of several lists of blocks: [n, size] each."""
+        """Copy columns [n] to the device, and gather them from each of several lists of blocks: [n, size] each."""
         index = torch.from_numpy(columns).to(self.device, non_blocking=True)
         return [index, *(gather_blocks(blocks).flatten(0, 1)[index] for blocks in several)]
 
     def token_odds(
         self, asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]
     ) -> list[list[float]]:
-        """Compute the log-odds of given tokens under hidden states of each, [block], -inf at other columns; one transfer.
+        """Compute the log-odds [block] of given tokens at each state, -inf at other columns; one transfer to the host.
 
         Args:
-            asked: Of each its row, its state, some of its free columns, and by column the tokens.
-            hidden: Of each the hidden states.
+            asked: For each state its row, the state, some of its free columns, and the tokens by column.
+            hidden: The hidden states of each.
         """
         states = [(row, State(state.key, tuple(where), state.end, state.masks, 0)) for row, state, where, _ in asked]
 
@@ -3260,7 +3276,7 @@ class Networks:
         return self._of_tokens([(where, token) for _, _, where, token in asked], hidden, odds)
 
     def magnitudes(self, asked: Sequence[tuple[Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]) -> list[list[float]]:
-        """Take the magnitude |C| of given tokens' logits: one dot product each; arguments and result as of `token_odds`."""
+        """Compute the magnitude |C| of given tokens' logits, one dot product each; arguments and result as in `token_odds`."""
         weight = self.picker.lm_head_weight
         return self._of_tokens(asked, hidden, lambda given, token: token_logits(weight, given, token[:, None])[:, 0].abs())
 
@@ -3281,11 +3297,12 @@ class Networks:
     def _network(self, packed: Packed, held: Sequence[int], hidden: Tensor | None = None) -> Tensor:
         """Run the backbone, or with `hidden` [rows * width, block, hidden_size] the head, over states and their parents.
 
-        What is scored goes behind the longest of all rows' texts, so that it touches no text of a row that takes no part.
+        Keys and values of states are written beyond the longest of all rows' texts, so that rows that take no part are not
+        touched.
 
         Returns:
             Hidden states or h_C, [rows * width, block, hidden_size], `width` being the most states of a row; shifted hidden
-            states have one more column, that of the next block's first token.
+            states have one more column, for the next block's first token.
         """
         rows, width, used = len(packed), max(map(len, packed)), max(held)
         self._begin = self.cache.target(used, width * self.block)
@@ -3351,7 +3368,7 @@ class Networks:
     # ------------------------------------------------------------------------------------------- rows that have ended
 
     def narrow(self, rows: list[Row], size: int) -> list[Row]:
-        """Let ended rows leave: those that go on move to the first `size` places, no fewer than these; give the rows there."""
+        """Move unfinished rows to the first `size` places, which must suffice for them, and return the rows there."""
         ended = [place for place in range(size) if rows[place].stop is not None]
         behind = [place for place in range(size, len(rows)) if rows[place].stop is None]
         pairs = list(zip(ended, behind, strict=False))  # there may be more room than rows
@@ -3365,7 +3382,7 @@ class Networks:
         return rows[:size]
 
     def widen(self, used: int) -> None:
-        """Have all rows back in their places, each with its first `used` slots."""
+        """Return all rows to their places, each with its first `used` slots."""
         for pairs in reversed(self._swaps):
             self.cache.swap(pairs, used)
         self._swaps.clear()
@@ -3375,8 +3392,10 @@ class Networks:
 def prefill_chunks(
     cache: BlockCache, texts: Tensor, begin: int, chunk: int, block: int
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
-    """Iterate over texts [rows, length] long from `begin` on as forwards under a block-causal mask read them, a `chunk` of
-    whole blocks at once; keys and values go to their slots. Of each the first column, the end, ids, positions and the mask."""
+    """Iterate over texts [rows, length] long from `begin` on, a `chunk` of whole blocks per forward under a block-causal mask.
+
+    Yields of each forward its first column, its end, ids, positions and mask; keys and values go to their slots.
+    """
     positions = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
     for at in range(begin, texts.shape[1], chunk):
         end = min(texts.shape[1], at + chunk)
@@ -3386,7 +3405,7 @@ def prefill_chunks(
 
 
 def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
-    """Gather hidden states of n places, which lie in a few tensors: [n, block, hidden_size]."""
+    """Gather hidden states of n blocks from the few tensors that hold them: [n, block, hidden_size]."""
     first = hidden[0][0]
     tensors = {id(tensor): tensor for tensor, _ in hidden}
     if len(tensors) == 1:
@@ -3401,7 +3420,7 @@ def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
 
 
 def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int) -> np.ndarray:
-    """Read numbers [n] or [n, m] on the host, in float64, and put them to columns [n]: [states, block, ...], -inf elsewhere."""
+    """Copy numbers [n] or [n, m] to the host in float64, at columns [n] of [states, block, ...], -inf elsewhere."""
     read = numbers.detach().cpu().double().numpy()
     spread = np.full((states * block, *read.shape[1:]), -np.inf)
     spread[columns] = read
@@ -3409,7 +3428,7 @@ def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int
 
 
 def on_host(picks: Picks, columns: np.ndarray, states: int, block: int) -> list[tuple[list[int], list[float], Any, Any]]:
-    """Read picks at columns of states in one transfer: of each state tokens, odds, entropies and likeliest, as in `Scores`.
+    """Read picks at columns of states in one transfer: tokens, odds, entropies and likeliest of each state, as in `Scores`.
 
     Ids are exact in float32: a vocabulary has fewer than 2^24.
     """
@@ -4456,12 +4475,13 @@ class Option:
 
     Attributes:
         name: The keyword argument, and the field of the config.
-        default: The value of an option that nobody sets: that is None.
+        default: The value where neither the call nor a config sets the option.
         kind: The type of its values, as `isinstance` takes it; a bool is no number.
-        holds: The range: True of the values allowed, given one of that type and the model's block size.
-        remedy: The end of the error for others; `{block_size}` stands for the model's.
+        holds: Its range: a function that gets a value of that type and the model's block size, and returns True if it is
+            allowed.
+        remedy: The end of the error message for other values; `{block_size}` stands for the model's.
         help: Its meaning, a line of Markdown.
-        modes: The values of `decoding` in which it acts; it acts, too, in modes that draft for these as `target`.
+        modes: The values of `decoding`, or of `target` in a mode that drafts, with which it has an effect.
     """
 
     name: str
@@ -4473,13 +4493,13 @@ class Option:
     modes: tuple[str, ...] = DECODINGS
 
     def acts(self, decoding: str, target: str | None = None) -> bool:
-        """Tell if it has an effect in a mode, which drafts for `target` if it drafts."""
+        """Tell if the option has an effect in a mode or, if the mode drafts, with its `target`."""
         return decoding in self.modes or (decoding in DRAFTING and target in self.modes)
 
     def check(self, value: Any, block_size: int | None) -> None:
         """Raise `ValueError`, with value and remedy, for a value of another type or out of range.
 
-        Without a block size, a number that it bounds may be of any size.
+        Without a block size, numbers that the block size bounds are not checked against it.
         """
         if value is None:  # it is left to the default
             return
@@ -4567,7 +4587,7 @@ class DecodingOptions:
 
 
 def _declared() -> tuple[Option, ...]:
-    """List the fields, with the default, values and modes that their types carry, and what the docstring says of them."""
+    """List the fields with the default, values and modes in their types, and their help from the docstring."""
     said = re.findall(r"^    (\w+): (.+(?:\n     .+)*)", getdoc(DecodingOptions) or "", re.MULTILINE)
     meaning = {name: " ".join(text.split()) for name, text in said}
     hints = get_type_hints(DecodingOptions, include_extras=True)
@@ -4582,7 +4602,7 @@ OPTIONS = _declared()
 
 
 def ids_of(value: Any) -> list[Any]:
-    """List the ids that an option gives: one, several, a tensor of them, or None."""
+    """List the ids that an option gives as one id, several, a tensor of them, or None."""
     if hasattr(value, "flatten"):
         return list(value.flatten().tolist())
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
@@ -4615,21 +4635,21 @@ OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
 
 
 def check_supported(values: Mapping[str, Any]) -> None:
-    """Raise `ValueError`, with value and reason, for the first of some options and arguments that is not supported."""
+    """Raise `ValueError`, with value and reason, for the first given option or argument that is not supported."""
     for name, why in UNSUPPORTED.items():
         if (value := values.get(name)) is not False and value not in (None, OFF.get(name)):
             raise ValueError(f"{name}={reprlib.repr(value)} is not supported: {why}. Leave {name} unset")
 
 
 def closest_name(name: str, names: Iterable[str]) -> str:
-    """Suggest the one of some names that is most like this one, with a space before; "" if none is."""
+    """Suggest the most similar of some names, in words to append to a message; "" if none is similar."""
     near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
 # ---------------------------------------------------------------------------------------------------- generate.options
 
-"""The input of a call of `generate`: its options, with the config that holds and interprets them, and its prompts; checked."""
+"""The input of a call of `generate`, checked: options, the config that holds and interprets them, and prompts."""
 
 
 
@@ -4638,7 +4658,7 @@ logger = transformers_logging.get_logger(__name__)
 
 
 def _low(options: Any, published: float) -> float:
-    """Choose the lower threshold of a rule, a probability: its own where none is set."""
+    """Choose the lower threshold of a rule, a probability: the published one unless the option is set."""
     return published if options.low_threshold is None else options.low_threshold
 
 
@@ -4714,7 +4734,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             option.check(getattr(self, option.name), block_size)
 
     def mode(self, block_size: int, rows: int = 1) -> Mode:
-        """Look up what is revealed, refined and drafted in a call of so many rows, of options that were checked."""
+        """Make the mode of a call with `rows` rows from checked options."""
         options: Any = self  # none of them None
         name, auto = options.decoding, options.num_draft_states == "auto"
         if name in _REFINED:
@@ -4734,7 +4754,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         return ids_of(self.eos_token_id)
 
     def pad_id(self) -> int:
-        """Choose the id that stands behind the end of a text."""
+        """Choose the id that fills rows after the end of their text."""
         return self.pad_token_id if self.pad_token_id is not None else next(iter(self.eos_ids()), 0)
 
     def seeds(self, rows: int) -> list[int]:
@@ -4759,7 +4779,7 @@ def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-    """Resolve the options of a call, and its other arguments: these go before a given config, and that before the model's own.
+    """Resolve the options and other arguments of a call: arguments override a given config, and this the model's own.
 
     Raises:
         ValueError: for what `generate` does not know, does not support, or cannot honour.
@@ -4793,7 +4813,7 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
 
 
 def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> Tensor:
-    """Check ids as `check_ids` does, and that none is the mask's."""
+    """Check ids as `check_ids` does, and that none is the mask's id."""
     real = check_ids(prompt, attention_mask, vocab_size)
     if bool(((prompt == mask_token_id) & real).any()):
         raise ValueError(
@@ -4804,8 +4824,11 @@ def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_siz
 
 
 def check_ids(ids: Any, attention_mask: Any, vocab_size: int, name: str = "input_ids", rows: int | None = None) -> Tensor:
-    """Tell which of some ids [rows, length] are real, a bool tensor; raise `ValueError` unless they are ids, of so many `rows`
-    if given, and `attention_mask` None or as large."""
+    """Check ids [rows, length] and return which of them are real, a bool tensor.
+
+    Raises:
+        ValueError: unless they are ids below `vocab_size`, of `rows` rows if given, and `attention_mask` is None or as large.
+    """
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
         hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
         kind = str(ids.dtype) if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
@@ -4844,7 +4867,7 @@ def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
 
 # ---------------------------------------------------------------------------------------------------- generate.output
 
-"""The output of `generate`, and what watches its rounds: streamers, stopping criteria, and the progress of each row."""
+"""The output of `generate`, and the observers of its rounds: streamers, stopping criteria, records of progress."""
 
 
 
@@ -4856,22 +4879,22 @@ class MRPGenerateStats(ModelOutput):
 
     Attributes:
         forwards: Forwards of the whole batch by role: of the backbone `prefill` (prompts), `verify` (rounds that scored drafts)
-            and `denoise` (rounds without), and those of the `head`.
+            and `denoise` (rounds without drafts), and those of the `head`.
         row_forwards, row_head_forwards: [rows], forwards of the backbone, and of the head, in which each row took part.
-        slot_forwards: Rows of all backbone forwards added up, with those that had ended until they left the batch.
+        slot_forwards: Rows of the batch summed over backbone forwards, including rows that had ended but not left the batch.
         drafted, accepted: [rows], drafted states that were submitted, and that were right.
         revoked: [rows], reveals that `mrp_remask` took back.
-        accepted_lengths: [rows, n], how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that were
-            scored in vain a round earlier count).
-        offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds in which the backbone came by k - 1 drafts and there was a
-            draft that could follow the last of them. No columns in modes without drafts.
-        accepted_at_depth: [rows, n]: of these, rounds in which it came by a k-th. Their ratio is the chance that draft k is
+        accepted_lengths: [rows, n], the number of rounds that accepted 0, 1, 2, ... states. The first accepted state is never a
+            draft; states scored by the round before count as well.
+        offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds that accepted at least k - 1 drafts and offered a k-th, a
+            draft that could follow the (k - 1)-th. No columns in modes without drafts.
+        accepted_at_depth: [rows, n]: the rounds among these that accepted a k-th draft. The ratio is the chance that draft k is
             accepted given that k - 1 were; the sum over k is `accepted`.
         revocations: [n, 3]: row, column of the generated text (as in `reveal_step`) and token of each reveal that `mrp_remask`
-            took back, in order. A column may lie behind the end of the text.
-        rounds: [1 + rounds, rows] by name: what each row had come to behind the prefill and behind each round. `row_forwards`,
-            `drafted`, `accepted`; `steps` of denoising, which tell with `reveal_step` what each forward revealed; and `column`,
-            where the row's block begins in the generated text (below 0 within the prompt).
+            took back, in order. A column may lie beyond the end of the text.
+        rounds: [1 + rounds, rows] by name: each row's counts after the prefill and after each round. `row_forwards`, `drafted`,
+            `accepted`; `steps` of denoising, which together with `reveal_step` tell what each forward revealed; and `column`,
+            the start of the row's block in the generated text (below 0 within the prompt).
     """
 
     forwards: dict[str, int] | None = None
@@ -4920,7 +4943,7 @@ class MRPGenerateOutput(ModelOutput):
 class Progress:
     """Records the counts of each row of a call after the prefill and after each round.
 
-    Where the output is to have `logits` or `scores`, the hidden states that tokens were drawn from are kept.
+    If the output is to have `logits` or `scores`, it keeps the hidden states that tokens were drawn from.
     """
 
     def __init__(self, rows: Sequence[Row], logits: bool, scores: bool) -> None:
@@ -4948,7 +4971,7 @@ class Progress:
         self.rounds.append([(c.forwards, r.steps, c.drafted, c.accepted, r.state.start - r.prompt) for c, r in counts])
 
     def distributions(self, picker: Picker, tokens: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """Compute the scores and logits that were asked for, [rows, vocab] each of new `tokens` [rows, generated] long."""
+        """Compute the output's `scores` and `logits`: [rows, vocab] each per new token of `tokens` [rows, generated] long."""
         if not any(self.wanted.values()):
             return {}
         before = cache(lambda place, start: self.rows[place].rewound(start))
@@ -4969,10 +4992,10 @@ class Progress:
 
 
 class Streams:
-    """The feeding of streamers, one for each row: the prompt, finished blocks in order, drafts where it has `put_draft`.
+    """Feeds one streamer per row: the prompt, finished blocks in order, and drafts if the streamer has `put_draft`.
 
     Raises:
-        ValueError: for another number of them than `rows`, or one that is to take two rows.
+        ValueError: if there are not as many streamers as rows, or one of them is given for two rows.
     """
 
     def __init__(self, streamer: Any, rows: int) -> None:
@@ -4992,7 +5015,7 @@ class Streams:
             streamer.put(prompt[None].cpu())
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Put what a round has finished, and end the streams of rows that have ended."""
+        """Send what a round has finished, and end the streams of rows that have ended."""
         for row in rows:
             if (streamer := self.open.get(row.place)) is None:
                 continue
@@ -5010,10 +5033,11 @@ class Streams:
 class Stopping:
     """The stopping criteria of one `generate` call, asked at every token of a row once it is final (no mask before it).
 
-    A criterion sees what it would see in transformers' loop: [rows, prompt + n] ids, the prompts as they were given, padding
-    included, and n tokens of every row behind them. Criteria that count columns or rows keep their meaning so. Here rows are
-    not equally far: one with fewer final tokens shows the mask id in their place, one that has ended shows padding behind its
-    end. The answer counts for rows whose n-th token is newly final.
+    A criterion gets the ids that it would get in transformers' loop, so that criteria that count columns or rows keep their
+    meaning: [rows, prompt + n], the prompts as given, padding included, then n tokens of every row. Rows here are not equally
+    far:
+    one with fewer final tokens shows the mask id in their place, and one that has ended shows padding after its end. The answer
+    counts for rows whose n-th token is newly final.
     """
 
     def __init__(self, criteria: Sequence[StoppingCriteria], rows: Sequence[Row], input_ids: Tensor, pad_id: int) -> None:
@@ -5021,7 +5045,7 @@ class Stopping:
         self.asked = [0] * len(rows)  # how many tokens of each row have been shown
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Ask about all newly final tokens of the call's rows; where a criterion ends a text, its row has a `stop`."""
+        """Ask about all newly final tokens of the call's rows; set `stop` of a row whose text a criterion ends."""
         known = [final_tokens(row) for row in self.rows]
         lengths = [(asked, len(tokens)) for asked, tokens in zip(self.asked, known, strict=True) if asked < len(tokens)]
         for column in range(min((asked for asked, _ in lengths), default=0), max((length for _, length in lengths), default=0)):
@@ -5039,7 +5063,7 @@ class Stopping:
 
 
 def final_tokens(row: Row) -> list[int]:
-    """The generated tokens of a row before its first mask, or its end."""
+    """Return the generated tokens of a row before its first mask or its end."""
     end = row.limit if row.stop is None else row.stop
     return row.text[row.prompt : next((at for at in range(row.prompt, end) if row.text[at] == row.mask_id), end)]
 
@@ -5047,8 +5071,9 @@ def final_tokens(row: Row) -> list[int]:
 def output_of(
     input_ids: Tensor, rows: Sequence[Row], decoder: Decoder, progress: Progress | None, cache: BlockCache, pad: int
 ) -> Tensor | MRPGenerateOutput:
-    """Make what `generate` returns of rows that have come to their ends: `input_ids` [rows, prompt] long with the texts behind,
-    padded with `pad`; with `progress` all else too.
+    """Make the output of `generate` from rows that have ended.
+
+    Texts follow `input_ids` [rows, prompt] long, padded with `pad`; with `progress` it is an `MRPGenerateOutput`.
     """
     device, texts = input_ids.device, [row.text[row.prompt : row.stop] for row in rows]
     width = max(map(len, texts))
@@ -5308,7 +5333,7 @@ def _decode(
 
 
 def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> list[int]:
-    """Find how many tokens of each row have keys and values already, and let go of what the call will overwrite."""
+    """Count the tokens of each row that have cached keys and values, and drop from the cache what the call will overwrite."""
     texts = [row.text for row in rows]
     reused = cache.reusable(texts, [row.state.start for row in rows], model.config.block_size, mode.uses_head)
     for row, same, of_head in zip(rows, reused, cache.head_held, strict=True):
@@ -5324,8 +5349,8 @@ def laid_out(
 ) -> list[Row]:
     """Lay out every row's text before the first step; a row starts in the block of its first mask.
 
-    `prompts` are 1-D long, `infill_ids` [rows, n] long. Behind a prompt come `new` tokens at most; none of the first `least` is
-    an eos. `ours` is the model's configuration, `bans` are `Bans` or None.
+    `prompts` are 1-D long, `infill_ids` [rows, n] long. At most `new` tokens follow a prompt; none of the first `least` is an
+    eos. `ours` is the model's configuration, `bans` are `Bans` or None.
     """
     rows, eos, block_size, mask_id = [], frozenset(config.eos_ids()), ours.block_size, ours.mask_token_id
     given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
@@ -5342,7 +5367,7 @@ def laid_out(
 
 
 def _unscored(error: UnscoredError, row: Row, picker: Picker) -> str:
-    """Say where a text has no token with a finite score, and all that may be the reason."""
+    """Make the error for a position without a finite score, with the possible reasons."""
     dtype, reasons = picker.lm_head_weight.dtype, []
     if picker.processors:
         names = ", ".join(dict.fromkeys(type(processor).__name__ for processor in picker.processors))
@@ -5360,9 +5385,9 @@ def _unscored(error: UnscoredError, row: Row, picker: Picker) -> str:
 
 
 def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig, mode: Mode) -> Picker:
-    """Sort transformers' list into processors, temperature and truncation.
+    """Sort transformers' list of processors into processors proper, temperature and truncation.
 
-    The minimum length, for which transformers' own processors count columns of the padded batch, is kept by the decoder itself.
+    The decoder itself keeps the minimum length, since transformers' own processors count columns of the padded batch.
     """
     temperature, ngram = 1.0, 0
     words: list[tuple[int, ...]] = []
@@ -5413,7 +5438,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
 
 
 def check_adapters(model: Any, rows: int) -> None:
-    """Check the adapters that are on, for a batch of so many rows.
+    """Check the active adapters for a batch of `rows` rows.
 
     Raises:
         ValueError: for an adapter that needs a prompt read token by token, vectors before it, or a network beside the layers;
@@ -5445,7 +5470,7 @@ def check_adapters(model: Any, rows: int) -> None:
 
 
 def check_past(past: Any, model: Any, rows: int) -> None:
-    """Raise `ValueError` unless one may go on from a cache, for so many prompts."""
+    """Raise `ValueError` if a call with `rows` prompts cannot continue from a cache."""
     depth, why = 0 if model.mrp_head is None else len(model.mrp_head.layers), None
     ours = isinstance(past, BlockCache) and past.owner is not None and past.owner() is model
     if not ours:
@@ -5482,7 +5507,7 @@ def check_unembedding(lm_head: Any) -> None:
 
 
 def mixed_tokens(quantization: Any) -> str | None:
-    """Say how a `quantization_config` lets the tokens of a forward change each other's results; None: it does not."""
+    """Say how a `quantization_config` lets tokens of one forward change each other's results; None if it does not."""
     scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)  # of torchao
     of_activations = scales[0] if isinstance(scales, list | tuple) else scales
     if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
@@ -5500,11 +5525,11 @@ def mixed_tokens(quantization: Any) -> str | None:
 
 # ---------------------------------------------------------------------------------------------------- generate.score
 
-"""Log-probabilities of given texts under `sequential`: all states of a text that is known are known before any forward.
+"""Log-probabilities of given texts under `sequential`: since the text is known, all its states are known before any forward.
 
-The state at which a token is revealed shows all that is to its left, and masks from its own place to the end of its block.
-So one pass over the text gives the keys and values that all states look at, and the states of all tokens lie side by side in as
-few forwards as memory allows.
+The state at which a token is revealed shows everything to its left, and masks from its own place to the end of its block. So
+one pass over the text gives the keys and values that all states attend to, and the states of all tokens are scored side by
+side, in as few forwards as memory allows.
 """
 
 
@@ -5516,10 +5541,10 @@ class MRPScoreOutput(ModelOutput):
     """The output of `score`.
 
     Attributes:
-        logprobs: [batch, length] float32 (float64 of a model in that), log-probability of each token that was scored, in nats;
-            0 elsewhere.
-        scored: [batch, length] bool, which tokens were.
-        greedy: [batch, length] bool, which of these were the likeliest at their state.
+        logprobs: [batch, length] float32 (float64 for a float64 model), log-probability of each scored token, in nats; 0
+            elsewhere.
+        scored: [batch, length] bool, which tokens were scored.
+        greedy: [batch, length] bool, which scored tokens were the likeliest at their state.
         forwards: Forwards of the whole batch by role, `prefill` and `score`.
     """
 
@@ -5530,7 +5555,7 @@ class MRPScoreOutput(ModelOutput):
 
     @property
     def sums(self) -> Tensor:
-        """[batch], the log-probability of all that was scored of a row."""
+        """[batch], the summed log-probability of a row's scored tokens."""
         assert self.logprobs is not None
         return self.logprobs.sum(-1)
 
@@ -5556,17 +5581,17 @@ class MRPScoringMixin:
         """Compute the log-probabilities of given texts under `sequential`, without gradients.
 
         They are exact: the chance that `generate(decoding="sequential", do_sample=True)` makes this text, token by token, one a
-        step, without processors or truncation. A token is predicted from all that is to its left, with masks from its own place
+        step, without processors or truncation. A token is predicted from everything to its left, with masks from its own place
         to the end of its block.
 
         Args:
-            input_ids: [batch, length] long, whole texts: prompts with what follows them.
+            input_ids: [batch, length] long, whole texts: prompts and what follows them.
             attention_mask: [batch, length], 1 for real tokens, with padding on either side.
             labels: [batch, length] long, `input_ids` where a token is to be scored and -100 elsewhere, for instance in the
-                prompt; None: all real tokens. What is not scored is seen from the right of it alone.
+                prompt; None: all real tokens are scored. Tokens to the right of an unscored one still see it.
             temperature: Divides the logits.
-            tokens_per_forward: Tokens of a forward of the whole batch, at most, which bounds its memory; one block of each row
-                where these are more.
+            tokens_per_forward: Most tokens in a forward of the whole batch, which bounds its memory; at least one block per
+                row.
 
         Returns:
             `MRPScoreOutput`.
@@ -5641,8 +5666,7 @@ def _scored(input_ids: Tensor, real: Tensor, labels: Tensor | None, mask_id: int
 
 
 def _those_first(chosen: Tensor) -> Tensor:
-    """List the columns that are `chosen` [batch, length] bool from left to right, then others: [batch, n] long, n the most of a
-    row."""
+    """List the `chosen` columns [batch, length] bool from left to right, then others: [batch, most chosen in a row] long."""
     return chosen.byte().argsort(dim=-1, descending=True, stable=True)[:, : int(chosen.sum(-1).max())]
 
 
@@ -5666,7 +5690,7 @@ def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: Bl
 
 
 def _said(unembedding: Unembedding, hidden: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of tokens [n] under hidden states [n, hidden_size], and which are the likeliest."""
+    """Compute the log-probabilities of tokens [n] under hidden states [n, hidden_size], and which are the likeliest."""
     logprobs, likeliest = [], []
     for at in unembedding.chunks(len(hidden)):
         scores = unembedding.tempered(unembedding.logits(hidden[at]))
@@ -5691,8 +5715,10 @@ AUTO_MAP = {
 
 
 def code_files(family: str = DENSE) -> dict[str, str]:
-    """Collect the remote code that a repository carries, by path: these files, if they are it, or what `bundle` generates for a
-    model of that family."""
+    """Collect the remote code that a repository carries, by path.
+
+    It is this code itself if that is already a bundle with the family, else what `bundle` generates for the family.
+    """
     own = Path(__file__)
     if own.name == MODELING:
         files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (CONFIGURATION, MODELING)}
@@ -5752,7 +5778,7 @@ def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
 
 # ---------------------------------------------------------------------------------------------------- model.head
 
-"""The MRP head: the module, and which of a model's settings it depends on.
+"""The MRP head, and the check that it fits a backbone.
 
 Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x, x' the state after a
 reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
@@ -5835,8 +5861,10 @@ class MRPHead(nn.Module):
 
 
 def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Widen cos and sin [batch, length, turned] of a backbone that turns a part of each head to [batch, length, head_dim]: the
-    pairs of dimensions that it leaves as they are turn by 0."""
+    """Widen cos and sin [batch, length, turned] to [batch, length, head_dim], for a backbone that rotates a part of each head.
+
+    The other pairs of dimensions are rotated by 0.
+    """
     cos, sin = rotary
     turned = cos.shape[-1] // 2
     if 2 * turned == head_dim:
@@ -5906,7 +5934,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[Path, dict[str, Any]]:
-    """Find a JSON file of a checkpoint, fetched if it has to be, and read it.
+    """Read a JSON file of a checkpoint, fetched from the Hub if needed.
 
     Raises:
         ValueError: if it holds no object.
@@ -5924,7 +5952,7 @@ def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[Path,
 
 
 def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
-    """Find a checkpoint's safetensors files, fetched if they have to be: all, or those with tensors of these prefixes.
+    """Find a checkpoint's safetensors files, fetched if needed: all, or those with tensors of some prefixes.
 
     Raises:
         ValueError: if there are none.
@@ -5941,7 +5969,7 @@ def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> 
 
 
 def is_hub_id(name: str) -> bool:
-    """Tell if a name can be a repository's on the Hub, `org/name`, and is no path."""
+    """Tell if a name can be a repository's id on the Hub, `org/name`, rather than a path."""
     return re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name) is not None and ".." not in name
 
 
@@ -5964,7 +5992,7 @@ def backbone_location(name: str, source: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------- model.loading
 
-"""Loading and saving of MRP models: the layouts that are read, and heads, put on, taken off and saved by themselves."""
+"""Loading and saving of MRP models in all layouts; attaching, detaching and saving of heads."""
 
 
 
@@ -6056,12 +6084,12 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_backbone(cls, backbone: Any, head: Any = None, head_revision: str | None = None, **kwargs: Any) -> Any:
-        """Load a backbone and a head that lie in different places.
+        """Load a backbone and a head from different places.
 
         Args:
-            backbone: A folder or id of any kind that `from_pretrained` takes but a head repository, or of an autoregressive
-                Qwen3 checkpoint, which becomes a block-diffusion model only by training.
-            head: What `attach_head` takes, in place of a head that the backbone has; or None.
+            backbone: A folder or id that `from_pretrained` takes, except a head repository; or that of an autoregressive Qwen3
+                checkpoint, which becomes a block-diffusion model only by training.
+            head: What `attach_head` takes; it replaces a head that the backbone has. None: the model is loaded as it is.
             head_revision: The commit, branch or tag of `head`.
             kwargs: As for `from_pretrained`; `revision` is the backbone's. A Qwen3 checkpoint takes `block_size` and
                 `mask_token_id`, an id that no text holds.
@@ -6109,7 +6137,7 @@ class MRPPreTrainedModel(PreTrainedModel):
         self.config.num_nextn_predict_layers = len(head.layers)
 
     def detach_head(self: Any) -> MRPHead:
-        """Take the head off, for another model; if `generate` would decode with it by default, it goes back to `static`.
+        """Remove and return the head; if `generate` would use it by default, the default becomes `static`.
 
         Raises:
             ValueError: if the model has none.
@@ -6124,7 +6152,7 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
-        """Make the MRP model of a stock model's own parameters and a repository's head, once as long as they stay.
+        """Make an MRP model that shares a stock model's parameters, with a repository's head; later calls reuse it.
 
         Args:
             stock: A model with a Qwen3 decoder's parameters under `model.` and `lm_head.`, such as SDAR's own class.
@@ -6242,7 +6270,7 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> Any:
-        """Load a model to put a head on; an autoregressive Qwen3 checkpoint gets a config of ours."""
+        """Load a model that a head will be attached to; an autoregressive Qwen3 checkpoint gets a config of ours."""
         _, found = stored_json(source, **hub_options(kwargs))
         if (other := found.get("base_model_name_or_path")) is not None:
             raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
@@ -6257,7 +6285,7 @@ class MRPPreTrainedModel(PreTrainedModel):
         return cls.from_pretrained(source, **kwargs)
 
     def _take_head(self: Any, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
-        """Attach a head; take over the options that its repository comes with, unless others were given."""
+        """Attach a head, and take over its repository's options unless others were given."""
         self.attach_head(head, **hub)
         if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
             try:
@@ -6267,7 +6295,7 @@ class MRPPreTrainedModel(PreTrainedModel):
             self.generation_config = self.generation_config_class.from_dict(stored.to_dict())
 
     def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
-        """Read the head of a checkpoint, its files as they lie on the disk."""
+        """Read the head of a checkpoint from its files."""
         path, _ = stored_json(source, **hub)
         if not os.path.isdir(source) and (commit := extract_commit_hash(str(path), None)):
             hub = {**hub, "revision": commit}
@@ -6293,10 +6321,10 @@ class MRPPreTrainedModel(PreTrainedModel):
 def head_to_save(
     model: Any, state_dict: dict[str, Tensor] | None, named: BackboneSource | None
 ) -> tuple[dict[str, Tensor], MRPConfig]:
-    """Select the tensors and the config of a head repository, whose backbone is the `named` or else the loaded one.
+    """Select the tensors and the config of a head repository; its backbone is the `named` one, or else the loaded one.
 
     Raises:
-        ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
+        ValueError: if the model has no head, its backbone no name, or the head has other tensors than its own.
     """
     backbone = named or model.backbone_source
     if model.mrp_head is None or backbone is None:

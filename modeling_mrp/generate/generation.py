@@ -244,7 +244,7 @@ def _decode(
 
 
 def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> list[int]:
-    """Find how many tokens of each row have keys and values already, and let go of what the call will overwrite."""
+    """Count the tokens of each row that have cached keys and values, and drop from the cache what the call will overwrite."""
     texts = [row.text for row in rows]
     reused = cache.reusable(texts, [row.state.start for row in rows], model.config.block_size, mode.uses_head)
     for row, same, of_head in zip(rows, reused, cache.head_held, strict=True):
@@ -260,8 +260,8 @@ def laid_out(
 ) -> list[Row]:
     """Lay out every row's text before the first step; a row starts in the block of its first mask.
 
-    `prompts` are 1-D long, `infill_ids` [rows, n] long. Behind a prompt come `new` tokens at most; none of the first `least` is
-    an eos. `ours` is the model's configuration, `bans` are `Bans` or None.
+    `prompts` are 1-D long, `infill_ids` [rows, n] long. At most `new` tokens follow a prompt; none of the first `least` is an
+    eos. `ours` is the model's configuration, `bans` are `Bans` or None.
     """
     rows, eos, block_size, mask_id = [], frozenset(config.eos_ids()), ours.block_size, ours.mask_token_id
     given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
@@ -278,7 +278,7 @@ def laid_out(
 
 
 def _unscored(error: UnscoredError, row: Row, picker: Picker) -> str:
-    """Say where a text has no token with a finite score, and all that may be the reason."""
+    """Make the error for a position without a finite score, with the possible reasons."""
     dtype, reasons = picker.lm_head_weight.dtype, []
     if picker.processors:
         names = ", ".join(dict.fromkeys(type(processor).__name__ for processor in picker.processors))
@@ -296,9 +296,9 @@ def _unscored(error: UnscoredError, row: Row, picker: Picker) -> str:
 
 
 def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig, mode: Mode) -> Picker:
-    """Sort transformers' list into processors, temperature and truncation.
+    """Sort transformers' list of processors into processors proper, temperature and truncation.
 
-    The minimum length, for which transformers' own processors count columns of the padded batch, is kept by the decoder itself.
+    The decoder itself keeps the minimum length, since transformers' own processors count columns of the padded batch.
     """
     temperature, ngram = 1.0, 0
     words: list[tuple[int, ...]] = []
@@ -349,7 +349,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
 
 
 def check_adapters(model: Any, rows: int) -> None:
-    """Check the adapters that are on, for a batch of so many rows.
+    """Check the active adapters for a batch of `rows` rows.
 
     Raises:
         ValueError: for an adapter that needs a prompt read token by token, vectors before it, or a network beside the layers;
@@ -381,7 +381,7 @@ def check_adapters(model: Any, rows: int) -> None:
 
 
 def check_past(past: Any, model: Any, rows: int) -> None:
-    """Raise `ValueError` unless one may go on from a cache, for so many prompts."""
+    """Raise `ValueError` if a call with `rows` prompts cannot continue from a cache."""
     depth, why = 0 if model.mrp_head is None else len(model.mrp_head.layers), None
     ours = isinstance(past, BlockCache) and past.owner is not None and past.owner() is model
     if not ours:
@@ -418,7 +418,7 @@ def check_unembedding(lm_head: Any) -> None:
 
 
 def mixed_tokens(quantization: Any) -> str | None:
-    """Say how a `quantization_config` lets the tokens of a forward change each other's results; None: it does not."""
+    """Say how a `quantization_config` lets tokens of one forward change each other's results; None if it does not."""
     scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)  # of torchao
     of_activations = scales[0] if isinstance(scales, list | tuple) else scales
     if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:

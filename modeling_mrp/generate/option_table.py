@@ -44,12 +44,13 @@ class Option:
 
     Attributes:
         name: The keyword argument, and the field of the config.
-        default: The value of an option that nobody sets: that is None.
+        default: The value where neither the call nor a config sets the option.
         kind: The type of its values, as `isinstance` takes it; a bool is no number.
-        holds: The range: True of the values allowed, given one of that type and the model's block size.
-        remedy: The end of the error for others; `{block_size}` stands for the model's.
+        holds: Its range: a function that gets a value of that type and the model's block size, and returns True if it is
+            allowed.
+        remedy: The end of the error message for other values; `{block_size}` stands for the model's.
         help: Its meaning, a line of Markdown.
-        modes: The values of `decoding` in which it acts; it acts, too, in modes that draft for these as `target`.
+        modes: The values of `decoding`, or of `target` in a mode that drafts, with which it has an effect.
     """
 
     name: str
@@ -61,13 +62,13 @@ class Option:
     modes: tuple[str, ...] = DECODINGS
 
     def acts(self, decoding: str, target: str | None = None) -> bool:
-        """Tell if it has an effect in a mode, which drafts for `target` if it drafts."""
+        """Tell if the option has an effect in a mode or, if the mode drafts, with its `target`."""
         return decoding in self.modes or (decoding in DRAFTING and target in self.modes)
 
     def check(self, value: Any, block_size: int | None) -> None:
         """Raise `ValueError`, with value and remedy, for a value of another type or out of range.
 
-        Without a block size, a number that it bounds may be of any size.
+        Without a block size, numbers that the block size bounds are not checked against it.
         """
         if value is None:  # it is left to the default
             return
@@ -155,7 +156,7 @@ class DecodingOptions:
 
 
 def _declared() -> tuple[Option, ...]:
-    """List the fields, with the default, values and modes that their types carry, and what the docstring says of them."""
+    """List the fields with the default, values and modes in their types, and their help from the docstring."""
     said = re.findall(r"^    (\w+): (.+(?:\n     .+)*)", getdoc(DecodingOptions) or "", re.MULTILINE)
     meaning = {name: " ".join(text.split()) for name, text in said}
     hints = get_type_hints(DecodingOptions, include_extras=True)
@@ -170,7 +171,7 @@ OPTIONS = _declared()
 
 
 def ids_of(value: Any) -> list[Any]:
-    """List the ids that an option gives: one, several, a tensor of them, or None."""
+    """List the ids that an option gives as one id, several, a tensor of them, or None."""
     if hasattr(value, "flatten"):
         return list(value.flatten().tolist())
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
@@ -203,13 +204,13 @@ OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
 
 
 def check_supported(values: Mapping[str, Any]) -> None:
-    """Raise `ValueError`, with value and reason, for the first of some options and arguments that is not supported."""
+    """Raise `ValueError`, with value and reason, for the first given option or argument that is not supported."""
     for name, why in UNSUPPORTED.items():
         if (value := values.get(name)) is not False and value not in (None, OFF.get(name)):
             raise ValueError(f"{name}={reprlib.repr(value)} is not supported: {why}. Leave {name} unset")
 
 
 def closest_name(name: str, names: Iterable[str]) -> str:
-    """Suggest the one of some names that is most like this one, with a space before; "" if none is."""
+    """Suggest the most similar of some names, in words to append to a message; "" if none is similar."""
     near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
     return f" (did you mean {near[0]}?)" if near else ""

@@ -1,4 +1,4 @@
-"""The input of a call of `generate`: its options, with the config that holds and interprets them, and its prompts; checked."""
+"""The input of a call of `generate`, checked: options, the config that holds and interprets them, and prompts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,7 +34,7 @@ logger = transformers_logging.get_logger(__name__)
 
 
 def _low(options: Any, published: float) -> float:
-    """Choose the lower threshold of a rule, a probability: its own where none is set."""
+    """Choose the lower threshold of a rule, a probability: the published one unless the option is set."""
     return published if options.low_threshold is None else options.low_threshold
 
 
@@ -110,7 +110,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             option.check(getattr(self, option.name), block_size)
 
     def mode(self, block_size: int, rows: int = 1) -> Mode:
-        """Look up what is revealed, refined and drafted in a call of so many rows, of options that were checked."""
+        """Make the mode of a call with `rows` rows from checked options."""
         options: Any = self  # none of them None
         name, auto = options.decoding, options.num_draft_states == "auto"
         if name in _REFINED:
@@ -130,7 +130,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         return ids_of(self.eos_token_id)
 
     def pad_id(self) -> int:
-        """Choose the id that stands behind the end of a text."""
+        """Choose the id that fills rows after the end of their text."""
         return self.pad_token_id if self.pad_token_id is not None else next(iter(self.eos_ids()), 0)
 
     def seeds(self, rows: int) -> list[int]:
@@ -155,7 +155,7 @@ def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-    """Resolve the options of a call, and its other arguments: these go before a given config, and that before the model's own.
+    """Resolve the options and other arguments of a call: arguments override a given config, and this the model's own.
 
     Raises:
         ValueError: for what `generate` does not know, does not support, or cannot honour.
@@ -189,7 +189,7 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
 
 
 def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> Tensor:
-    """Check ids as `check_ids` does, and that none is the mask's."""
+    """Check ids as `check_ids` does, and that none is the mask's id."""
     real = check_ids(prompt, attention_mask, vocab_size)
     if bool(((prompt == mask_token_id) & real).any()):
         raise ValueError(
@@ -200,8 +200,11 @@ def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_siz
 
 
 def check_ids(ids: Any, attention_mask: Any, vocab_size: int, name: str = "input_ids", rows: int | None = None) -> Tensor:
-    """Tell which of some ids [rows, length] are real, a bool tensor; raise `ValueError` unless they are ids, of so many `rows`
-    if given, and `attention_mask` None or as large."""
+    """Check ids [rows, length] and return which of them are real, a bool tensor.
+
+    Raises:
+        ValueError: unless they are ids below `vocab_size`, of `rows` rows if given, and `attention_mask` is None or as large.
+    """
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
         hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
         kind = str(ids.dtype) if isinstance(ids, Tensor) else f"a {type(ids).__name__}"

@@ -1,4 +1,4 @@
-"""The output of `generate`, and what watches its rounds: streamers, stopping criteria, and the progress of each row."""
+"""The output of `generate`, and the observers of its rounds: streamers, stopping criteria, records of progress."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,22 +22,22 @@ class MRPGenerateStats(ModelOutput):
 
     Attributes:
         forwards: Forwards of the whole batch by role: of the backbone `prefill` (prompts), `verify` (rounds that scored drafts)
-            and `denoise` (rounds without), and those of the `head`.
+            and `denoise` (rounds without drafts), and those of the `head`.
         row_forwards, row_head_forwards: [rows], forwards of the backbone, and of the head, in which each row took part.
-        slot_forwards: Rows of all backbone forwards added up, with those that had ended until they left the batch.
+        slot_forwards: Rows of the batch summed over backbone forwards, including rows that had ended but not left the batch.
         drafted, accepted: [rows], drafted states that were submitted, and that were right.
         revoked: [rows], reveals that `mrp_remask` took back.
-        accepted_lengths: [rows, n], how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that were
-            scored in vain a round earlier count).
-        offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds in which the backbone came by k - 1 drafts and there was a
-            draft that could follow the last of them. No columns in modes without drafts.
-        accepted_at_depth: [rows, n]: of these, rounds in which it came by a k-th. Their ratio is the chance that draft k is
+        accepted_lengths: [rows, n], the number of rounds that accepted 0, 1, 2, ... states. The first accepted state is never a
+            draft; states scored by the round before count as well.
+        offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds that accepted at least k - 1 drafts and offered a k-th, a
+            draft that could follow the (k - 1)-th. No columns in modes without drafts.
+        accepted_at_depth: [rows, n]: the rounds among these that accepted a k-th draft. The ratio is the chance that draft k is
             accepted given that k - 1 were; the sum over k is `accepted`.
         revocations: [n, 3]: row, column of the generated text (as in `reveal_step`) and token of each reveal that `mrp_remask`
-            took back, in order. A column may lie behind the end of the text.
-        rounds: [1 + rounds, rows] by name: what each row had come to behind the prefill and behind each round. `row_forwards`,
-            `drafted`, `accepted`; `steps` of denoising, which tell with `reveal_step` what each forward revealed; and `column`,
-            where the row's block begins in the generated text (below 0 within the prompt).
+            took back, in order. A column may lie beyond the end of the text.
+        rounds: [1 + rounds, rows] by name: each row's counts after the prefill and after each round. `row_forwards`, `drafted`,
+            `accepted`; `steps` of denoising, which together with `reveal_step` tell what each forward revealed; and `column`,
+            the start of the row's block in the generated text (below 0 within the prompt).
     """
 
     forwards: dict[str, int] | None = None
@@ -86,7 +86,7 @@ class MRPGenerateOutput(ModelOutput):
 class Progress:
     """Records the counts of each row of a call after the prefill and after each round.
 
-    Where the output is to have `logits` or `scores`, the hidden states that tokens were drawn from are kept.
+    If the output is to have `logits` or `scores`, it keeps the hidden states that tokens were drawn from.
     """
 
     def __init__(self, rows: Sequence[Row], logits: bool, scores: bool) -> None:
@@ -114,7 +114,7 @@ class Progress:
         self.rounds.append([(c.forwards, r.steps, c.drafted, c.accepted, r.state.start - r.prompt) for c, r in counts])
 
     def distributions(self, picker: Picker, tokens: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """Compute the scores and logits that were asked for, [rows, vocab] each of new `tokens` [rows, generated] long."""
+        """Compute the output's `scores` and `logits`: [rows, vocab] each per new token of `tokens` [rows, generated] long."""
         if not any(self.wanted.values()):
             return {}
         before = cache(lambda place, start: self.rows[place].rewound(start))
@@ -135,10 +135,10 @@ class Progress:
 
 
 class Streams:
-    """The feeding of streamers, one for each row: the prompt, finished blocks in order, drafts where it has `put_draft`.
+    """Feeds one streamer per row: the prompt, finished blocks in order, and drafts if the streamer has `put_draft`.
 
     Raises:
-        ValueError: for another number of them than `rows`, or one that is to take two rows.
+        ValueError: if there are not as many streamers as rows, or one of them is given for two rows.
     """
 
     def __init__(self, streamer: Any, rows: int) -> None:
@@ -158,7 +158,7 @@ class Streams:
             streamer.put(prompt[None].cpu())
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Put what a round has finished, and end the streams of rows that have ended."""
+        """Send what a round has finished, and end the streams of rows that have ended."""
         for row in rows:
             if (streamer := self.open.get(row.place)) is None:
                 continue
@@ -176,10 +176,11 @@ class Streams:
 class Stopping:
     """The stopping criteria of one `generate` call, asked at every token of a row once it is final (no mask before it).
 
-    A criterion sees what it would see in transformers' loop: [rows, prompt + n] ids, the prompts as they were given, padding
-    included, and n tokens of every row behind them. Criteria that count columns or rows keep their meaning so. Here rows are
-    not equally far: one with fewer final tokens shows the mask id in their place, one that has ended shows padding behind its
-    end. The answer counts for rows whose n-th token is newly final.
+    A criterion gets the ids that it would get in transformers' loop, so that criteria that count columns or rows keep their
+    meaning: [rows, prompt + n], the prompts as given, padding included, then n tokens of every row. Rows here are not equally
+    far:
+    one with fewer final tokens shows the mask id in their place, and one that has ended shows padding after its end. The answer
+    counts for rows whose n-th token is newly final.
     """
 
     def __init__(self, criteria: Sequence[StoppingCriteria], rows: Sequence[Row], input_ids: Tensor, pad_id: int) -> None:
@@ -187,7 +188,7 @@ class Stopping:
         self.asked = [0] * len(rows)  # how many tokens of each row have been shown
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Ask about all newly final tokens of the call's rows; where a criterion ends a text, its row has a `stop`."""
+        """Ask about all newly final tokens of the call's rows; set `stop` of a row whose text a criterion ends."""
         known = [final_tokens(row) for row in self.rows]
         lengths = [(asked, len(tokens)) for asked, tokens in zip(self.asked, known, strict=True) if asked < len(tokens)]
         for column in range(min((asked for asked, _ in lengths), default=0), max((length for _, length in lengths), default=0)):
@@ -205,7 +206,7 @@ class Stopping:
 
 
 def final_tokens(row: Row) -> list[int]:
-    """The generated tokens of a row before its first mask, or its end."""
+    """Return the generated tokens of a row before its first mask or its end."""
     end = row.limit if row.stop is None else row.stop
     return row.text[row.prompt : next((at for at in range(row.prompt, end) if row.text[at] == row.mask_id), end)]
 
@@ -213,8 +214,9 @@ def final_tokens(row: Row) -> list[int]:
 def output_of(
     input_ids: Tensor, rows: Sequence[Row], decoder: Decoder, progress: Progress | None, cache: BlockCache, pad: int
 ) -> Tensor | MRPGenerateOutput:
-    """Make what `generate` returns of rows that have come to their ends: `input_ids` [rows, prompt] long with the texts behind,
-    padded with `pad`; with `progress` all else too.
+    """Make the output of `generate` from rows that have ended.
+
+    Texts follow `input_ids` [rows, prompt] long, padded with `pad`; with `progress` it is an `MRPGenerateOutput`.
     """
     device, texts = input_ids.device, [row.text[row.prompt : row.stop] for row in rows]
     width = max(map(len, texts))

@@ -1,8 +1,8 @@
-"""Log-probabilities of given texts under `sequential`: all states of a text that is known are known before any forward.
+"""Log-probabilities of given texts under `sequential`: since the text is known, all its states are known before any forward.
 
-The state at which a token is revealed shows all that is to its left, and masks from its own place to the end of its block.
-So one pass over the text gives the keys and values that all states look at, and the states of all tokens lie side by side in as
-few forwards as memory allows.
+The state at which a token is revealed shows everything to its left, and masks from its own place to the end of its block. So
+one pass over the text gives the keys and values that all states attend to, and the states of all tokens are scored side by
+side, in as few forwards as memory allows.
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ class MRPScoreOutput(ModelOutput):
     """The output of `score`.
 
     Attributes:
-        logprobs: [batch, length] float32 (float64 of a model in that), log-probability of each token that was scored, in nats;
-            0 elsewhere.
-        scored: [batch, length] bool, which tokens were.
-        greedy: [batch, length] bool, which of these were the likeliest at their state.
+        logprobs: [batch, length] float32 (float64 for a float64 model), log-probability of each scored token, in nats; 0
+            elsewhere.
+        scored: [batch, length] bool, which tokens were scored.
+        greedy: [batch, length] bool, which scored tokens were the likeliest at their state.
         forwards: Forwards of the whole batch by role, `prefill` and `score`.
     """
 
@@ -41,7 +41,7 @@ class MRPScoreOutput(ModelOutput):
 
     @property
     def sums(self) -> Tensor:
-        """[batch], the log-probability of all that was scored of a row."""
+        """[batch], the summed log-probability of a row's scored tokens."""
         assert self.logprobs is not None
         return self.logprobs.sum(-1)
 
@@ -67,17 +67,17 @@ class MRPScoringMixin:
         """Compute the log-probabilities of given texts under `sequential`, without gradients.
 
         They are exact: the chance that `generate(decoding="sequential", do_sample=True)` makes this text, token by token, one a
-        step, without processors or truncation. A token is predicted from all that is to its left, with masks from its own place
+        step, without processors or truncation. A token is predicted from everything to its left, with masks from its own place
         to the end of its block.
 
         Args:
-            input_ids: [batch, length] long, whole texts: prompts with what follows them.
+            input_ids: [batch, length] long, whole texts: prompts and what follows them.
             attention_mask: [batch, length], 1 for real tokens, with padding on either side.
             labels: [batch, length] long, `input_ids` where a token is to be scored and -100 elsewhere, for instance in the
-                prompt; None: all real tokens. What is not scored is seen from the right of it alone.
+                prompt; None: all real tokens are scored. Tokens to the right of an unscored one still see it.
             temperature: Divides the logits.
-            tokens_per_forward: Tokens of a forward of the whole batch, at most, which bounds its memory; one block of each row
-                where these are more.
+            tokens_per_forward: Most tokens in a forward of the whole batch, which bounds its memory; at least one block per
+                row.
 
         Returns:
             `MRPScoreOutput`.
@@ -152,8 +152,7 @@ def _scored(input_ids: Tensor, real: Tensor, labels: Tensor | None, mask_id: int
 
 
 def _those_first(chosen: Tensor) -> Tensor:
-    """List the columns that are `chosen` [batch, length] bool from left to right, then others: [batch, n] long, n the most of a
-    row."""
+    """List the `chosen` columns [batch, length] bool from left to right, then others: [batch, most chosen in a row] long."""
     return chosen.byte().argsort(dim=-1, descending=True, stable=True)[:, : int(chosen.sum(-1).max())]
 
 
@@ -177,7 +176,7 @@ def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: Bl
 
 
 def _said(unembedding: Unembedding, hidden: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of tokens [n] under hidden states [n, hidden_size], and which are the likeliest."""
+    """Compute the log-probabilities of tokens [n] under hidden states [n, hidden_size], and which are the likeliest."""
     logprobs, likeliest = [], []
     for at in unembedding.chunks(len(hidden)):
         scores = unembedding.tempered(unembedding.logits(hidden[at]))

@@ -34,12 +34,12 @@ _checked: set[tuple[Any, ...]] = set()
 
 @dataclass(eq=False)
 class Kernel:
-    """What launches Triton kernels, beside what computes the same with PyTorch.
+    """A launcher of Triton kernels with a PyTorch function that computes the same.
 
     Attributes:
         name: For messages.
-        launch: Returns tensors, or one.
-        twin: Of the same arguments.
+        launch: Returns one or several tensors.
+        twin: Takes the same arguments.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Dispatch:
     forced: bool | None = None
 
     def allows(self, what: str, *tensors: Tensor, obstacle: str | None = None) -> bool:
-        """Tell if kernels are to run on tensors, whose devices and floating dtypes decide; not for gradients or under autocast.
+        """Tell if kernels are to run on tensors of these devices and dtypes; not for gradients or under autocast.
 
         Raises:
             ValueError: if kernels are forced and `what` cannot be used here, or for another `obstacle`, given with its remedy.
@@ -129,8 +129,10 @@ def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def relative_error(ours: Tensor, right: Tensor) -> float:
-    """Divide the norm of the difference by that of what is right; infinite where only one of both is a number. Of integers the
-    share that differs."""
+    """Compute the norm of the difference over the norm of `right`; of integers, the share that differs.
+
+    It is infinite where only one of the two is a number.
+    """
     if not right.is_floating_point():
         return float((ours != right).double().mean())
     ours, right = ours.double(), right.double()

@@ -24,10 +24,10 @@ _LOGITS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class Unembedding:
-    """The distributions over tokens that hidden states stand for.
+    """The map from hidden states to distributions over tokens.
 
     Attributes:
-        weight: [vocab, hidden_size], those of `lm_head` or rows of it.
+        weight: [vocab, hidden_size], that of `lm_head` or rows of it.
         mask_token_id: Outside the softmax.
         temperature: Divides the logits.
         eos_token_ids: Ids that some positions must not take.
@@ -49,7 +49,10 @@ class Unembedding:
         return logits
 
     def barred(self, logits: Tensor, no_eos: Tensor | None, ids: Tensor | None = None) -> Tensor:
-        """Bar an eos from logits [n, vocab], or [n, m] of some ids, by -inf, where `no_eos` [n] bool says so."""
+        """Set the logits of eos tokens to -inf in rows where `no_eos` [n] bool is True.
+
+        Logits are [n, vocab], or [n, m] of the tokens `ids` [n, m].
+        """
         if no_eos is not None:
             ids = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
             for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
@@ -62,7 +65,7 @@ class Unembedding:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def chunks(self, rows: int, each: int | None = None) -> list[slice]:
-        """Cut `rows` into slices so small that their logits, or `each` numbers a row, are no burden; none gives one, empty."""
+        """Cut `rows` into slices small enough for their logits, or for `each` numbers a row; no rows give one empty slice."""
         step = max(1, _LOGITS_AT_ONCE // (each or self.weight.shape[0]))
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
 
@@ -73,9 +76,10 @@ def upcast(logits: Tensor) -> Tensor:
 
 
 def in_blocks(scores: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Cut scores [n, vocab] into blocks, [n, blocks, _BLOCK], and find the largest of each, [n, blocks], where this is quicker.
+    """Cut scores [n, vocab] into blocks [n, blocks, _BLOCK] and find each one's largest [n, blocks], if that is faster.
 
-    A CPU reads a vocabulary of 151,936 once so, at a tenth of the time of `torch.argmax` and a fifth of `torch.topk`.
+    Else return None. A CPU then reads a vocabulary of 151,936 once, in a tenth of the time of `torch.argmax` and a fifth of
+    `torch.topk`.
     """
     if scores.is_cuda or scores.shape[1] % _BLOCK or scores.shape[1] < _BLOCK**2:
         return None
@@ -84,7 +88,7 @@ def in_blocks(scores: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def likeliest_token(scores: Tensor) -> Tensor:
-    """Find the token of the largest of scores [n, vocab], [n] long; of equals the first, as `torch.argmax`."""
+    """Find the token with the largest of scores [n, vocab], [n] long; of equal ones the first, as `torch.argmax`."""
     if (cut := in_blocks(scores)) is None:
         return scores.argmax(-1)
     blocks, largest = cut
@@ -93,7 +97,7 @@ def likeliest_token(scores: Tensor) -> Tensor:
 
 
 def likeliest_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the `count` largest of scores [n, vocab], [n, count], and their ids; of equals any, as `torch.topk`."""
+    """Find the `count` largest scores [n, count] of [n, vocab] and their ids; of equal ones any, as `torch.topk`."""
     if (cut := in_blocks(scores)) is None or cut[1].shape[1] < count:
         values, ids = scores.topk(min(count, scores.shape[1]))
         return values, ids
@@ -106,7 +110,7 @@ def likeliest_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
     """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; 1 - p sums the other tokens.
 
-    Of tokens that were `picked` it is NaN where their own score is not finite: there was nothing to pick.
+    With `picked`, the result is NaN where a token's own score is not finite: there was nothing to pick.
     """
     own = scores.gather(1, token[:, None])
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
@@ -125,7 +129,7 @@ def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tens
 
     Args:
         keys: [n] long, from `noise_key`.
-        tokens: [m] long, or how many of the first ids.
+        tokens: [m] long; or a number m, for the first m ids.
         dtype: float32 or float64; both see the same 32 random bits.
 
     Returns:
@@ -223,7 +227,7 @@ if triton is not None:
 
     @triton.jit
     def _log_sum(x):  # type: ignore[no-untyped-def]
-        """log of the sum of exp(x) of a vector; likewise."""
+        """log of the sum of exp(x) over a vector, also of infinities; NaN if one of them is."""
         most = tl.max(x, 0)
         most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
         return most + tl.log(tl.sum(tl.exp(x - most), 0))

@@ -1,9 +1,9 @@
 """The layers of a round: Triton kernels, each beside its PyTorch twin, for all that lies between the matrix products.
 
 A layer called module by module launches about seventy operations, nearly all of them on a few thousand numbers: on a GPU each
-takes longer to start than to run, also inside a CUDA graph. Here are four of the few that are left (`networks/layers.py`): a
-sum and its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache; attention. Casts
-are those of transformers' modules: what these round to the model's dtype is rounded here.
+takes longer to start than to run, also inside a CUDA graph. `networks/layers.py` needs only a few launches; four of them are
+here: a sum with its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache; attention.
+Casts are those of transformers' modules: what these round to the model's dtype is rounded here.
 
 In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
 state and, where its state has a parent, those of the parent. Keys and values are read where `BlockCache` holds them: the
@@ -104,11 +104,11 @@ def rotated_ref(
 
 @dataclass(frozen=True)
 class RoundMask:
-    """Who sees whom in a round, in place of a mask tensor.
+    """The rule of attention in a round, in place of a mask tensor.
 
     Attributes:
-        committed: [rows] long, how many committed slots each row sees.
-        parent: [rows, width] long, the slot of the state that a state looks at beyond the prefix, -1 if none.
+        committed: [rows] long, number of committed slots that each row sees.
+        parent: [rows, width] long, the slot of the state that a state attends to beyond the prefix, -1 if none.
         width: States per row.
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
@@ -146,7 +146,7 @@ class RoundMask:
         return self._kept[name]
 
     def arrived(self, count: int) -> Tensor:
-        """Zeros [count] int32 for the kernel, which leaves them so behind each layer."""
+        """Return zeros [count] int32 for the kernel, which leaves zeros after each layer."""
         if count not in self._kept:
             self._kept[count] = torch.zeros(count, dtype=torch.int32, device=self.committed.device)
         return self._kept[count]

@@ -17,8 +17,10 @@ AUTO_MAP = {
 
 
 def code_files(family: str = DENSE) -> dict[str, str]:
-    """Collect the remote code that a repository carries, by path: these files, if they are it, or what `bundle` generates for a
-    model of that family."""
+    """Collect the remote code that a repository carries, by path.
+
+    It is this code itself if that is already a bundle with the family, else what `bundle` generates for the family.
+    """
     own = Path(__file__)
     if own.name == MODELING:
         files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (CONFIGURATION, MODELING)}

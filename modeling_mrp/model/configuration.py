@@ -14,7 +14,7 @@ _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
 def our_fields(fields: dict[str, Any], known: Collection[str], source: str = "") -> dict[str, Any]:
-    """Translate a config's fields for `MRPConfig`: ours stay, of a published one those that are known, under our model type.
+    """Translate a config's fields for `MRPConfig`: ours stay; of a published config, the known ones, under our model type.
 
     Raises:
         ValueError: for the config of another kind of model, or of a head that is not one residual predictor.
@@ -117,7 +117,7 @@ class MRPConfig(Qwen3Config):
         return super().from_dict(our_fields(config_dict, {field.name for field in fields(cls)}), **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Select the fields to save; a backbone is named where there is a name, and a family where it is another."""
+        """Select the fields to save; the backbone only if it has a name, the family only if it is not `sdar`."""
         saved = super().to_diff_dict()
         if self.family == DENSE:
             saved.pop("family", None)

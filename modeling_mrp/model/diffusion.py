@@ -1,4 +1,4 @@
-"""Block diffusion: who sees whom, and the noise of a text with its loss.
+"""Block diffusion: attention masks, and the noise of a text with its loss.
 
 Positions are absolute and count from 0 at a sequence's first real token; the block of a position is
 ``position // block_size``. Masks here are boolean, True where a query may look at a key.
@@ -59,7 +59,7 @@ def taken_from(hidden: Tensor, previous: Tensor) -> Tensor:
 
 
 def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
-    """Draw [batch, 1 + length] float32 on [0, 1): by torch's generator or, outside training, by a seed that each text gives."""
+    """Draw [batch, 1 + length] float32 on [0, 1), from torch's generator or, outside training, a seed given by each text."""
     if training:
         return torch.rand(len(ids), 1 + ids.shape[1], device=ids.device)
     drawn = torch.zeros(len(ids), 1 + ids.shape[1])

@@ -1,4 +1,4 @@
-"""The MRP head: the module, and which of a model's settings it depends on.
+"""The MRP head, and the check that it fits a backbone.
 
 Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x, x' the state after a
 reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
@@ -89,8 +89,10 @@ class MRPHead(nn.Module):
 
 
 def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Widen cos and sin [batch, length, turned] of a backbone that turns a part of each head to [batch, length, head_dim]: the
-    pairs of dimensions that it leaves as they are turn by 0."""
+    """Widen cos and sin [batch, length, turned] to [batch, length, head_dim], for a backbone that rotates a part of each head.
+
+    The other pairs of dimensions are rotated by 0.
+    """
     cos, sin = rotary
     turned = cos.shape[-1] // 2
     if 2 * turned == head_dim:

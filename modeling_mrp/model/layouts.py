@@ -45,7 +45,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[Path, dict[str, Any]]:
-    """Find a JSON file of a checkpoint, fetched if it has to be, and read it.
+    """Read a JSON file of a checkpoint, fetched from the Hub if needed.
 
     Raises:
         ValueError: if it holds no object.
@@ -63,7 +63,7 @@ def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[Path,
 
 
 def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
-    """Find a checkpoint's safetensors files, fetched if they have to be: all, or those with tensors of these prefixes.
+    """Find a checkpoint's safetensors files, fetched if needed: all, or those with tensors of some prefixes.
 
     Raises:
         ValueError: if there are none.
@@ -80,7 +80,7 @@ def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> 
 
 
 def is_hub_id(name: str) -> bool:
-    """Tell if a name can be a repository's on the Hub, `org/name`, and is no path."""
+    """Tell if a name can be a repository's id on the Hub, `org/name`, rather than a path."""
     return re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name) is not None and ".." not in name
 
 

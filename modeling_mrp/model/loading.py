@@ -1,4 +1,4 @@
-"""Loading and saving of MRP models: the layouts that are read, and heads, put on, taken off and saved by themselves."""
+"""Loading and saving of MRP models in all layouts; attaching, detaching and saving of heads."""
 
 import copy
 import logging
@@ -110,12 +110,12 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_backbone(cls, backbone: Any, head: Any = None, head_revision: str | None = None, **kwargs: Any) -> Any:
-        """Load a backbone and a head that lie in different places.
+        """Load a backbone and a head from different places.
 
         Args:
-            backbone: A folder or id of any kind that `from_pretrained` takes but a head repository, or of an autoregressive
-                Qwen3 checkpoint, which becomes a block-diffusion model only by training.
-            head: What `attach_head` takes, in place of a head that the backbone has; or None.
+            backbone: A folder or id that `from_pretrained` takes, except a head repository; or that of an autoregressive Qwen3
+                checkpoint, which becomes a block-diffusion model only by training.
+            head: What `attach_head` takes; it replaces a head that the backbone has. None: the model is loaded as it is.
             head_revision: The commit, branch or tag of `head`.
             kwargs: As for `from_pretrained`; `revision` is the backbone's. A Qwen3 checkpoint takes `block_size` and
                 `mask_token_id`, an id that no text holds.
@@ -163,7 +163,7 @@ class MRPPreTrainedModel(PreTrainedModel):
         self.config.num_nextn_predict_layers = len(head.layers)
 
     def detach_head(self: Any) -> MRPHead:
-        """Take the head off, for another model; if `generate` would decode with it by default, it goes back to `static`.
+        """Remove and return the head; if `generate` would use it by default, the default becomes `static`.
 
         Raises:
             ValueError: if the model has none.
@@ -178,7 +178,7 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
-        """Make the MRP model of a stock model's own parameters and a repository's head, once as long as they stay.
+        """Make an MRP model that shares a stock model's parameters, with a repository's head; later calls reuse it.
 
         Args:
             stock: A model with a Qwen3 decoder's parameters under `model.` and `lm_head.`, such as SDAR's own class.
@@ -296,7 +296,7 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> Any:
-        """Load a model to put a head on; an autoregressive Qwen3 checkpoint gets a config of ours."""
+        """Load a model that a head will be attached to; an autoregressive Qwen3 checkpoint gets a config of ours."""
         _, found = stored_json(source, **hub_options(kwargs))
         if (other := found.get("base_model_name_or_path")) is not None:
             raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
@@ -311,7 +311,7 @@ class MRPPreTrainedModel(PreTrainedModel):
         return cls.from_pretrained(source, **kwargs)
 
     def _take_head(self: Any, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
-        """Attach a head; take over the options that its repository comes with, unless others were given."""
+        """Attach a head, and take over its repository's options unless others were given."""
         self.attach_head(head, **hub)
         if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
             try:
@@ -321,7 +321,7 @@ class MRPPreTrainedModel(PreTrainedModel):
             self.generation_config = self.generation_config_class.from_dict(stored.to_dict())
 
     def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
-        """Read the head of a checkpoint, its files as they lie on the disk."""
+        """Read the head of a checkpoint from its files."""
         path, _ = stored_json(source, **hub)
         if not os.path.isdir(source) and (commit := extract_commit_hash(str(path), None)):
             hub = {**hub, "revision": commit}
@@ -347,10 +347,10 @@ class MRPPreTrainedModel(PreTrainedModel):
 def head_to_save(
     model: Any, state_dict: dict[str, Tensor] | None, named: BackboneSource | None
 ) -> tuple[dict[str, Tensor], MRPConfig]:
-    """Select the tensors and the config of a head repository, whose backbone is the `named` or else the loaded one.
+    """Select the tensors and the config of a head repository; its backbone is the `named` one, or else the loaded one.
 
     Raises:
-        ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
+        ValueError: if the model has no head, its backbone no name, or the head has other tensors than its own.
     """
     backbone = named or model.backbone_source
     if model.mrp_head is None or backbone is None:

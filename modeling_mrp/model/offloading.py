@@ -1,4 +1,4 @@
-"""Modules whose weights accelerate keeps on disk or in a CPU's memory, and fetches for each of their forwards."""
+"""Access to modules whose weights accelerate keeps on disk or in CPU memory and fetches for each of their forwards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Find where a module computes: the device of its weight, or the one to which its hook fetches that.
+    """Find the device on which a module computes: that of its weight, or the one to which its hook fetches the weight.
 
     Raises:
         ValueError: if the weight is nowhere, and no hook fetches it.
@@ -29,7 +29,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 @contextmanager
 def fetched(module: nn.Module) -> Iterator[None]:
-    """Hold the weights of a module in the memory of its device, whose `weight` is read without calling it."""
+    """Keep the weights of a module on its device, for code that reads its `weight` without calling it."""
     device_of(module)  # or says that its weight is nowhere
     hook = getattr(module, "_hf_hook", None)
     if hook is None or not any(weight.is_meta for weight in module.parameters()):

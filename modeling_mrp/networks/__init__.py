@@ -1,1 +1,1 @@
-"""What the device computes: backbone, head and pick over packed states, and their keys and values."""
+"""The computations on the device: backbone, head and pick over packed states, and their keys and values."""

@@ -1,4 +1,4 @@
-"""Keys and values of committed blocks by absolute position and, behind the longest text, of the states being scored."""
+"""Keys and values of committed blocks by absolute position and, beyond the longest text, of the states being scored."""
 
 import weakref
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ LEAST_BUCKET = 256
 
 
 class PassingReference(weakref.ref[Any]):
-    """A weak reference that may be pickled and copied: out of a pickle it comes dead, as its object stays behind."""
+    """A weak reference that can be pickled and copied; an unpickled one is dead, since its object is not pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (set(),)  # which nothing else holds
@@ -25,14 +25,14 @@ class PassingReference(weakref.ref[Any]):
 
 
 class WeightsSeen:
-    """A module's parameters and active adapters at some time, to tell later whether they are still the same."""
+    """A snapshot of a module's parameters and active adapters, to tell later whether they are still the same."""
 
     def __init__(self, module: nn.Module) -> None:
         self.seen = [(PassingReference(weight), _state_of(weight)) for weight in _held_parameters(module)]
         self.adapters = _adapters_on(module)
 
     def same(self, module: nn.Module) -> bool:
-        """Tell if nothing was replaced, moved or written to, and the same adapters are on.
+        """Tell if no parameter was replaced, moved or written to since, and the same adapters are active.
 
         Writes to a parameter's `.data` cannot be seen: autograd does not count them.
         """
@@ -48,7 +48,7 @@ def _held_parameters(module: nn.Module) -> list[Tensor]:
 
 
 def _adapters_on(module: nn.Module) -> list[Any]:
-    """List the adapters that are on in each of peft's layers, with their scales, and those of rows."""
+    """List the active adapters of each of peft's layers, with their scales, and those per row."""
     layers = [
         (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
         for layer in adapted_layers(module)
@@ -72,7 +72,7 @@ def adapted_layers(module: nn.Module) -> list[Any]:
 
 
 def _state_of(weight: Tensor) -> list[int]:
-    """Where a weight lies, and how often it was written to: autograd's counter, for which there is no public name."""
+    """Return where a weight lies and autograd's count of writes to it, for which there is no public name."""
     place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
     return [place, 0 if weight.is_inference() else weight._version]
 
@@ -159,7 +159,7 @@ class BlockCache(Cache):
 
     @property
     def writable(self) -> bool:
-        """False outside of inference mode for a cache that was made in it."""
+        """Whether it can be written to here: a cache made in inference mode cannot outside of it."""
         return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in self._buffers.values())
 
     def target(self, used: int, width: int, prefill: bool = False) -> int:
@@ -193,8 +193,10 @@ class BlockCache(Cache):
         return self.read[layer_idx]
 
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
-        """Copy blocks of keys and values: of each `(row, source, target)` the slots from `source` on to those from `target`
-        on, in all of some layers."""
+        """Copy blocks of keys and values in some layers.
+
+        For each `(row, source, target)`, `length` slots from `source` on are copied to those from `target` on.
+        """
         row, source, target = torch.tensor(moves).unbind(1)
         offsets = torch.arange(length)
         source, target = source[:, None] + offsets, target[:, None] + offsets
@@ -213,25 +215,27 @@ class BlockCache(Cache):
             part[row, begin:end] = 0
 
     def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
-        """Exchange what pairs of rows have in the first `used` slots, kept hidden states too."""
+        """Exchange the first `used` slots of pairs of rows, with their kept hidden states."""
         ours, theirs = torch.tensor(pairs).unbind(1)
         to, of = torch.cat([ours, theirs]), torch.cat([theirs, ours])
         for part in self._held_parts(used):
             part[to.to(part.device)] = part[of.to(part.device)]
 
     def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
-        """Note what is held, by row (see the attributes)."""
+        """Record what the cache holds, by row (see the attributes)."""
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
         self.written, self.read = [], []  # a copy of the cache needs no copies of views
 
     def empty(self) -> None:
-        """Hold nothing."""
+        """Record that it holds nothing."""
         nothing = [0] * self.rows
         self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
     def reusable(self, texts: Sequence[Sequence[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
-        """Count the first tokens of each row's text, `upto` so many, that need no prefill: the longest common prefix, in whole
-        blocks, on which keys and values depend. `with_head` the head's layers must hold them too, or be able to read them yet.
+        """Count the first tokens of each row's text that need no prefill, at most `upto`.
+
+        They are the longest common prefix with what is held, in whole blocks, on which keys and values depend. If `with_head`,
+        the head's layers must hold them too, or be able to read them still.
         """
         found = []
         for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
@@ -242,13 +246,13 @@ class BlockCache(Cache):
         return found
 
     def fits(self, capacity: int, scratch: int, with_head: bool = False) -> bool:
-        """Tell if there is room for so many tokens a row, and for the head's layers if they are needed."""
+        """Tell if there is room for a number of tokens per row, and for the head's layers if they are needed."""
         return capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
 
     def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
-        """Return this cache, or a bigger one with what it holds, of at least this capacity and scratch.
+        """Return this cache, or a larger one with its content, with at least the given capacity and scratch.
 
-        Of a multiple of its rows each is held so many times, one after the other.
+        If `rows` is a multiple of its rows, each row's content is repeated, the copies one after the other.
         """
         if rows == self.rows and self.fits(capacity, scratch) and self.writable:
             return self
@@ -262,7 +266,7 @@ class BlockCache(Cache):
         return bigger
 
     def fill_from(self, other: "BlockCache") -> None:
-        """Hold what another cache of as many layers holds, a divisor of this one's rows: each so many times in turn."""
+        """Copy the content of another cache with as many layers; its rows, a divisor of this one's, are each repeated."""
         copies, used = self.rows // other.rows, max(other.held)
         repeated = (
             [one for one in part for _ in range(copies)] for part in (other.ids, other.held, other.head_held, other.hidden_held)
@@ -272,21 +276,21 @@ class BlockCache(Cache):
             ours.copy_(theirs.repeat_interleave(copies, 0))
 
     def shares(self, other: "BlockCache") -> bool:
-        """Tell if two caches have the same memory, as `copy.copy` gives them."""
+        """Tell if two caches share their memory, as after `copy.copy`."""
         return self._buffers is other._buffers
 
     def detach(self) -> None:
-        """Go on with a copy of the memory that is shared."""
+        """Replace shared memory by a copy."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
         self.hidden, self.ends = self.hidden.clone(), self.ends.clone()
 
     def _held_parts(self, used: int) -> list[Tensor]:
-        """Select what is held of the first slots: keys and values, hidden states, and the last ones of blocks, [rows, ...]."""
+        """Select the content of the first slots: keys and values, hidden states, and the last ones of blocks, [rows, ...]."""
         blocks = used // self.every if self.every else 0
         return [*(one[:, :used] for one in (*self._buffers.values(), self.hidden)), self.ends[:, :blocks]]
 
     def _of(self, layers: range) -> Iterator[tuple[torch.device, Tensor]]:
-        """Select the memory of some layers, of each device: [rows, slots, layers, 2, heads, head_dim]."""
+        """Select the memory of some layers on each device: [rows, slots, layers, 2, heads, head_dim]."""
         for device, buffer in self._buffers.items():
             held = [self._index[layer] for layer in layers if self.layer_devices[layer] == device]
             if held:

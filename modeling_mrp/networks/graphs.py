@@ -34,7 +34,7 @@ LEAST_CAPACITY = 1024
 
 
 class CudaRecorder:
-    """CUDA graphs of one device, all in one pool of memory: what one leaves there, the next may overwrite."""
+    """CUDA graphs of one device that share a pool of memory: a graph's results may be overwritten by the next one's."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream, self.pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
@@ -49,9 +49,9 @@ class CudaRecorder:
         return output
 
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record a step without running it; return what runs it and gives its output, in memory of the graph.
+        """Record a step without running it; return a function that replays it and returns its output, in the graph's memory.
 
-        Other threads that record wait; what they replay goes on. What keeps a step from being recorded is raised.
+        Other threads that record wait; those that replay go on. An error that keeps a step from being recorded is raised.
         """
         graph, first = torch.cuda.CUDAGraph(), None
         try:
@@ -88,10 +88,10 @@ class Graphs:
         weights: The model's `fingerprint`.
 
     Attributes:
-        recorded: What replays a forward, by key.
-        replays: Forwards that were replayed.
-        failed, busy: Whether one could not be recorded or gave wrong results, so that none is tried any more; whether a call
-            is using them.
+        recorded: Functions that replay a forward, by key.
+        replays: Number of replays.
+        failed: Whether a forward could not be recorded or gave wrong results, so that no more are tried.
+        busy: Whether a call is using them.
     """
 
     def __init__(self, cache: BlockCache, weights: Hashable) -> None:
@@ -105,7 +105,7 @@ class Graphs:
         self._lent: weakref.ref[BlockCache] | None = None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
-        """Lend the cache, with what `past` holds. Whoever holds what was lent before keeps it, in memory of its own."""
+        """Lend the cache, filled with the content of `past`; an earlier borrower keeps its content in memory of its own."""
         cache = past
         if cache is None or not cache.shares(self.cache):
             holder = None if self._lent is None else self._lent()
@@ -119,8 +119,10 @@ class Graphs:
         return cache
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Compute `function(*inputs)`, which depends on nothing else but what the key and the cache tell; inputs may lie on the
-        host. The result is the caller's."""
+        """Compute `function(*inputs)` by a recording if there is one; the result belongs to the caller.
+
+        The result must depend only on the inputs, the key and the cache; inputs may lie on the host.
+        """
         key = key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         fixed, replay = self.inputs.get(key), self.recorded.get(key)
         if fixed is None or self.failed or (replay is None and not hasattr(self._thread, "warm")):
@@ -160,7 +162,7 @@ _LOCK = threading.Lock()
 
 
 def release_graphs(model: nn.Module) -> None:
-    """Drop what is kept for a model."""
+    """Free the recordings and the cache that are kept for a model."""
     with _LOCK:
         _KEPT.pop(model, None)
 
@@ -178,12 +180,12 @@ def recording_report(model: nn.Module) -> dict[str, int]:
 def cache_for(
     model: Any, graphs: bool | None, past: BlockCache | None, rows: int, capacity: int, scratch: int, with_head: bool
 ) -> Iterator[tuple[BlockCache, Graphs | None]]:
-    """Choose the cache of a call and what records its forwards: what was kept from earlier calls, or new ones.
+    """Choose the cache of a call and the recordings of its forwards: those kept from earlier calls, or new ones.
 
     Args:
         model, rows, capacity, scratch: See `BlockCache`.
         graphs: The option: None where possible, True or an error, False never.
-        past: A cache to go on from, which is taken over; or None.
+        past: A cache to continue from, which is taken over; or None.
         with_head: Whether the head's layers are needed.
 
     Raises:
@@ -207,7 +209,7 @@ def cache_for(
 
 
 def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: bool) -> Graphs | None:
-    """Find or make what is kept for a model, with room for a call, and now busy; None where another call is using it."""
+    """Find or make what is kept for a model, with room for a call, and mark it busy; None if another call is using it."""
     weights = fingerprint(model)
     with _LOCK:
         kept = _KEPT.get(model)
@@ -227,7 +229,7 @@ def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: boo
 
 
 def fingerprint(model: nn.Module) -> Hashable:
-    """Collect where a model's weights lie, how its modules are set and hooked, and which attention it uses."""
+    """Collect where a model's weights lie, its modules' modes and hooks, and its attention implementation."""
     tensors = (*model.parameters(), *model.buffers())
     places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
     settings: list[Hashable] = []
@@ -242,7 +244,7 @@ def fingerprint(model: nn.Module) -> Hashable:
 
 
 def obstacle(model: Any) -> str | None:
-    """Say why forwards of this model cannot be recorded here, with what to do; None if they can."""
+    """Say why forwards of this model cannot be recorded here, with the remedy; None if they can."""
     tensors = (*model.parameters(), *model.buffers())
     others = {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}
     if others:

@@ -49,7 +49,7 @@ def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None
 
 
 def _obstacle_to_fusing(model: Any, layers: dict[Any, list[Any]]) -> str | None:
-    """Say why the layers of a model have to be called, and the remedy; None if fused ones may stand for them."""
+    """Say why the layers of a model have to be called as modules, with the remedy; None if they can be fused."""
     if (chosen := model.config._attn_implementation) != "sdpa":
         return f"the model attends by {chosen!r}: use attn_implementation='sdpa'"
     if any(part._compiled_call_impl is not None for part in model.modules()):
@@ -59,12 +59,12 @@ def _obstacle_to_fusing(model: Any, layers: dict[Any, list[Any]]) -> str | None:
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Find what a module does beside its class, `kind`, of torch, transformers or this package: no kernel stands for that.
+    """Find what a module does beyond its class `kind` (of torch, transformers or this package), which no kernel reproduces.
 
-    Hooks of all modules (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
+    Global hooks (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
 
     Returns:
-        What is in the way, and the remedy; None: calling the module is what the class does.
+        What is in the way, and the remedy; None if calling the module does only what the class does.
     """
     found = type(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -79,7 +79,10 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type[nn.Module]]]:
-    """The modules that are not called, each with what it has to be: what is not need not have the parts that come next."""
+    """Iterate over the modules that fused layers replace, each with its expected class.
+
+    A module of another class need not have the parts that come after it.
+    """
     yield model.model, MRPBackbone
     for owner, each in layers.items():
         yield owner.norm, Qwen3RMSNorm
@@ -154,7 +157,7 @@ def pack(model: nn.Module) -> None:
 
 
 def packed_weight(linears: Sequence[Any]) -> Tensor | None:
-    """View weights of linear layers as one matrix [sum of out_features, in_features]; None if they do not lie side by side."""
+    """View linear layers' weights as one matrix [sum of out_features, in_features]; None if they are not adjacent."""
     if not all(map(_plain, linears)):
         return None
     first = linears[0].weight

@@ -1,8 +1,8 @@
 """The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head`, `commit`.
 
 States lie side by side in one forward: each sees the committed text of its row, itself, and its parent if it has one. Ids go in
-by one copy, and what was picked comes out by one (likeliest tokens by two more): the host decides the rest. The keys and values
-of what was scored lie behind the texts until the next forward; `commit` copies those of accepted clean states to the texts.
+by one copy and picks come out by one (likeliest tokens by two more); the host decides the rest. The keys and values of scored
+states lie beyond the texts until the next forward; `commit` copies those of accepted clean states to the texts.
 """
 
 from array import array
@@ -36,11 +36,12 @@ class Networks:
     """Backbone, head and pick of one decode.
 
     Args:
-        model: Whose forwards these are: an `MRPForCausalLM`, or what has its `config`, `backbone` and `residual`.
+        model: An `MRPForCausalLM`, or any object with its `config`, `backbone` and `residual`.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
-        picker: Picks tokens from the backbone's hidden states; rows are where its `lm_head` is, and kernels or not as it says.
-        plans: How the layers run, fused (`plan_layers`); None: they are called under a dense mask.
+        picker: Picks tokens from the backbone's hidden states. It also decides the device of the rows (its `lm_head`'s) and the
+            use of kernels.
+        plans: How the layers run, fused (`plan_layers`); None: as modules, under a dense mask.
         recorded: Runs a forward from a recording (`Graphs.call`); or None.
 
     Attributes:
@@ -76,10 +77,10 @@ class Networks:
     # ------------------------------------------------------------------------------------------------------- prefill
 
     def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
-        """Compute the whole blocks before each row's first mask and, in the same forward, the row's first state.
+        """Compute the whole blocks before each row's first mask and, in the same forward, score the row's first state.
 
-        It starts where the first row's `reused` keys and values end. So, behind a cache and beyond one chunk, a row's forwards
-        here may depend on its neighbours; its text does not.
+        By row, the first `reused` tokens have cached keys and values; prefill starts at the least of these numbers. So with a
+        cache, or beyond one chunk, the number of a row's forwards may depend on its neighbours; its text does not.
         """
         length = max(row.state.start for row in rows) + self.block
         read = max(row.head_held for row in rows)
@@ -105,7 +106,7 @@ class Networks:
         return self.pick(self.picker, states, [hidden for hidden in first if hidden is not None])
 
     def _catch_up(self, rows: Sequence[Row], behind: Sequence[Row]) -> None:
-        """Have the head read all that it has not read of the texts of those rows that are `behind`."""
+        """Let the head read what it has not read yet of the texts of the rows `behind`."""
         first, last = min(row.head_held for row in behind), max(row.held for row in behind)
         for begin, end, ids, positions, mask in self._chunks(rows, first, last):
             hidden = self.cache.hidden[: len(rows), begin:end]
@@ -119,7 +120,7 @@ class Networks:
             row.head_held = row.held
 
     def _chunks(self, rows: Sequence[Row], begin: int, length: int) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
-        """Iterate over the rows' texts from `begin` to `length` as forwards read them: see `prefill_chunks`."""
+        """Iterate over the rows' texts from `begin` to `length`, one forward at a time; see `prefill_chunks`."""
         texts = torch.tensor([(row.text + [self.mask_id] * length)[:length] for row in rows], device=self.device)
         return prefill_chunks(self.cache, texts, begin, max(1, PREFILL_CHUNK // self.block) * self.block, self.block)
 
@@ -152,12 +153,12 @@ class Networks:
     ) -> list[list[Hidden]]:
         """Compute h_A + h_C at states of each row, given hidden states h_A or estimates of them, in one pass of the head.
 
-        Rows that ask and have a clean block of which the head has no keys and values yet compute these on the way.
+        In the same pass, the head computes its keys and values of a clean block that it has not read yet, for rows that ask.
 
         Args:
-            rows: Those of the batch, by place.
-            asked: Of each the states, and what the head starts from at each; of some row one at least.
-            residual: Whether h_C alone is wanted.
+            rows: The rows of the batch.
+            asked: For each row its states, each with the hidden states that the head starts from; at least one in all.
+            residual: Whether to return h_C alone.
         """
         asking = [row for row, states in zip(rows, asked, strict=True) if states]
         if behind := [row for row in asking if row.held - row.head_held > self.block]:
@@ -193,9 +194,9 @@ class Networks:
         ]
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Keep the keys and values of scored clean states, and hidden states for the head to read.
+        """Keep the keys and values of accepted clean states, and their hidden states for the head to read.
 
-        Of each row of the batch `clean` has the slots of accepted clean states, in order.
+        `clean` has the slots of accepted clean states for each row of the batch, in order.
         """
         moves = []
         for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
@@ -225,10 +226,10 @@ class Networks:
         parents: Sequence[State | None] = (),
         shortlists: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
-        """Pick at the free columns of states, given the hidden states of each; one transfer to the host.
+        """Pick at the free columns of states from the hidden states of each; one transfer to the host.
 
-        Processors see the clean states that some look at, their `parents`. Tokens are chosen among those of `shortlists`
-        (`Scores.shortlist`) if all states have theirs.
+        `parents` are the clean states that states attend to, for processors to see. Tokens are chosen among those of
+        `shortlists` (`Scores.shortlist`) if every state has one.
         """
         block, count = self.block, len(states)
         columns = np.array([at * block + column for at, (_, state) in enumerate(states) for column in state.free], np.int64)
@@ -247,18 +248,18 @@ class Networks:
         return [Scores(*said, one, shortlist) for said, one, shortlist in found]
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
-        """Copy columns [n] to the device, and gather them of each of several lists of blocks: [n, size] each."""
+        """Copy columns [n] to the device, and gather them from each of several lists of blocks: [n, size] each."""
         index = torch.from_numpy(columns).to(self.device, non_blocking=True)
         return [index, *(gather_blocks(blocks).flatten(0, 1)[index] for blocks in several)]
 
     def token_odds(
         self, asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]
     ) -> list[list[float]]:
-        """Compute the log-odds of given tokens under hidden states of each, [block], -inf at other columns; one transfer.
+        """Compute the log-odds [block] of given tokens at each state, -inf at other columns; one transfer to the host.
 
         Args:
-            asked: Of each its row, its state, some of its free columns, and by column the tokens.
-            hidden: Of each the hidden states.
+            asked: For each state its row, the state, some of its free columns, and the tokens by column.
+            hidden: The hidden states of each.
         """
         states = [(row, State(state.key, tuple(where), state.end, state.masks, 0)) for row, state, where, _ in asked]
 
@@ -268,7 +269,7 @@ class Networks:
         return self._of_tokens([(where, token) for _, _, where, token in asked], hidden, odds)
 
     def magnitudes(self, asked: Sequence[tuple[Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]) -> list[list[float]]:
-        """Take the magnitude |C| of given tokens' logits: one dot product each; arguments and result as of `token_odds`."""
+        """Compute the magnitude |C| of given tokens' logits, one dot product each; arguments and result as in `token_odds`."""
         weight = self.picker.lm_head_weight
         return self._of_tokens(asked, hidden, lambda given, token: token_logits(weight, given, token[:, None])[:, 0].abs())
 
@@ -289,11 +290,12 @@ class Networks:
     def _network(self, packed: Packed, held: Sequence[int], hidden: Tensor | None = None) -> Tensor:
         """Run the backbone, or with `hidden` [rows * width, block, hidden_size] the head, over states and their parents.
 
-        What is scored goes behind the longest of all rows' texts, so that it touches no text of a row that takes no part.
+        Keys and values of states are written beyond the longest of all rows' texts, so that rows that take no part are not
+        touched.
 
         Returns:
             Hidden states or h_C, [rows * width, block, hidden_size], `width` being the most states of a row; shifted hidden
-            states have one more column, that of the next block's first token.
+            states have one more column, for the next block's first token.
         """
         rows, width, used = len(packed), max(map(len, packed)), max(held)
         self._begin = self.cache.target(used, width * self.block)
@@ -359,7 +361,7 @@ class Networks:
     # ------------------------------------------------------------------------------------------- rows that have ended
 
     def narrow(self, rows: list[Row], size: int) -> list[Row]:
-        """Let ended rows leave: those that go on move to the first `size` places, no fewer than these; give the rows there."""
+        """Move unfinished rows to the first `size` places, which must suffice for them, and return the rows there."""
         ended = [place for place in range(size) if rows[place].stop is not None]
         behind = [place for place in range(size, len(rows)) if rows[place].stop is None]
         pairs = list(zip(ended, behind, strict=False))  # there may be more room than rows
@@ -373,7 +375,7 @@ class Networks:
         return rows[:size]
 
     def widen(self, used: int) -> None:
-        """Have all rows back in their places, each with its first `used` slots."""
+        """Return all rows to their places, each with its first `used` slots."""
         for pairs in reversed(self._swaps):
             self.cache.swap(pairs, used)
         self._swaps.clear()
@@ -383,8 +385,10 @@ class Networks:
 def prefill_chunks(
     cache: BlockCache, texts: Tensor, begin: int, chunk: int, block: int
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
-    """Iterate over texts [rows, length] long from `begin` on as forwards under a block-causal mask read them, a `chunk` of
-    whole blocks at once; keys and values go to their slots. Of each the first column, the end, ids, positions and the mask."""
+    """Iterate over texts [rows, length] long from `begin` on, a `chunk` of whole blocks per forward under a block-causal mask.
+
+    Yields of each forward its first column, its end, ids, positions and mask; keys and values go to their slots.
+    """
     positions = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
     for at in range(begin, texts.shape[1], chunk):
         end = min(texts.shape[1], at + chunk)
@@ -394,7 +398,7 @@ def prefill_chunks(
 
 
 def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
-    """Gather hidden states of n places, which lie in a few tensors: [n, block, hidden_size]."""
+    """Gather hidden states of n blocks from the few tensors that hold them: [n, block, hidden_size]."""
     first = hidden[0][0]
     tensors = {id(tensor): tensor for tensor, _ in hidden}
     if len(tensors) == 1:
@@ -409,7 +413,7 @@ def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
 
 
 def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int) -> np.ndarray:
-    """Read numbers [n] or [n, m] on the host, in float64, and put them to columns [n]: [states, block, ...], -inf elsewhere."""
+    """Copy numbers [n] or [n, m] to the host in float64, at columns [n] of [states, block, ...], -inf elsewhere."""
     read = numbers.detach().cpu().double().numpy()
     spread = np.full((states * block, *read.shape[1:]), -np.inf)
     spread[columns] = read
@@ -417,7 +421,7 @@ def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int
 
 
 def on_host(picks: Picks, columns: np.ndarray, states: int, block: int) -> list[tuple[list[int], list[float], Any, Any]]:
-    """Read picks at columns of states in one transfer: of each state tokens, odds, entropies and likeliest, as in `Scores`.
+    """Read picks at columns of states in one transfer: tokens, odds, entropies and likeliest of each state, as in `Scores`.
 
     Ids are exact in float32: a vocabulary has fewer than 2^24.
     """

@@ -344,7 +344,7 @@ class EngineNetworks(Networks):
         return [found[at] for at in range(len(states))]
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
-        """See `Networks`; no copy to the device for what the last forward made, whose columns are there already."""
+        """See `Networks`; columns that the last forward already has on the device are not copied there again."""
         made, free, there = self._last or (None, None, None)
         known = free is not None and np.array_equal(columns, free)
         parts = {} if known else {"columns": Part(columns)}

@@ -1,1 +1,1 @@
-"""Families of backbones, a file each: how a published config reads, whose layers it has, how its tensors are called."""
+"""Families of backbones, a file each: how a published config is read, which layers it has, how its tensors are named."""

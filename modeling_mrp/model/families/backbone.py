@@ -1,4 +1,4 @@
-"""Backbones of other layers than Qwen3's: a family is a subclass that says what differs."""
+"""Backbones with other layers than Qwen3's: a family is a subclass that says what differs."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -74,7 +74,7 @@ class FamilyBackbone(MRPBackbone):
         self.post_init()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As `MRPBackbone.forward`; torch's products of groups, transformers' choice for experts, know no float64."""
+        """As `MRPBackbone.forward`; in float64 by a loop over experts, since torch's grouped products lack that dtype."""
         if self.own_weights and self.dtype == torch.float64 and self.config._experts_implementation == "grouped_mm":
             self.set_experts_implementation("eager")
         return super().forward(*args, **kwargs)

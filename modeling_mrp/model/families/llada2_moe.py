@@ -98,7 +98,7 @@ class LLaDA2Backbone(FamilyBackbone):
         """Translate a published config, which names neither blocks nor the mask.
 
         Raises:
-            ValueError: for parts of another kind than the published ones have.
+            ValueError: for a config whose layers have other parts than those of the published models.
         """
         if wrong := {name: fields[name] for name, value in _FIXED.items() if fields.get(name, value) != value}:
             raise ValueError(

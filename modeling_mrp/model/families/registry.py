@@ -1,4 +1,4 @@
-"""Families of backbones by name; and models that declare themselves SDAR and are not."""
+"""Families of backbones by name; and models that declare themselves SDAR but are not."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -25,9 +25,9 @@ def family(name: str) -> Callable[[Any], Any]:
 
 
 def families() -> dict[str, Any]:
-    """Find the backbone class of every family: those of this folder and those registered elsewhere.
+    """Find the backbone class of every family: those in this folder and those registered elsewhere.
 
-    The code of a repository is one file, and has the family that its checkpoint needs.
+    A Hub repository's code is one file, with only the family that its checkpoint needs.
     """
     for file in sorted(_FOLDER.glob("[a-z]*.py")) if _FOLDER else ():
         import_module(f"{__package__}.{file.stem}")
@@ -51,16 +51,16 @@ def backbone_of(name: str) -> Any:
 
 
 def family_reading(fields: Mapping[str, Any]) -> Any:
-    """Find the backbone class whose published config this is; None if there is none."""
+    """Find the backbone class for a published config; None if no family reads it."""
     return next((backbone for backbone in families().values() if backbone.reads(fields)), None)
 
 
 def refuse_causal(fields: Mapping[str, Any], source: str = "") -> None:
-    """Refuse I-DLM and UNO, which declare themselves SDAR and decode otherwise.
+    """Refuse I-DLM and UNO, which declare themselves SDAR but decode differently.
 
     Args:
         fields: Of the published `config.json`.
-        source: The folder or repository, as some say in their name alone what they are.
+        source: The folder or repository, since some say only by their name what they are.
 
     Raises:
         ValueError: names the model, and what differs.

@@ -10,12 +10,12 @@ from .registry import family
 
 @family("sdar")
 class MRPBackbone(Qwen3Model):
-    """transformers' `Qwen3Model`, whose mask has to be given: its own is causal. The backbone of dense SDAR.
+    """transformers' `Qwen3Model` with a mask that must be given, since its own is causal: the backbone of dense SDAR.
 
     Attributes:
-        family: Its name, by which it was registered.
-        models: What its published models are called.
-        paper: Where they are described; None: nowhere that is cited.
+        family: The name by which it was registered.
+        models: Names of its published models.
+        paper: Where they are described; None if no paper is cited.
         shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
         unsaid: Fields that its published configs leave out, with their values.
     """
@@ -53,5 +53,5 @@ class MRPBackbone(Qwen3Model):
 
     @classmethod
     def note(cls, source: str) -> str | None:
-        """Say what a user of the checkpoint `source` has to know; None: nothing."""
+        """Return what a user of the checkpoint `source` has to know; None if there is nothing."""
         return None

@@ -167,7 +167,7 @@ def tasks(
 
 
 def _written(text: str, output: str | None) -> None:
-    """Write a text to a file, in a folder that is made if it is not there, or print it."""
+    """Write a text to a file, creating its folder, or print it."""
     if output is None:
         typer.echo(text, nl=False)
     else:

@@ -1,1 +1,1 @@
-"""Records, texts and problems, and the samples that training sees."""
+"""Records, texts and problems, and the samples that training gets."""

@@ -135,7 +135,7 @@ def _judge_math(problem: Problem, text: str) -> bool:
 
 @dataclass(frozen=True)
 class _Phrase:
-    """A fragment in words, its Python (``{x}`` stands for the variable) and what it computes."""
+    """A fragment of a specification: its words, its Python (``{x}`` stands for the variable) and what it computes."""
 
     words: str
     python: tuple[str, ...]

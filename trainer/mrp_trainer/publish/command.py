@@ -118,7 +118,7 @@ def push(
 
 
 def _contents(found: Folder, base: str | None, revision: str | None) -> dict[str, Path | bytes]:
-    """Collect what is sent, by name: the files, our code, and a config that names both the code and the base."""
+    """Collect the files to send, by name: the folder's, our code, and a config that names both the code and the base."""
     config = CONFIGS[found.kind]
     fields = json_of(found.path / config) | ({"auto_map": AUTO_MAP} if found.code else {})
     if base is not None:

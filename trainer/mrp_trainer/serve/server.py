@@ -40,7 +40,7 @@ _IDLE |= dict.fromkeys(("logprobs", "top_logprobs", "presence_penalty", "frequen
 
 
 class OneModel(ModelManager):
-    """A loaded model and its tokenizer, in place of any that a request may name; clients call it by `name`."""
+    """A loaded model and its tokenizer, served whatever model a request names; clients call it by `name`."""
 
     def __init__(self, name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         self.only, self.listed = (model, tokenizer), {"id": name, "object": "model", "created": int(time.time())}
@@ -52,7 +52,7 @@ class OneModel(ModelManager):
         return model_id
 
     def load_model_and_processor(self, model_id_and_revision: str, progress_callback: Any = None, **others: Any) -> Any:
-        """Return the model and its tokenizer; `ValueError` for another model."""
+        """Return the model and its tokenizer; `ValueError` if the name is another model's."""
         if model_id_and_revision != self.force_model:
             raise ValueError(f"model is {model_id_and_revision!r}: this server has {self.force_model!r} alone")
         if progress_callback is not None:

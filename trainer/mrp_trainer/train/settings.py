@@ -1,4 +1,4 @@
-"""The settings of a training run: flags over a YAML file over defaults, each checked against its type."""
+"""The settings of a training run: flags override a YAML file, which overrides defaults; each is checked against its type."""
 
 import difflib
 from collections.abc import Mapping, Sequence
