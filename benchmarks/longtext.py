@@ -111,7 +111,7 @@ def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerFast, count: int) -> 
     """Take pieces of held-out packages that are long enough, in turns: the packages, and [count, prompt + continuation] ids."""
     found: dict[str, list[list[int]]] = {}
     for line in map(json.loads, (folder / "heldout.jsonl").open()):
-        if len(ids := tokenizer.encode(line["text"])) >= PROMPT + LONGEST:
+        if len(ids := tokenizer.encode(line["text"], verbose=False)) >= PROMPT + LONGEST:
             found.setdefault(line["package"], []).append(ids[: PROMPT + LONGEST])
     turns = [(name, ids) for turn in range(count) for name, texts in found.items() for ids in texts[turn : turn + 1]]
     return [name for name, _ in turns[:count]], torch.tensor([ids for _, ids in turns[:count]])
