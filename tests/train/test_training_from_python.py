@@ -68,6 +68,12 @@ def test_the_defaults_are_those_of_the_command(objective: str, tmp_path: Path) -
     assert (other.lr_scheduler_kwargs, other.learning_rate) == (None, 1.0)
 
 
+def test_processes_share_a_run_on_a_cpu_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers divides a run among the processes of torchrun on a GPU, and on a CPU where `use_cpu` says so."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert MRPTrainingArguments(str(tmp_path), objective="mrp").use_cpu
+
+
 @pytest.mark.parametrize("objective", ["mrp", "block_diffusion"])
 def test_what_trains_is_float32(objective: str, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Of a model of 16 bits, as published ones are loaded: a rate at which every update would be rounded away."""
