@@ -87,7 +87,8 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave it out")
         check_declared(self)
         # Else each of several processes on a CPU would train for itself, all of them alike.
-        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        if not torch.accelerator.is_available():
+            self.use_cpu = True
         if self.learning_rate is None:
             self.learning_rate = 1e-3 if self.objective == "mrp" else 1e-4
         if self.lr_scheduler_type == "cosine_with_min_lr" and self.lr_scheduler_kwargs is None:
