@@ -117,7 +117,7 @@ MALFORMED = [
     (b'{"text": "ab\\ud83d"}', "text", r"found half a surrogate pair, '\ud83d', at character 2: text that UTF-8"),
     ({**GOOD, "tools": "[]"}, "messages", "the chat template refuses it: "),
     ({**WROTE, "ids": [9, True, 7, 6, 5, 1]}, "reveal_step", "needed are ids, response_start, a place in them, and a step"),
-    ({**WROTE, "response_start": 6}, "reveal_step", "needed are ids"),
+    ({**WROTE, "response_start": -1, "reveal_step": [0] * 7}, "reveal_step", "needed are ids"),
     ({**WROTE, "reveal_step": [0, 1]}, "reveal_step", "needed are ids"),
     ({**WROTE, "reveal_step": [-1, 0, 1]}, "reveal_step", "needed are ids"),
     ({**WROTE, "ids": [9, 8, -1, 6, 5, 1]}, "ids", "found -1: needed are ids from 0 to "),

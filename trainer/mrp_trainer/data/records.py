@@ -192,7 +192,7 @@ def check_utf8(text: str, name: str | None = None) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        found = f"found half a surrogate pair, {text[error.start]!a}, at character {error.start}"
+        found = f"{'found ' * (name is not None)}half a surrogate pair, {text[error.start]!a}, at character {error.start}"
         raise FieldError(name, f"{found}: text that UTF-8 can hold is needed") from error
 
 
