@@ -23,7 +23,7 @@ FIRST = [f"tests/generate/test_fuzz.py::test_random_decodes[{seed}]" for seed in
 SELECTION = {
     "rules": ("rules", "draft", "bans"),
     "generate": ("refine", "decoding", "active_rows", "score"),
-    "networks": ("sampling", "continuation", "graphs", "layers", "first_use"),
+    "networks": ("cache", "sampling", "continuation", "graphs", "layers", "first_use"),
     "kernels": ("pick", "kernels", "round_layers", "sampling", "recorded_kernels", "first_use"),
 }
 # What is imported before, so that no child has to.

@@ -91,6 +91,17 @@ def test_what_generate_reports_of_its_text(attention: str, decoding: str, temper
     close(out.logprobs[:, width:], told, 1e-10 if attention == "sdpa" else 1e-6)  # eager attention has a softmax in float32
 
 
+def test_what_is_not_scored_is_not_told_to_be_the_likeliest(models: dict[int | str, MRPForCausalLM]) -> None:
+    """Of greedy texts, of which one row has a single scored token."""
+    made = generate(models[BLOCK], PROMPTS, decoding="sequential", max_new_tokens=9)
+    real = torch.cat([left_padded(PROMPTS)["attention_mask"], torch.ones(3, 9, dtype=torch.long)], 1)
+    labels = made.sequences.masked_fill(real == 0, -100)
+    labels[0, :-1] = -100
+    greedy = models[BLOCK].score(made.sequences, real, labels).greedy
+    assert greedy[1:, 10:].all()
+    assert greedy[0].nonzero().tolist() == [[18]]
+
+
 def test_other_weights() -> None:
     """Of bfloat16 the log-probabilities are float32 of the logits there; what is NaN is told."""
     out = make_model().bfloat16().score(torch.tensor(TEXTS[:1]))

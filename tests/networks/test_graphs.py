@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks import graphs as graphs_file
+from modeling_mrp.networks.cache import BlockCache
 from modeling_mrp.networks.graphs import CudaRecorder, fingerprint, obstacle, recording_report, release_graphs
 from tests.random_cases import dampened, make_model
 
@@ -98,6 +99,19 @@ def test_results_are_the_callers() -> None:
         for past in (kept.past_key_values, first.past_key_values):
             out = generate(model, longer, seed=2, graphs=after, past_key_values=past, **options)
             assert torch.equal(out.sequences, plain.sequences)
+
+
+@pytest.mark.usefixtures("tapes")
+def test_what_was_held_is_held_on() -> None:
+    kept, past = graphs_of_nothing(), BlockCache(1, 1, 2, [torch.device("cpu")], 4, 4, torch.float32)
+    past.target(0, 4)
+    past.update(torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2), 0)
+    past.hold([[1, 2, 3, 4]], [4], [0], [0])
+    lent = kept.lend(past)
+    lent.target(0, 4)
+    assert lent.shares(kept.cache)
+    assert (lent.held, kept.lend(None).held) == ([4], [0])
+    assert lent.read[0][0].eq(1).all()
 
 
 @pytest.mark.usefixtures("tapes")

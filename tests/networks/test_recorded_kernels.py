@@ -32,6 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "static bfloat16": {"decoding": "static", **GREEDY},
     "mrp_spec sampled": {**SPEC, **SAMPLED, "min_new_tokens": 5, "target": "dynamic", "confidence_threshold": 0.15},
     "self_spec": {"decoding": "self_spec", "target": "entropy_bound", "entropy_threshold": 5.0, **GREEDY},
+    "mrp_direct": {"decoding": "mrp_direct", **GREEDY},
     "mrp_remask": {"decoding": "mrp_remask", "confidence_threshold": 0.05, **SAMPLED},
 }
 # Kernels of a decoder layer: products of qkv, o, gate and up, down; kernels of our own; SiLU and the product behind it.
