@@ -74,7 +74,7 @@ walkthrough: $(VENV)/bin/python
 		"$$(echo $(WALK)/*.whl)[train,serve]" openai
 	cd $(WALK)/empty && env -u PYTHONPATH ../venv/bin/python ../../../tests/walkthrough.py
 
-# A small model of long texts, its head, and what it makes of texts of packages that it has never seen: five hours on two cores.
+# A small model of long texts, its head, and what it makes of texts of packages that it has never seen: hours on two cores.
 # Each step goes on where it was interrupted.
 TWO = OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m
 

@@ -63,6 +63,7 @@ Line = dict[str, Any]
 
 def prepare(options: Namespace) -> None:
     """Write each split's texts as pieces (a prompt and its continuation) and as one stream of ids, and the tokenizer."""
+    options.folder.mkdir(parents=True, exist_ok=True)
     split = split_packages(installed())
     texts = [text for texts in split["train"].values() for text in texts]
     tokenizer = new_tokenizer(iter(texts[::5]), VOCABULARY, PROMPT + LONGEST)
@@ -256,14 +257,19 @@ def spreads(found: list[Line]) -> list[str]:
 def tables(options: Namespace) -> None:
     """Print the measurements as Markdown: cost and acceptance, the other model's judgement of the texts, and times."""
     costs, said, timed = [], [], []
-    for line in read_lines(options.output, embedded=False):
+    order = {name: place for place, name in enumerate(("real", *TARGETS, "self_spec", "mrp_spec"))}
+
+    def place_of(line: Line) -> tuple[int, ...]:
+        decoding: str = line.get("decoding", "real")
+        places = order[line.get("target", decoding)], order[line.get("timed", decoding)]
+        return line.get("block_size", 0), line.get("do_sample", False), *places
+
+    for line in sorted(read_lines(options.output, embedded=False), key=place_of):
         whose = line.get("target", line.get("decoding", "real"))
         place = [str(line.get("block_size", "")), f"{line.get('do_sample', 0):d}", whose]
         if "timed" in line:
-            slower, faster = spreads(line["over_first"]), spreads(line["over_static"])
-            timed.append(
-                [place[0], line["timed"], str(line["megabytes"]), *slower, *(faster if "spec" in line["timed"] else [])]
-            )
+            speeds = [""] * PARTS if line["timed"] == "static" else spreads(line["over_static"])
+            timed.append([place[0], line["timed"], str(line["megabytes"]), *spreads(line["over_first"]), *speeds])
         if "nats" in line:
             said.append([*place, interval(line, "nats", 2), ends(line["nats_along"], 2), f"{100 * line['repeated']:.0f}"])
         if "decoding" in line:
@@ -295,7 +301,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=8, help="texts that are decoded")
     parser.add_argument("--tokens", type=int, default=LONGEST, help="of each")
     options = parser.parse_args(arguments)
-    options.folder.mkdir(parents=True, exist_ok=True)
     stages[options.stage](options)
 
 

@@ -12,7 +12,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from .common import RESULTS, parser_of, read_lines
-from .longtext import BLOCKS, WINDOW, units_along
+from .longtext import WINDOW, units_along
 from .tables import frontier_lines
 from .targets import TARGETS
 
@@ -84,14 +84,14 @@ def _arms(points: Sequence[Line], name: str) -> list[list[float]]:
 
 def long_figure(lines: Sequence[Line]) -> Figure:
     """Plot tokens per unit along a text by target: alone, with stale drafts, with the head's; a panel per block size and T."""
-    figure = Figure(figsize=(13, 6.4), layout="constrained")
-    panels = figure.subplots(2, len(BLOCKS), sharex=True, sharey="row")
+    lines = [line for line in lines if "decoding" in line]
+    blocks = sorted({line["block_size"] for line in lines})
+    figure = Figure(figsize=(1.8 + 4.2 * len(blocks), 6.4), layout="constrained")
+    panels = figure.subplots(2, len(blocks), sharex=True, sharey="row", squeeze=False)
     colors, styles = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a"), {"alone": ":", "self_spec": "--", "mrp_spec": "-"}
     for line in lines:
-        if "decoding" not in line:
-            continue
         target, way = (line["target"], line["decoding"]) if "target" in line else (line["decoding"], "alone")
-        axes = panels[int(line["do_sample"]), BLOCKS.index(line["block_size"])]
+        axes = panels[int(line["do_sample"]), blocks.index(line["block_size"])]
         _, along = units_along(line)
         middles = [WINDOW * (place + 0.5) for place in range(len(along))]
         color = colors[list(TARGETS).index(target)]
@@ -99,7 +99,8 @@ def long_figure(lines: Sequence[Line]) -> Figure:
         axes.set(title=f"blocks of {line['block_size']}, T = {line['do_sample']:d}", xlabel="tokens into the text")
     for axes in panels[:, 0]:
         axes.set(ylabel="tokens per unit")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), fontsize=7, loc="outside right upper")
+    drawn = {label: curve for axes in panels.flat for curve, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(drawn.values(), drawn.keys(), fontsize=7, loc="outside right upper")
     return figure
 
 

@@ -11,16 +11,16 @@ from conftest import ROOT
 from mrp_trainer.data.tasks import FAMILIES
 from mrp_trainer.evaluate.roofline import PUBLISHED, masks_per_state
 
-from benchmarks import cost_model, tables
+from benchmarks import cost_model, longtext, tables
 from benchmarks.frontier import DRAFTERS, JUDGED, TAUS, setting_name
 from benchmarks.targets import TARGETS
 from modeling_mrp.networks.picker import SHORTLIST
 
 
-def printed(command: Any) -> str:
-    """What a command prints without options."""
+def printed(command: Any, *arguments: str) -> str:
+    """What a command prints."""
     with redirect_stdout(StringIO()) as out:
-        command.main([])
+        command.main([*arguments])
     return out.getvalue().strip()
 
 
@@ -41,6 +41,7 @@ def printed(command: Any) -> str:
         ("benchmarks/README.md", tables.undrafted),
         ("benchmarks/README.md", lambda: printed(cost_model)),
         ("benchmarks/README.md", lambda: cost_model.table(["H200"], ["30b-a3b"], [1, 4, 8, 16, 32, 64], [4, 8], 512)),
+        ("benchmarks/README.md", lambda: printed(longtext, "tables")),
         ("benchmarks/README.md", tables.novel),
         ("benchmarks/README.md", tables.provenance),
         ("benchmarks/README.md", tables.published_head),

@@ -73,7 +73,6 @@ def test_measured_lines_become_tables_and_a_figure(
     vocab_size = load(TINY)[0].config.vocab_size
     Qwen3ForCausalLM(Qwen3Config(vocab_size=vocab_size, num_key_value_heads=1, **sizes)).save_pretrained(tmp_path / "causal")
     monkeypatch.setattr(longtext, "BLOCKS", (16,))
-    monkeypatch.setattr(plots, "BLOCKS", (16, 32))  # the figure's panels
     monkeypatch.setattr(longtext, "TARGETS", {"static": {}})
     path = tmp_path / "long.jsonl"
     asked = ["--folder", str(tmp_path), "--output", str(path), "--count", "2", "--tokens", str(2 * WINDOW), "--batch-size", "2"]
