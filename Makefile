@@ -37,7 +37,7 @@ test-extras: $(VENV)/.extras
 PEERS := build/peers
 
 peers: $(VENV)/.extras $(PEERS)/.unpacked
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -o addopts=-q --tb=line -rfX tests/peers
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -o addopts=-q --tb=line -rfX tests/peers
 
 $(PEERS)/.unpacked: constraints.txt
 	rm -rf $(PEERS)
