@@ -256,7 +256,7 @@ def spreads(found: list[Line]) -> list[str]:
 
 def tables(options: Namespace) -> None:
     """Print the measurements as Markdown: cost and acceptance, the other model's judgement of the texts, and times."""
-    costs, said, timed = [], [], []
+    costs, said, timed, stale = [], [], [], 0.0
     order = {name: place for place, name in enumerate(("real", *TARGETS, "self_spec", "mrp_spec"))}
 
     def place_of(line: Line) -> tuple[int, ...]:
@@ -275,18 +275,20 @@ def tables(options: Namespace) -> None:
         if "decoding" in line:
             counts = {name: np.asarray(value) for name, value in line["along"].items()}
             line, along = units_along(line)
-            way, drafts = "alone", ["", "", ""]
+            way, drafts = "alone", ["", "", "", ""]
             if "target" in line:
                 way, share = line["decoding"], 100 * counts["accepted"] / counts["drafted"]
                 whole = 100 * counts["accepted"].sum() / counts["drafted"].sum()
-                drafts = [f"{whole:.0f}", ends(share, 0), str(line["texts_that_differ"])]
+                stale = line["tokens_per_unit"] if way == "self_spec" else stale  # comes before what the head drafts
+                over = "" if way == "self_spec" else f"{line['tokens_per_unit'] / stale:.2f}x"
+                drafts = [over, f"{whole:.0f}", ends(share, 0), str(line["texts_that_differ"])]
             costs.append([*place, way, interval(line, "tokens_per_unit", 2), ends(along, 2), *drafts])
     quarters, parts = "first -> last quarter", [f"quarter {part + 1}" for part in range(PARTS)]
-    head = ["tokens / unit", quarters, "accepted %", quarters, "texts that differ"]
+    head = ["tokens / unit", quarters, "over self_spec", "accepted %", quarters, "texts that differ"]
     print(markdown_table(["block", "T", "target", "way", *head], costs), end="\n\n")
     print(markdown_table(["block", "T", "text of", "nats / token", quarters, "4-grams twice, %"], said), end="\n\n")
-    over = [f"{what}, {part}" for what in ("time over static's first", "speed over static") for part in parts]
-    print(markdown_table(["block", "way", "MB", *over], timed))
+    columns = [f"{what}, {part}" for what in ("time over static's first", "speed over static") for part in parts]
+    print(markdown_table(["block", "way", "MB", *columns], timed))
 
 
 def main(arguments: list[str] | None = None) -> None:
