@@ -74,7 +74,7 @@ walkthrough: $(VENV)/bin/python
 		"$$(echo $(WALK)/*.whl)[train,serve]" openai
 	cd $(WALK)/empty && env -u PYTHONPATH ../venv/bin/python ../../../tests/walkthrough.py
 
-# Three heads of the embedded backbone by one recipe, which differ by their seed, and what they draft: two hours of a core.
+# Three heads of the embedded backbone by one recipe, which differ by their seed, and what they draft: an hour and a half of a core.
 MRP = OMP_NUM_THREADS=1 $(BIN)/python -m mrp_trainer.cli
 
 heads: $(VENV)/.dev
