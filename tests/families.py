@@ -41,13 +41,11 @@ class Family:
 
     Attributes:
         twin: The config of a tiny model; `block_field` is the field that says the size of its blocks, None: always 4.
-        published: Configs as they are published, and how many numbers their tensors hold, in 10^9.
         shapes: The published tensors of a config.
         logits: Of a twin's folder, config and tensors what it computes.
     """
 
     twin: dict[str, Any]
-    published: list[tuple[dict[str, Any], float]]
     shapes: Callable[[dict[str, Any]], Shapes]
     logits: Callable[[Path, dict[str, Any], dict[str, Tensor]], Logits]
     block_field: str | None = "block_size"
@@ -167,14 +165,10 @@ MOE = {
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
 }
-MOE |= {"mlp_only_layers": [], "output_router_logits": False, "model_type": "sdar_moe"}
-MOE["router_aux_loss_coef"] = 0.001
+MOE |= {"mlp_only_layers": [], "output_router_logits": False, "model_type": "sdar_moe", "router_aux_loss_coef": 0.001}
 SDAR_MOE = backbone_config(**MOE)
-LARGE_MOE = {**SDAR_MOE, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_hidden_layers": 48}
-LARGE_MOE |= {"head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "block_size": 4}
-LARGE_MOE |= {"num_key_value_heads": 4, "vocab_size": 151936, "mask_token_id": 151669, "max_position_embeddings": 32768}
 
-# inclusionAI/LLaDA2.0-mini; -flash differs in sizes. The mask's id is not in the published config.
+# inclusionAI/LLaDA2.0-mini. The mask's id is not in the published config.
 LLADA2 = {**COMMON, "architectures": ["LLaDA2MoeModelLM"], "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 2048}
 LLADA2 |= {"intermediate_size": 5120, "max_position_embeddings": 32768, "model_type": "llada2_moe", "vocab_size": 157184}
 LLADA2 |= {"moe_intermediate_size": 512, "moe_router_enable_expert_bias": True, "n_group": 8, "norm_topk_prob": True}
@@ -183,20 +177,16 @@ LLADA2 |= {"num_key_value_heads": 4, "num_nextn_predict_layers": 0, "num_shared_
 LLADA2 |= {"partial_rotary_factor": 0.5, "rope_theta": 600000, "rotary_dim": 64, "routed_scaling_factor": 2.5}
 LLADA2 |= {"score_function": "sigmoid", "sliding_window": 4096, "topk_group": 4, "use_bias": False, "use_qk_norm": True}
 LLADA2 |= {"use_qkv_bias": False, "use_sliding_window": False, "router_dtype": "fp32", "norm_head": False}
-LLADA2_FLASH = {**LLADA2, "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 9216, "num_attention_heads": 32}
-LLADA2_FLASH["moe_intermediate_size"] = 1024
 LLADA2_TWIN = {**LLADA2, **TINY, "moe_intermediate_size": 16, "head_dim": 8, "num_hidden_layers": 3, "num_experts": 16}
 LLADA2_TWIN |= {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "pad_token_id": 1, "eos_token_id": 1}
 LLADA2_TWIN |= {"mask_token_id": 97, "rotary_dim": 4}
 
-# Efficient-Large-Model/Fast_dLLM_v2_7B; the 1.5B is smaller and tied.
+# Efficient-Large-Model/Fast_dLLM_v2_7B.
 FAST = {**COMMON, "architectures": ["Fast_dLLM_QwenForCausalLM"], "bd_size": 32, "hidden_size": 3584, "max_window_layers": 28}
 FAST |= {"intermediate_size": 18944, "layer_types": ["full_attention"] * 28, "max_position_embeddings": 32768}
 FAST |= {"model_type": "Fast_dLLM_Qwen", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4}
 FAST |= {"rope_theta": 1000000.0, "sliding_window": None, "use_sliding_window": False, "vocab_size": 152064}
 FAST |= {"bos_token_id": 151643, "eos_token_id": 151645}
-FAST_SMALL = {**FAST, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
-FAST_SMALL |= {"tie_word_embeddings": True, "vocab_size": 151936}
 FAST_TWIN = {**FAST, **TINY, "layer_types": ["full_attention"] * 2, "mask_token_id": 97, "eos_token_id": 1, "bos_token_id": 1}
 
 # ByteDance-Seed/Stable-DiffCoder-8B-Instruct.
@@ -206,29 +196,25 @@ DIFFCODER |= {"intermediate_size": 14336, "max_position_embeddings": 8192, "mode
 DIFFCODER |= {"num_hidden_layers": 32, "num_key_value_heads": 8, "rope_theta": 500000.0, "vocab_size": 155136}
 
 FAMILIES: dict[str, Family] = {
-    "sdar": Family(backbone_config(), [], lambda config: decoder_shapes(config, norms=True), sdar_logits),
+    "sdar": Family(backbone_config(), lambda config: decoder_shapes(config, norms=True), sdar_logits),
     "sdar_moe": Family(
         SDAR_MOE,
-        [(LARGE_MOE, 30.5)],
         lambda config: decoder_shapes(config, norms=True, experts=True),
         stock_logits(Qwen3MoeForCausalLM, "qwen3_moe", "block_size"),
     ),
     "llada2_moe": Family(
         LLADA2_TWIN,
-        [(LLADA2, 16.3), (LLADA2_FLASH, 102.9)],
         llada2_shapes,
         llada2_logits,
     ),
     "fast_dllm_v2": Family(
         FAST_TWIN,
-        [(FAST, 7.62), (FAST_SMALL, 1.54)],
         lambda config: decoder_shapes(config, bias=True),
         stock_logits(Qwen2ForCausalLM, "qwen2", "bd_size", shifted=True),
         "bd_size",
     ),
     "stable_diffcoder": Family(
         {**DIFFCODER, **TINY},
-        [(DIFFCODER, 8.25)],
         decoder_shapes,
         stock_logits(LlamaForCausalLM, "llama", 4),
         None,
@@ -236,7 +222,6 @@ FAMILIES: dict[str, Family] = {
     # Of docs/own_backbone.md: a Llama made block-causal.
     "my_llama": Family(
         {**DIFFCODER, **TINY, "architectures": ["LlamaForCausalLM"], "head_dim": 8},
-        [],
         decoder_shapes,
         stock_logits(LlamaForCausalLM, "llama", 8),
         None,

@@ -4,9 +4,7 @@ import re
 import sys
 import unicodedata
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
@@ -18,7 +16,7 @@ from mrp_trainer import cli
 from mrp_trainer.picture import Decode, draw, read_decode, show
 from mrp_trainer.picture.facts import Forward, Token, token_texts
 from mrp_trainer.picture.options import ShowOptions
-from mrp_trainer.picture.svg import HOLD, _pieces, colour, visible
+from mrp_trainer.picture.svg import visible
 from mrp_trainer.publish.folder import PICTURE
 from typer.testing import CliRunner
 
@@ -108,50 +106,17 @@ def test_a_picture_is_whole_in_itself(animated: bool) -> None:
     assert all(rule.startswith(f"#{name}") or re.fullmatch(r"[\d.,%]+", rule) for rule in rules), "bound to this picture"
 
 
-def test_every_forward_has_its_moment_and_colour() -> None:
-    svg = draw([drawn()], animated=True).svg
-    root = ElementTree.fromstring(svg)
-    assert sorted(set(re.findall(rf"@keyframes {root.attrib['id']}-(\w+)", svg))) == ["f1", "f2", "f3"]
-    painted = {one.attrib["class"]: one.attrib["style"] for one in root.iterfind(f".//{SVG}g[@class]")}
-    colours = {f"f{number}": f"color:{colour((number - 1) / 2)}" for number in (1, 2, 3)}
-    for kind in ("token", "bar"):
-        assert {name: painted[f"{kind} {name}"] for name in colours} == colours
-    assert "prefers-reduced-motion:no-preference" in svg
-    whole, begun = map(float, re.findall(r"-f3 ([\d.]+)s -([\d.]+)s infinite", svg)[0])
-    assert whole - HOLD < begun < whole, "at time 0 all forwards have been"
-
-
-def test_a_text_is_laid_out_without_overlap() -> None:
-    """Random texts of narrow and wide characters: the boxes of a line stand beside each other, inside of the panel."""
-    random = Random(0)
-    for _ in range(20):
-        texts = ["".join(random.choices("ab 漢🦙\n\t", k=random.randint(1, 70))) for _ in range(12)]
-        tokens = tuple(Token(text, 1 + at, at) for at, text in enumerate(texts))
-        pieces, begins = _pieces(replace(drawn(), tokens=tokens, blocks=(4, 8)), 400.0)
-        assert "".join(piece.text for piece in pieces) == "".join(map(visible, texts)).replace("\n", "")
-        assert len(begins) == 2
-        for one, two in pairwise(pieces):
-            assert two.line > one.line or two.x >= one.x + one.width
-            assert 0 <= two.x <= 400 - two.width
-
-
-def test_a_png_without_what_draws_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as large as the picture; where nothing is installed that draws it, that is said."""
+    pytest.importorskip("cairosvg", reason="needs cairosvg: pip install -e '.[picture]'")
+    picture = draw([drawn()], prompt="What?", animated=True)
+    data = picture.save(tmp_path / "a.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(data[16:20]) == 2 * float(ElementTree.fromstring(picture.svg).attrib["width"])
     monkeypatch.setitem(sys.modules, "cairosvg", None)
     with pytest.raises(ImportError, match=r"a \.png needs cairosvg: pip install '\.\[picture\]', or name an \.svg"):
-        draw([drawn()]).save(tmp_path / "a.png")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_png_has_the_colours_of_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("cairosvg", reason="needs cairosvg: pip install -e '.[picture]'")
-    image = pytest.importorskip("PIL.Image")
-    picture = draw([drawn()], prompt="What?", animated=True)
-    with image.open(picture.save(tmp_path / "a.png")) as opened:
-        assert opened.size[0] == 2 * float(ElementTree.fromstring(picture.svg).attrib["width"])
-        colours = {found for _, found in opened.convert("RGB").getcolors(1 << 20)}
-    assert {(255, 255, 255), (0xF6, 0xF8, 0xFA)} <= colours
-    accepted = tuple(int(colour(0.5)[at : at + 2], 16) for at in (1, 3, 5))
-    assert any(max(abs(a - b) for a, b in zip(found, accepted, strict=True)) < 2 for found in colours), "a draft's bar"
+        picture.save(tmp_path / "b.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +126,6 @@ def test_a_png_has_the_colours_of_the_picture(tmp_path: Path) -> None:
         (lambda: read_decode(output("a", [0], **ROUNDS), Bytes(), row=1), "row is 1: the output has the rows 0 to 0"),
         (lambda: show({}, Bytes()), "there are no decodes to draw"),
         (lambda: draw([drawn()]).save("a.gif"), "a.gif: a picture is an SVG or a PNG, give a name that ends in .svg or .png"),
-        (lambda: ShowOptions(output="a.gif"), "a.gif: a picture is an SVG or a PNG"),
         (lambda: ShowOptions(output="a.png", animated=True), "a.png, and a .png does not move: name an .svg"),
     ],
 )
