@@ -6,9 +6,8 @@ So it loads offline, in other processes too, and the calls that ask the Hub for 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, RepoUrl, constants
@@ -17,15 +16,13 @@ Files = dict[str, bytes]
 URL = "https://huggingface.co"
 
 
-@dataclass(frozen=True)
-class Commit:
+class Commit(NamedTuple):
     oid: str
     title: str
     files: Files
 
 
-@dataclass
-class Repository:
+class Repository(NamedTuple):
     """The commits of each ref, the newest first."""
 
     private: bool
@@ -40,14 +37,12 @@ class HubServer:
 
     Attributes:
         cache: The Hub's cache that commits are written to.
-        repositories: By id.
-        requests: What was asked for, in order.
+        repositories: By id; a push begins with one.
     """
 
     def __init__(self) -> None:
         self.cache = Path()
         self.repositories: dict[str, Repository] = {}
-        self.requests: list[str] = []
 
     def __enter__(self) -> "HubServer":
         return self
@@ -112,18 +107,14 @@ class HubServer:
 def using(hub: HubServer, home: Path) -> Iterator[None]:
     """Let this process push to a Hub, and load from its cache, which lies under `home`."""
 
-    def asked(name: str) -> Callable[..., Any]:
-        def answer(api: HfApi, *given: Any, **options: Any) -> Any:
-            hub.requests.append(name)
-            return getattr(hub, name)(*given, **options)
-
-        return answer
+    def method(name: str) -> Callable[..., Any]:
+        return lambda api, *given, **options: getattr(hub, name)(*given, **options)
 
     hub.cache = home / "hub-cache"
-    answers = {name: asked(name) for name in ("create_repo", "create_branch", "list_repo_files", "create_commit")}
-    answers["_validate_yaml"] = lambda *_, **__: None
+    methods = {name: method(name) for name in ("create_repo", "create_branch", "list_repo_files", "create_commit")}
+    methods["_validate_yaml"] = lambda *_, **__: None
     with (
-        mock.patch.multiple(HfApi, **answers),
+        mock.patch.multiple(HfApi, **methods),
         mock.patch.multiple(constants, HF_HUB_CACHE=str(hub.cache), HF_HUB_DISABLE_XET=True),
     ):
         yield

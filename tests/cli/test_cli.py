@@ -35,16 +35,6 @@ def test_help_waits_for_nothing_heavy() -> None:
         mrp_trainer.MRPTrain  # noqa: B018
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_help_reads_well(name: str) -> None:
-    shown = mrp("train", name, "--help")
-    for panel in ("Run", "Model", "Data", "Objective", "Optimizer", "Watching and saving"):
-        assert f" {panel} ─" in shown
-    assert (" Head ─" in shown) == (name == "head")
-    assert len(shown.splitlines()) < 90
-    assert not [one.name for one in command("train", name).params if not one.help or len(one.help) > 70]
-
-
 @pytest.mark.parametrize(("name", "rate"), [("head", 1e-3), ("backbone", 1e-4)])
 def test_flags_are_settings(name: str, rate: float) -> None:
     """The one default that depends on the objective is shown in words."""

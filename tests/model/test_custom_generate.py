@@ -20,23 +20,10 @@ SHAPE = (
 )
 
 
-class SDARConfig(Qwen3Config):
-    model_type = "sdar"
-
-
-class SDARForCausalLM(Qwen3ForCausalLM):
-    """Another class with a Qwen3 decoder's parameters. Its own forward knows nothing of blocks."""
-
-    config_class = SDARConfig
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("the stock model's own forward was used")
-
-
-def stock_of(model: Any, **overrides: Any) -> SDARForCausalLM:
-    """The stock model with an MRP model's backbone."""
+def stock_of(model: Any, **overrides: Any) -> Qwen3ForCausalLM:
+    """A model of transformers' own class with an MRP model's backbone. Its forward knows nothing of blocks."""
     options = {name: getattr(model.config, name) for name in SHAPE.split()}
-    stock = SDARForCausalLM(SDARConfig(**{**options, **overrides})).to(model.dtype).eval()
+    stock = Qwen3ForCausalLM(Qwen3Config(**{**options, **overrides})).to(model.dtype).eval()
     stock.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if not name.startswith("mrp_head.")})
     return stock
 
@@ -68,27 +55,25 @@ def test_a_stock_model_says_what_the_mrp_model_says(saved: Saved) -> None:
 
 
 def test_the_parameters_are_shared_and_nothing_else_is_kept(saved: Saved) -> None:
-    model, repository = saved
-    stock = stock_of(model)
-    options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 8, "return_dict_in_generate": True, **repository}
+    """What is made once goes with the stock model; what replaces a parameter is used."""
+    stock, ids = stock_of(saved[0]), random_ids(2, 1, 9)
+    options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 8, "return_dict_in_generate": True, **saved[1]}
     names = set(stock.__dict__)
-    out = stock.generate(random_ids(2, 1, 9), **options)
+    out = stock.generate(ids, **options)
     made = out.past_key_values.owner()
     ours, theirs = dict(made.named_parameters()), dict(stock.named_parameters())
     assert {name for name in ours if name not in theirs} == {name for name in ours if name.startswith("mrp_head.")}
     assert all(ours[name] is tensor and tensor.requires_grad for name, tensor in theirs.items())
     assert set(stock.__dict__) == names
-    longer = torch.cat([out.sequences, random_ids(3, 1, 2)], 1)
-    again = stock.generate(longer, **options, past_key_values=out.past_key_values)
-    assert again.past_key_values.owner() is made, "made once"
-    assert torch.equal(again.sequences, model.generate(longer, decoding="mrp_spec", max_new_tokens=8))
+    again = stock.generate(ids, **options)
+    assert again.past_key_values.owner() is made
     stock.lm_head.weight = torch.nn.Parameter(-stock.lm_head.weight.detach())
-    changed = stock.generate(longer, **options)
-    assert not torch.equal(changed.sequences, again.sequences), "what replaces a parameter is used"
+    changed = stock.generate(ids, **options)
+    assert not torch.equal(changed.sequences, again.sequences)
     gone = weakref.ref(made), weakref.ref(changed.past_key_values.owner())
     del out, again, changed, made, ours, theirs, stock
     gc.collect()
-    assert [one() for one in gone] == [None, None], "it goes with the stock model"
+    assert [one() for one in gone] == [None, None]
 
 
 def test_an_mrp_model_decodes_with_its_own_head(saved: Saved) -> None:
@@ -122,7 +107,7 @@ def test_what_is_refused(saved: Saved, tmp_path: Path) -> None:
     others = stock_of(model, block_size=8, mask_token_id=61)
     refused: list[tuple[Any, dict[str, Any], str]] = [
         (others, {}, r"its block_size is 4, the backbone's 8; its mask_token_id is 60, .* 61"),
-        (biased, {}, r"(?s)SDARForCausalLM is no Qwen3 decoder .*from_backbone.*q_proj\.bias"),
+        (biased, {}, r"(?s)Qwen3ForCausalLM is no Qwen3 decoder .*from_backbone.*q_proj\.bias"),
         (stock_of(model), {"trust_remote_code": False}, "trust_remote_code=True"),
         (stock_of(model), {"custom_generate": str(TINY)}, r"a local folder.*from_backbone\(backbone, head=folder\)"),
         (stock_of(model), headless, r"org/backbone has no MRP head .*name a checkpoint that has one"),

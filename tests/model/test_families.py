@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, make_model
-from families import FAMILIES, LLADA2_TWIN, SDAR_MOE, Twin, loaded, slow_decode, twin_of
+from families import FAMILIES, LLADA2, SDAR_MOE, Twin, loaded, slow_decode, twin_of
 from fresh import Fresh
 from helpers import close, generate, left_padded, same_tensors, sample
 from mrp_trainer.heads import new_head
@@ -33,7 +33,7 @@ MODES = [
     for target in ("static", "sequential", "dynamic", "entropy_bound")
 ]
 LIVELY = {"confidence_threshold": 0.05, "entropy_threshold": 5.0}
-TWINS = [("sdar", 8), ("sdar", 32), *((name, size) for name in ("sdar_moe", "llada2_moe", "fast_dllm_v2") for size in (4, 32))]
+TWINS = [*((name, size) for name in ("sdar_moe", "llada2_moe", "fast_dllm_v2") for size in (4, 32))]
 TWINS += [("stable_diffcoder", None), ("my_llama", None)]
 
 
@@ -103,16 +103,27 @@ def test_a_head_is_trained_saved_and_loaded(name: str, tmp_path: Path) -> None:
 
 
 def test_sdar_moe(tmp_path: Path) -> None:
-    """A head's layers are no copies of experts, and processes do not divide these; published blocks are of four."""
+    """A head's layers are no copies of experts, and processes do not divide these."""
     model, _ = loaded(tmp_path, SDAR_MOE, FAMILIES["sdar_moe"].shapes(SDAR_MOE), 0)
     with pytest.raises(ValueError, match="layers are Qwen3MoeDecoderLayers and a head's Qwen3DecoderLayers: use 'identity'"):
         new_head(model, 1, "backbone")
     model.config.distributed_config = {"tp_size": 2}
     with pytest.raises(ValueError, match="a model of the family 'sdar_moe' is not divided over processes: use device_map"):
         MRPForCausalLM(model.config)
-    assert MRPConfig.from_dict({name: value for name, value in SDAR_MOE.items() if name != "block_size"}).block_size == 4
     with pytest.raises(ValueError, match="families here are"):
         MRPConfig(family="qwen9")
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "expected"),
+    [("sdar_moe", 151936, (4, 151669)), ("llada2_moe", 157184, (32, 156895)), ("fast_dllm_v2", 152064, (32, 151665))],
+)
+def test_what_published_configs_leave_out(name: str, vocabulary: int, expected: tuple[int, int]) -> None:
+    said = {key: value for key, value in FAMILIES[name].twin.items() if key not in ("block_size", "mask_token_id")}
+    config = MRPConfig.from_dict(
+        {**said, "vocab_size": vocabulary, **({"mask_token_id": 151669} if name == "sdar_moe" else {})}
+    )
+    assert (config.block_size, config.mask_token_id) == expected
 
 
 def test_llada2(fresh: Fresh, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -202,7 +213,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "uno-qwen3-8B": (PLAIN, "each token of it sees the tokens before it alone"),
     "lfm2-diffusion": ({"model_type": "lfm2_diffusion", "canvas_length": 128}, "model_type is 'lfm2_diffusion': what loads"),
     **{
-        f"LLaDA2.0 with {name}": ({**LLADA2_TWIN, name: value}, f"the config has {{{name!r}: {value!r}}}")
+        f"LLaDA2.0 with {name}": ({**LLADA2, name: value}, f"the config has {{{name!r}: {value!r}}}")
         for name, value in (("use_qkv_bias", True), ("score_function", "softmax"))
     },
 }

@@ -58,7 +58,7 @@ def test_a_head_repository(folders: dict[str, Path], tmp_path: Path) -> None:
     assert not model.training
     assert not model.mrp_head.training
     model.save_pretrained(tmp_path / "whole")
-    assert not [name for name in config_of(tmp_path / "whole") if name.startswith("base_model")]
+    assert not config_of(tmp_path / "whole").keys() & {*BASE}
     assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path / "whole"), full)
     model.save_pretrained(tmp_path / "head", head_only=True)
     assert config_of(tmp_path / "head") == config_of(folders["head"])
@@ -75,8 +75,6 @@ def test_a_head_on_a_backbone_that_is_spread_over_devices(folders: dict[str, Pat
     arguments = (PROMPT, torch.ones(1, 6, 32), torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
     assert torch.equal(spread.residual(*arguments), full.residual(*arguments))
     assert spread.hf_device_map["mrp_head"] == spread.mrp_head._hf_hook.execution_device
-    with pytest.raises(ValueError, match=r"its last layers are offloaded or quantized: load them into memory"):
-        new_head(spread, 1, "backbone")
     spread.save_pretrained(tmp_path / "head", head_only=True)
     assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path / "head"), full)
 

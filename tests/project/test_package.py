@@ -35,38 +35,19 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def test_every_package_is_installed_under_the_projects_own_names() -> None:
-    """Another distribution installs a package called `trainer`: with both, each would overwrite the other's files."""
-    tools = PROJECT["tool"]["setuptools"]
-    found = {
-        ".".join((top, *path.parent.relative_to(ROOT / folder).parts))
-        for top, folder in tools["package-dir"].items()
-        if top != EMBEDDED
-        for path in (ROOT / folder).rglob("__init__.py")
-    }
-    assert set(tools["packages"]) == found | {EMBEDDED}
-    assert {name.partition(".")[0] for name in found} == {"modeling_mrp", "mrp_trainer", "mrp_serving"}
-
-
-def test_the_small_checkpoint_is_in_the_wheel(installed: Path) -> None:
-    """And what else is no Python: templates, recipes, marks for type checkers."""
-    held = installed / EMBEDDED.replace(".", "/")
-    assert {path.relative_to(held) for path in held.rglob("*")} >= {
-        path.relative_to(TINY) for path in TINY.rglob("*") if "__pycache__" not in path.parts
-    }
+def test_the_wheel_holds_the_packages_and_the_small_checkpoint(installed: Path, tmp_path: Path) -> None:
+    """Under the project's own names: another distribution installs a package called `trainer`. With what is no Python, such as
+    templates, recipes and marks for type checkers; the checkpoint is found from any folder."""
     for top, folder in PROJECT["tool"]["setuptools"]["package-dir"].items():
-        if top != EMBEDDED:
-            files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix not in (".pyc", ".py")]
-            assert [path for path in files if not (installed / top / path.relative_to(ROOT / folder)).is_file()] == []
-            assert (installed / top / "py.typed").is_file()
-
-
-def test_the_installed_package_finds_it_from_any_folder(installed: Path, tmp_path: Path) -> None:
-    code = "import mrp_trainer; print(mrp_trainer.TINY)"
+        files = [path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*") if path.is_file()]
+        there = installed / top.replace(".", "/")
+        assert [file for file in files if file.suffix != ".pyc" and not (there / file).is_file()] == []
+        assert top == EMBEDDED or (there / "py.typed").is_file()
+    names = {path.name for path in installed.iterdir() if path.suffix not in (".dist-info", ".whl")}
+    assert names == {"modeling_mrp", "mrp_trainer", "mrp_serving"}
+    command = [sys.executable, "-c", "import mrp_trainer; print(mrp_trainer.TINY)"]
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == f"{installed}/{EMBEDDED.replace('.', '/')}\n"
 
 
