@@ -63,21 +63,16 @@ def test_what_is_chosen_is_decoded(served: tuple[Any, Path], options: tuple[Any,
     _, shown, cost, picture = served[0].predict(PROMPT, *options, api_name="/answer")
     assert re.search(f'aria-label="{label}', picture)
     assert ("the same text as its target" in cost) is (options[0] == "mrp_spec")
-    assert [message["role"] for message in shown] == ["user", "assistant"]
+    assert [message["role"] for message in shown[-2:]] == ["user", "assistant"]
 
 
 def test_what_is_typed_is_text_and_what_does_not_fit_is_told(served: tuple[Any, Path]) -> None:
-    """A client of the page's API may send half a surrogate pair; a tokenizer cannot read it."""
     options = ("static", "static", 0.9, 8, 16, 0, False, False)
     _, shown, *_ = served[0].predict("<img src=x> **a** $x$", *options, api_name="/answer")
-    assert "<img" not in str(shown[0])
-    assert "**" not in str(shown[0])
-    for prompt, message in (
-        ("hi \ud83d", "The prompt has half a surrogate pair, .* at character 3"),
-        (" ", "There is no prompt"),
-    ):
-        with pytest.raises(gradio_client.exceptions.AppError, match=message):
-            served[0].predict(prompt, *options, api_name="/answer")
+    assert "img src" in str(shown[-2])
+    assert not [typed for typed in ("<img", "**a", "$x") if typed in str(shown)]
+    with pytest.raises(gradio_client.exceptions.AppError, match="There is no prompt"):
+        served[0].predict(" ", *options, api_name="/answer")
 
 
 def test_a_space_installs_what_the_package_needs() -> None:
