@@ -1,4 +1,4 @@
-"""The published families: configs, tiny twins with tensors by published names, and what each model computes, written anew or by
+"""The published families: tiny twins with tensors by published names, and what each model computes, written anew or by
 transformers' own class for such layers, over the whole text under a dense block-causal mask."""
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,6 @@ from published import (
     attended,
     backbone_config,
     decoder_shapes,
-    hidden_states,
     mlp_shapes,
     norm,
     random_tensors,
@@ -27,12 +26,11 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 from modeling_mrp import MRPForCausalLM
 
 Logits = Callable[[list[int]], Tensor]
-# What the published configs share; each family's changes it.
+# What the published configs share, with sizes that make twins small; each family's changes it.
 COMMON: dict[str, Any] = {"attention_dropout": 0.0, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_scaling": None}
-COMMON |= {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True}
-# What makes a twin small.
-TINY: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-TINY |= {"num_key_value_heads": 2, "vocab_size": 101, "max_position_embeddings": 512, "torch_dtype": "float32"}
+COMMON |= {"tie_word_embeddings": False, "torch_dtype": "float32", "use_cache": True, "vocab_size": 101}
+COMMON |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+COMMON |= {"num_key_value_heads": 2, "max_position_embeddings": 512}
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,13 @@ class Family:
     """A family of block-diffusion models.
 
     Attributes:
-        twin: The config of a tiny model; `block_field` is the field that says the size of its blocks, None: always 4.
-        published: Configs as they are published, and how many numbers their tensors hold, in 10^9.
+        twin: The config of a tiny model, with the published fields.
         shapes: The published tensors of a config.
         logits: Of a twin's folder, config and tensors what it computes.
+        block_field: The field that says the size of its blocks; None: always 4.
     """
 
     twin: dict[str, Any]
-    published: list[tuple[dict[str, Any], float]]
     shapes: Callable[[dict[str, Any]], Shapes]
     logits: Callable[[Path, dict[str, Any], dict[str, Tensor]], Logits]
     block_field: str | None = "block_size"
@@ -151,92 +148,67 @@ def llada2_logits(folder: Path, config: dict[str, Any], tensors: dict[str, Tenso
     return logits
 
 
-def sdar_logits(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Logits:
-    """Written from method.md alone."""
-    tensors = {name: tensor.double() for name, tensor in tensors.items()}
-    return lambda ids: hidden_states(tensors, ids, config["block_size"]) @ tensors["lm_head.weight"].T
-
-
 # ------------------------------------------------------------------------------------------------- the table
 
 # JetLM/SDAR-30B-A3B-Chat; its shape is Qwen3-30B-A3B's.
-MOE = {
+SDAR_MOE = {
+    **backbone_config(),
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
-    "decoder_sparse_step": 1,
     "norm_topk_prob": True,
 }
-MOE |= {"mlp_only_layers": [], "output_router_logits": False, "model_type": "sdar_moe"}
-MOE["router_aux_loss_coef"] = 0.001
-SDAR_MOE = backbone_config(**MOE)
-LARGE_MOE = {**SDAR_MOE, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_hidden_layers": 48}
-LARGE_MOE |= {"head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "block_size": 4}
-LARGE_MOE |= {"num_key_value_heads": 4, "vocab_size": 151936, "mask_token_id": 151669, "max_position_embeddings": 32768}
+SDAR_MOE |= {"model_type": "sdar_moe", "decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False}
+SDAR_MOE["router_aux_loss_coef"] = 0.001
 
-# inclusionAI/LLaDA2.0-mini; -flash differs in sizes. The mask's id is not in the published config.
-LLADA2 = {**COMMON, "architectures": ["LLaDA2MoeModelLM"], "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 2048}
-LLADA2 |= {"intermediate_size": 5120, "max_position_embeddings": 32768, "model_type": "llada2_moe", "vocab_size": 157184}
-LLADA2 |= {"moe_intermediate_size": 512, "moe_router_enable_expert_bias": True, "n_group": 8, "norm_topk_prob": True}
-LLADA2 |= {"num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 20}
-LLADA2 |= {"num_key_value_heads": 4, "num_nextn_predict_layers": 0, "num_shared_experts": 1, "pad_token_id": 156892}
-LLADA2 |= {"partial_rotary_factor": 0.5, "rope_theta": 600000, "rotary_dim": 64, "routed_scaling_factor": 2.5}
-LLADA2 |= {"score_function": "sigmoid", "sliding_window": 4096, "topk_group": 4, "use_bias": False, "use_qk_norm": True}
-LLADA2 |= {"use_qkv_bias": False, "use_sliding_window": False, "router_dtype": "fp32", "norm_head": False}
-LLADA2_FLASH = {**LLADA2, "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 9216, "num_attention_heads": 32}
-LLADA2_FLASH["moe_intermediate_size"] = 1024
-LLADA2_TWIN = {**LLADA2, **TINY, "moe_intermediate_size": 16, "head_dim": 8, "num_hidden_layers": 3, "num_experts": 16}
-LLADA2_TWIN |= {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "pad_token_id": 1, "eos_token_id": 1}
-LLADA2_TWIN |= {"mask_token_id": 97, "rotary_dim": 4}
+# inclusionAI/LLaDA2.0-mini. The mask's id is not in the published config.
+LLADA2 = {
+    **COMMON,
+    "architectures": ["LLaDA2MoeModelLM"],
+    "model_type": "llada2_moe",
+    "first_k_dense_replace": 1,
+    "head_dim": 8,
+}
+LLADA2 |= {"num_hidden_layers": 3, "moe_intermediate_size": 16, "moe_router_enable_expert_bias": True, "norm_topk_prob": True}
+LLADA2 |= {"num_experts": 16, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "num_shared_experts": 1}
+LLADA2 |= {"num_nextn_predict_layers": 0, "partial_rotary_factor": 0.5, "rope_theta": 600000, "rotary_dim": 4}
+LLADA2 |= {"routed_scaling_factor": 2.5, "score_function": "sigmoid", "sliding_window": 4096, "use_sliding_window": False}
+LLADA2 |= {"use_bias": False, "use_qk_norm": True, "use_qkv_bias": False, "router_dtype": "fp32", "norm_head": False}
+LLADA2 |= {"mask_token_id": 97, "pad_token_id": 1, "eos_token_id": 1}
 
-# Efficient-Large-Model/Fast_dLLM_v2_7B; the 1.5B is smaller and tied.
-FAST = {**COMMON, "architectures": ["Fast_dLLM_QwenForCausalLM"], "bd_size": 32, "hidden_size": 3584, "max_window_layers": 28}
-FAST |= {"intermediate_size": 18944, "layer_types": ["full_attention"] * 28, "max_position_embeddings": 32768}
-FAST |= {"model_type": "Fast_dLLM_Qwen", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4}
-FAST |= {"rope_theta": 1000000.0, "sliding_window": None, "use_sliding_window": False, "vocab_size": 152064}
-FAST |= {"bos_token_id": 151643, "eos_token_id": 151645}
-FAST_SMALL = {**FAST, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
-FAST_SMALL |= {"tie_word_embeddings": True, "vocab_size": 151936}
-FAST_TWIN = {**FAST, **TINY, "layer_types": ["full_attention"] * 2, "mask_token_id": 97, "eos_token_id": 1, "bos_token_id": 1}
+# Efficient-Large-Model/Fast_dLLM_v2_7B.
+FAST = {**COMMON, "architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen", "bd_size": 32}
+FAST |= {"layer_types": ["full_attention"] * 2, "max_window_layers": 28, "sliding_window": None, "use_sliding_window": False}
+FAST |= {"rope_theta": 1000000.0, "mask_token_id": 97, "eos_token_id": 1, "bos_token_id": 1}
 
 # ByteDance-Seed/Stable-DiffCoder-8B-Instruct.
-DIFFCODER = {**COMMON, "architectures": ["StableDiffcoderForCausalLM"], "attention_bias": False, "mlp_bias": False}
-DIFFCODER |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "head_dim": None, "hidden_size": 4096}
-DIFFCODER |= {"intermediate_size": 14336, "max_position_embeddings": 8192, "model_type": "llama", "num_attention_heads": 32}
-DIFFCODER |= {"num_hidden_layers": 32, "num_key_value_heads": 8, "rope_theta": 500000.0, "vocab_size": 155136}
+DIFFCODER = {**COMMON, "architectures": ["StableDiffcoderForCausalLM"], "model_type": "llama", "attention_bias": False}
+DIFFCODER |= {
+    "mlp_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+    "head_dim": None,
+    "rope_theta": 500000.0,
+}
 
 FAMILIES: dict[str, Family] = {
-    "sdar": Family(backbone_config(), [], lambda config: decoder_shapes(config, norms=True), sdar_logits),
     "sdar_moe": Family(
         SDAR_MOE,
-        [(LARGE_MOE, 30.5)],
         lambda config: decoder_shapes(config, norms=True, experts=True),
         stock_logits(Qwen3MoeForCausalLM, "qwen3_moe", "block_size"),
     ),
-    "llada2_moe": Family(
-        LLADA2_TWIN,
-        [(LLADA2, 16.3), (LLADA2_FLASH, 102.9)],
-        llada2_shapes,
-        llada2_logits,
-    ),
+    "llada2_moe": Family(LLADA2, llada2_shapes, llada2_logits),
     "fast_dllm_v2": Family(
-        FAST_TWIN,
-        [(FAST, 7.62), (FAST_SMALL, 1.54)],
+        FAST,
         lambda config: decoder_shapes(config, bias=True),
         stock_logits(Qwen2ForCausalLM, "qwen2", "bd_size", shifted=True),
         "bd_size",
     ),
-    "stable_diffcoder": Family(
-        {**DIFFCODER, **TINY},
-        [(DIFFCODER, 8.25)],
-        decoder_shapes,
-        stock_logits(LlamaForCausalLM, "llama", 4),
-        None,
-    ),
+    "stable_diffcoder": Family(DIFFCODER, decoder_shapes, stock_logits(LlamaForCausalLM, "llama", 4), None),
     # Of docs/own_backbone.md: a Llama made block-causal.
     "my_llama": Family(
-        {**DIFFCODER, **TINY, "architectures": ["LlamaForCausalLM"], "head_dim": 8},
-        [],
+        {**DIFFCODER, "architectures": ["LlamaForCausalLM"], "head_dim": 8},
         decoder_shapes,
         stock_logits(LlamaForCausalLM, "llama", 8),
         None,

@@ -8,6 +8,17 @@ import sys
 import textwrap
 from pathlib import Path
 
+# Before a script: it may speak to this machine alone, and what else it asks for is written to the file "elsewhere".
+ALONE = """
+import sys
+def listen(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        host = arguments[1][0] if event == "socket.connect" and isinstance(arguments[1], tuple) else arguments[0]
+        if isinstance(host, str) and host not in ("127.0.0.1", "::1", "localhost", "0.0.0.0"):
+            open("elsewhere", "a").write(f"{host}\\n")
+            raise OSError(f"{host} is elsewhere")
+sys.addaudithook(listen)
+"""
 # A machine without optional packages: these names cannot be imported. A script that takes five minutes is ended.
 LOOP = """
 import contextlib, io, json, os, pathlib, signal, sys, traceback
@@ -38,7 +49,7 @@ for number, line in enumerate(sys.stdin):
 
 
 class Fresh:
-    """Runs scripts offline, each with an empty cache of remote code.
+    """Runs scripts offline, which may not try to connect, each with an empty cache of remote code.
 
     Args:
         folder: Where they run.
@@ -48,12 +59,12 @@ class Fresh:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.hub_cache, self._log = folder / "hf" / "hub", folder / "fresh.log"
+        self.hub_cache, self._log, self._elsewhere = folder / "hf" / "hub", folder / "fresh.log", folder / "elsewhere"
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment |= {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", LOOP],
+                [sys.executable, "-c", ALONE + LOOP],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -72,6 +83,7 @@ class Fresh:
         assert answer, self._log.read_text()[-3000:]
         printed, error = json.loads(answer)
         assert error is None, error
+        assert not self._elsewhere.exists(), self._elsewhere.read_text()
         return printed
 
     def close(self) -> None:

@@ -3,46 +3,36 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import get_args
 
+import mrp_trainer
 import pytest
-import typer
 from commands import command, mrp
 from conftest import ROOT, TINY
 from helpers import word_model
 from mrp_trainer.evaluate.options import Judge
 from mrp_trainer.evaluate.problem_sets import JUDGES
-from mrp_trainer.flags import flag, shown_default, takes_flags
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.options import TrainCommand
 from mrp_trainer.train.settings import known_names
+from mrp_trainer.train.trainer import MRPTrainer
 from training_runs import saved
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 TRAIN = ["--model", "m", "--output-dir", "o"]
 OBJECTIVES = {"head": "mrp", "backbone": "block_diffusion"}
 
 
 def test_help_waits_for_nothing_heavy() -> None:
+    """Nor does the package, whose classes are imported when they are asked for."""
     code = "import sys, mrp_trainer.cli; print(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_help_reads_well(name: str) -> None:
-    shown = mrp("train", name, "--help")
-    for panel in ("Run", "Model", "Data", "Objective", "Optimizer", "Watching and saving"):
-        assert f" {panel} ─" in shown
-    assert (" Head ─" in shown) == (name == "head")
-    assert len(shown.splitlines()) < 90
-    for parameter in command("train", name).params:
-        if parameter.name != "help":
-            assert parameter.help, parameter.name
-            assert len(parameter.help) < 70, parameter.name
+    assert mrp_trainer.MRPTrainer is MRPTrainer
+    with pytest.raises(AttributeError, match="'mrp_trainer' has no attribute 'MRPTrain'"):
+        mrp_trainer.MRPTrain  # noqa: B018
 
 
 @pytest.mark.parametrize(("name", "rate"), [("head", 1e-3), ("backbone", 1e-4)])
@@ -85,12 +75,6 @@ def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTr
     assert "\nall 3 steps of this run are done. To train its head further, give --head" in again
 
 
-def test_tasks(tmp_path: Path) -> None:
-    chats = [json.loads(line) for line in mrp("tasks", "--family", "math", "--family", "source", "--count", "2").splitlines()]
-    assert [sorted(record) for record in chats] == [["messages"]] * 2 + [["completion", "prompt"]] * 2
-    assert [message["role"] for message in chats[0]["messages"]] == ["user", "assistant"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -106,55 +90,3 @@ def test_errors_in_a_line(arguments: list[str], message: str, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     assert message in mrp(*arguments, fails=True)
     assert not list(tmp_path.iterdir())
-
-
-@dataclass
-class Options:
-    source: str = flag("From where.", metavar="PATH")
-    names: list[str] = flag("Of whom.", ["ann"])
-    kinds: list[str] = flag("Of which kinds.", [], kind=list[Literal["big", "small"]], shown="both")
-    count: int = flag("How many.", 3, min=1, name="--number")
-    rate: float | None = flag("How fast.", None, shown="as it comes")
-    packed: bool = flag("Together.", True, name="--packed/--not-packed")
-    dry_run: bool = flag("Do nothing.", False)
-    other: int = flag("Of one command.", 7, only="one")
-    silent: int = 5
-
-
-def given(*arguments: str, **how: Any) -> dict[str, Any]:
-    """What a command of typer gets for a command line."""
-    app, seen = typer.Typer(), []
-
-    @app.command()
-    @takes_flags(Options, **how)
-    def command(**arguments: Any) -> None:
-        seen.append(arguments)
-
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == 0, result.output
-    return seen[0]
-
-
-def test_a_command_gets_what_was_given() -> None:
-    assert given() == {}
-    line = "--source a --names b --names c --kinds small --number 2 --rate 0.5 --not-packed --dry-run"
-    found = given(*line.split())
-    expected = {"source": "a", "names": ["b", "c"], "kinds": ["small"], "count": 2, "rate": 0.5}
-    assert found == {**expected, "packed": False, "dry_run": True}
-    assert type(found["kinds"][0]) is str
-    assert given("--other", "1", only="one") == {"other": 1}
-    assert given("--source", "a", required=["source"]) == {"source": "a"}
-
-
-@pytest.mark.parametrize("line", ["--other 1", "--kinds tiny", "--number 0", "--count 1", "--silent 1"])
-def test_a_command_refuses_what_is_no_flag_and_no_choice(line: str) -> None:
-    with pytest.raises(AssertionError, match="Error"):
-        given(*line.split())
-
-
-def test_defaults_in_words() -> None:
-    shown = {name: shown_default(one) for name, one in Options.__dataclass_fields__.items() if name != "silent"}
-    assert shown == {
-        **{"source": None, "names": "ann", "kinds": "both", "count": "3", "rate": "as it comes", "packed": "packed"},
-        **{"dry_run": None, "other": "7"},
-    }

@@ -1,6 +1,7 @@
-"""peft adapters on the head: saved and loaded with peft's own calls and with `load_adapter`, here and from the Hub's cache."""
+"""peft adapters on the head: saved and loaded with peft's own calls, `load_adapter` and the commands, and from a cache."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import torch
 from conftest import make_model
 from fresh import Fresh
 from helpers import SHA, SPEC, close, in_hub_cache, speculate
+from mrp_trainer.loading import load_config, load_model
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from modeling_mrp import MRPForCausalLM
 
 PROMPT = torch.tensor([[5, 17, 40, 3, 44, 9]])
 TARGETS = r"mrp_head\.(eh_proj|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj))"
-DIRECT = {**SPEC, "decoding": "mrp_direct", "mrp_steps": 2}
 
 
 def adapted(model: MRPForCausalLM) -> Any:
@@ -43,49 +44,59 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "full", root / "adapter"
 
 
-@pytest.mark.parametrize("way", ["PeftModel", "load_adapter", "AutoClass"])
-def test_round_trips(way: str, saved: tuple[Path, Path]) -> None:
-    full, adapter = saved
-    expected, model = adapted(MRPForCausalLM.from_pretrained(full)), MRPForCausalLM.from_pretrained(full)
-    before, direct = residual(model), model.generate(PROMPT, **DIRECT).sequences
-    if way == "PeftModel":
-        model = PeftModel.from_pretrained(model, adapter).eval()
-    elif way == "load_adapter":
-        model.load_adapter(str(adapter))
-    else:
-        model = MRPForCausalLM.from_pretrained(full, adapter_kwargs={"_adapter_model_path": str(adapter)})  # as AutoModel does
-    assert torch.equal(residual(model), residual(expected))
-    assert (residual(model) - before).abs().max() > 1e-2
-    assert speculate(model, PROMPT) == speculate(expected, PROMPT)
-    found = model.generate(PROMPT, **DIRECT).sequences
-    assert found.equal(expected.generate(PROMPT, **DIRECT).sequences)
-    assert not found.equal(direct)
-
-
-def test_merging_changes_nothing(saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_round_trips_and_merging(saved: tuple[Path, Path], tmp_path: Path) -> None:
     """The merged head is saved alone and found again."""
-    model = adapted(MRPForCausalLM.from_pretrained(saved[0]))
-    unmerged, drafts = residual(model), speculate(model, PROMPT)
+    expected, plain, loaded = (
+        adapted(MRPForCausalLM.from_pretrained(saved[0])),
+        *map(MRPForCausalLM.from_pretrained, 2 * saved[:1]),
+    )
+    unmerged, drafts = residual(expected), speculate(expected, PROMPT)
+    assert (residual(plain) - unmerged).abs().max() > 1e-2
+    assert speculate(plain, PROMPT) != drafts
+    loaded.load_adapter(str(saved[1]))
+    for model in (loaded, PeftModel.from_pretrained(plain, saved[1]).eval()):
+        assert torch.equal(residual(model), unmerged)
+        assert speculate(model, PROMPT) == drafts
     with pytest.raises(ValueError, match=r"Merge adapters first \(merge_and_unload\)"):
-        model.base_model.model.save_pretrained(tmp_path / "head", head_only=True)
-    merged = model.merge_and_unload()
+        expected.base_model.model.save_pretrained(tmp_path / "head", head_only=True)
+    merged = expected.merge_and_unload()
     merged.save_pretrained(tmp_path / "head", head_only=True)
     for again in (merged, MRPForCausalLM.from_pretrained(tmp_path / "head")):
         close(residual(again), unmerged)
         assert speculate(again, PROMPT) == drafts
 
 
+def test_the_commands_load_an_adapter_with_its_base(
+    saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One from the Hub may name no path; one in a folder has to name something."""
+    model = load_model(str(saved[1]), "float64")
+    assert (model.dtype, model.training) == (torch.float64, False)
+    assert torch.equal(residual(model), residual(adapted(MRPForCausalLM.from_pretrained(saved[0]))))
+    assert load_config(str(saved[1])).block_size == 4
+    folder = shutil.copytree(saved[1], tmp_path / "adapter")
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "../other"}))
+    in_hub_cache(folder, tmp_path / "hub", "org/adapter")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ValueError, match=r"adapter org/adapter on the Hub names the model '\.\./other', which is not followed"):
+        load_model("org/adapter")
+    config.write_text("{}")
+    with pytest.raises(ValueError, match="names no base_model_name_or_path: write the model's into"):
+        load_model(str(folder))
+
+
 def test_offline_in_a_fresh_process(saved: tuple[Path, Path], fresh: Fresh, tmp_path: Path) -> None:
-    """`AutoModel` on a head repository, on it with another backbone, and on an adapter for it: all from the cache."""
+    """`AutoModel` on a head repository and on an adapter for it, from the cache."""
     full, adapter = saved
-    hub = fresh.hub_cache
-    in_hub_cache(full, hub, "org/backbone")
+    in_hub_cache(full, fresh.hub_cache, "org/backbone")
     model = MRPForCausalLM.from_pretrained(full)
     model.save_pretrained(tmp_path / "head", head_only=True, base_model_name_or_path="org/backbone", base_model_revision=SHA)
-    in_hub_cache(tmp_path / "head", hub, "org/head")
-    in_hub_cache(adapter, hub, "org/adapter")
-    path = hub / "models--org--adapter" / "snapshots" / SHA / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "org/head"}))
+    in_hub_cache(tmp_path / "head", fresh.hub_cache, "org/head")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    shutil.copytree(adapter, tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "org/head"}))
+    in_hub_cache(tmp_path / "adapter", fresh.hub_cache, "org/adapter")
     printed = fresh(
         f"""
         from transformers import AutoModel, AutoModelForCausalLM
@@ -97,6 +108,5 @@ def test_offline_in_a_fresh_process(saved: tuple[Path, Path], fresh: Fresh, tmp_
         """
     )
     plain, tuned = (" ".join(map(str, speculate(m, PROMPT))) for m in (model, adapted(MRPForCausalLM.from_pretrained(full))))
-    assert plain != tuned
     where = "org/backbone org/head transformers_modules"
     assert printed.splitlines() == [plain, where, tuned, where]

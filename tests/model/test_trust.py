@@ -1,6 +1,6 @@
 """What a repository of somebody else cannot do: damaged files, configs that lie or climb, code that nobody asked for.
 
-What a pushed repository holds, and that loading one speaks to the Hub alone, is in `test_hub_round_trip`.
+What a pushed repository holds is in `test_publish`; that loading one speaks to nobody, `fresh` sees to.
 """
 
 import json
@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
-from hub_server import HubServer, run_python
-from safetensors.torch import load_file, save_file
+from conftest import TINY, make_model
+from fresh import Fresh
+from hub_server import HubServer
+from mrp_trainer.loading import load_model, load_tokenizer
+from published import as_published
+from safetensors.torch import load_file, save
 
 from modeling_mrp import MRPForCausalLM
-
-IDS = torch.tensor([[1, 2, 3, 4, 5]])
 
 
 class Trap:
@@ -45,15 +46,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(saved: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of a saved folder, two folders deep, to be spoilt."""
-    return lambda name: Path(shutil.copytree(saved / name, tmp_path / "a" / "b" / name))
+    """A copy of a saved folder, to be spoilt."""
+    return lambda name: Path(shutil.copytree(saved / name, tmp_path / name))
 
 
-def change_json(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-@pytest.mark.parametrize("kind", ["full", "sharded", "head"])
+@pytest.mark.parametrize("kind", ["sharded", "head"])
 def test_damaged_weights_are_refused_and_no_pickle_is_read(copy: Callable[[str], Path], kind: str, tmp_path: Path) -> None:
     """Neither a pickle that lies beside them: it would leave a mark."""
     folder = copy(kind)
@@ -74,6 +71,7 @@ ATTENTION = ("attn_implementation", "_attn_implementation")
 LIES: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 16}, "'mismatched_keys': [('lm_head.weight'"),
     ({"num_nextn_predict_layers": 3}, "'missing_keys': ['mrp_head.layers.2."),
+    ({"num_nextn_predict_layers": 1}, "'unexpected_keys': ['mrp_head.layers.1."),
     ({"block_size": 513}, "block_size is 513: it must be an int from 1 to 512 (max_position_embeddings)"),
     ({"mask_token_id": -4}, "mask_token_id is -4: it must be an int from 0"),
     ({"pad_token_id": 64}, "pad_token_id is 64: it must be an int from 0 to 63"),
@@ -97,81 +95,52 @@ def test_a_config_that_lies(copy: Callable[[str], Path]) -> None:
             MRPForCausalLM.from_pretrained(path.parent)
 
 
-ELSEWHERE = ["org/evil--modeling_mrp.MRPForCausalLM", "../../evil_mrp.MRPForCausalLM", "/evil_mrp.MRPForCausalLM"]
+@pytest.mark.parametrize("module", ["org/evil--modeling_sdar", "../evil", "modeling_sdar"])
+def test_code_of_a_repository_does_not_run_where_the_package_is(module: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Of the embedded checkpoint in the published layout; the code leaves a mark if it runs."""
+    folder, mark = as_published(TINY, tmp_path / "published"), tmp_path / "it ran"
+    own = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), f"{module}.Anything")
+    for name in ("config", "tokenizer_config"):
+        path = folder / f"{name}.json"
+        path.write_text(
+            json.dumps({**json.loads(path.read_text()), "auto_map": {**own, "AutoTokenizer": [None, f"{module}.T"]}})
+        )
+    for path in ("modeling_sdar.py", "../evil.py", "custom_generate/generate.py"):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(f"open({str(mark)!r}, 'w').close()\nraise SystemExit('this ran')\n")
+    ours = MRPForCausalLM.from_pretrained(TINY).state_dict()
+    for model in (load_model(str(folder)), MRPForCausalLM.from_pretrained(folder, trust_remote_code=True)):
+        assert all(torch.equal(value, ours[name]) for name, value in model.state_dict().items())
+    assert load_tokenizer(str(folder)).get_vocab() == tiny_tokenizer.get_vocab()
+    assert not mark.exists()
 
 
-@pytest.mark.parametrize("reference", ELSEWHERE)
-def test_code_in_a_folder_does_not_run_when_the_installed_package_loads_it(
-    saved: Path, copy: Callable[[str], Path], reference: str
-) -> None:
-    folder = copy("full")
-    change_json(folder / "config.json", auto_map={"AutoConfig": reference, "AutoModelForCausalLM": reference})
-    for path in (*folder.glob("*.py"), *folder.glob("*/*.py"), folder.parent.parent / "evil_mrp.py"):
-        path.write_text("raise SystemExit('this ran')")
-    model = MRPForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-    assert torch.equal(model(IDS).logits, MRPForCausalLM.from_pretrained(saved / "full").eval()(IDS).logits)
-
-
-REVISIONS = """
-import json, os, sys
-sys.modules["modeling_mrp"] = sys.modules["mrp_trainer"] = None
-import torch
-from transformers import AutoModel
-def load(name, **options):
-    model = AutoModel.from_pretrained(name, trust_remote_code=True, **options).eval()
-    assert not os.path.exists("trap"), (name, options)
-    return model, round(float(model(torch.tensor([[1, 2, 3, 4, 5]])).logits.detach().double().sum()), 3)
-def refused(kind, **options):
-    try:
-        AutoModel.from_pretrained(trust_remote_code=True, **options)
-    except kind as error:
-        assert not os.path.exists("trap"), options
-        return str(error)
-    raise AssertionError(f"{options} was not refused")
-pinned, found = load("org/model", revision=FIRST)
-assert found == LOGITS[0] and FIRST in type(pinned).__module__
-mixed, found = load("org/model", code_revision=FIRST)
-assert found == LOGITS[1] and FIRST in type(mixed).__module__
-headed, found = load("org/head", revision="main")
-assert found == LOGITS[0] and headed.mrp_head is not None and headed.backbone_source.revision == FIRST
-assert "which is not followed" in refused(ValueError, pretrained_model_name_or_path="org/climbing")
-assert "is not whole" in refused(ValueError, pretrained_model_name_or_path="org/damaged")
-refused(ValueError, pretrained_model_name_or_path="local")
-AutoModel.from_pretrained("org/model", trust_remote_code=True)
-assert os.path.exists("trap")
-
-"""
-
-
-def test_code_and_weights_from_the_hub(hub: HubServer, saved: Path, tmp_path: Path) -> None:
-    """A later commit changes a repository's weights and its code, which then springs a trap when it is imported. What is pinned
-    stays what it was: a revision, the revision of the code alone, and the backbone that a head names."""
-    files = read_files(saved / "full")
-    first = hub.commit("org/model", files)
+def test_what_is_pinned_stays_what_it_was(hub: HubServer, saved: Path, fresh: Fresh, tmp_path: Path) -> None:
+    """A later commit changes a repository's weights and its code, which then springs a trap when it is imported: pinned are a
+    revision, the revision of the code alone, and the backbone that a head names."""
+    files, head = ({path.name: path.read_bytes() for path in (saved / kind).glob("*.*")} for kind in ("full", "head"))
+    first, mark = hub.commit("pinned/model", files), tmp_path / "sprung"
     weights = {name: value * 1.5 for name, value in load_file(saved / "full" / "model.safetensors").items()}
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    trap = b"\nopen('trap', 'w').close()\n"
-    springs = {name: content + trap for name, content in files.items() if name.endswith("configuration_mrp.py")}
-    hub.commit("org/model", {"model.safetensors": (tmp_path / "model.safetensors").read_bytes(), **springs})
-
-    head = read_files(saved / "head")
-    for name, backbone in (("org/head", "org/model"), ("org/climbing", "../../secret")):
-        config = json.loads(head["config.json"]) | {"base_model_name_or_path": backbone, "base_model_revision": first}
-        hub.commit(name, head | {"config.json": json.dumps(config).encode()})
-    hub.commit("org/damaged", files | {"model.safetensors": files["model.safetensors"][:-1]})
-    work = tmp_path / "x" / "y" / "work"
-    shutil.copytree(saved / "full", work / "local")
-    shutil.copytree(saved / "full", tmp_path / "x" / "secret")
-    (tmp_path / "x" / "y" / "evil.py").write_bytes(trap)
-    change_json(work / "local" / "config.json", auto_map={"AutoConfig": "../../evil.C", "AutoModel": "../../evil.C"})
-
-    model = MRPForCausalLM.from_pretrained(saved / "full").eval()
-    logits = [round(model(IDS).logits.double().sum().item(), 3)]
-    model.load_state_dict(weights)
-    logits.append(round(model(IDS).logits.double().sum().item(), 3))
-    given = f"FIRST, LOGITS = {first!r}, {logits}\n"
-    run_python(given + REVISIONS, work, hub.environment(tmp_path, "hf_alice", OMP_NUM_THREADS="1"))
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    spring = files["configuration_mrp.py"] + f"\nopen({str(mark)!r}, 'w').close()\n".encode()
+    changed = {"model.safetensors": save(weights, {"format": "pt"}), "configuration_mrp.py": spring}
+    hub.commit("pinned/model", files | changed)
+    config = json.loads(head["config.json"]) | {"base_model_name_or_path": "pinned/model", "base_model_revision": first}
+    hub.commit("pinned/head", head | {"config.json": json.dumps(config).encode()})
+    shutil.copytree(hub.cache, fresh.hub_cache, dirs_exist_ok=True)
+    printed = fresh(
+        f"""
+        import os
+        from transformers import AutoModel
+        def load(name, **options):
+            model = AutoModel.from_pretrained(name, trust_remote_code=True, **options)
+            print(model.model.norm.weight[0].item(), {first!r} in type(model).__module__, os.path.exists({str(mark)!r}))
+            return model
+        load("pinned/model", revision={first!r})
+        load("pinned/model", code_revision={first!r})
+        model = load("pinned/head", revision="main")
+        print(model.mrp_head is not None, model.backbone_source.revision)
+        load("pinned/model")
+        """
+    )
+    pinned = ["1.0 True False", "1.5 True False", "1.0 False False", f"True {first}"]
+    assert printed.splitlines() == [*pinned, "1.5 False True"]

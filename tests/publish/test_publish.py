@@ -1,25 +1,27 @@
-"""Publishing to a loopback Hub: which folders are fit for it, and what arrives."""
+"""Publishing: which folders are fit for it, what arrives, and that it loads where this package is not installed."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from commands import main, mrp
+from commands import mrp
 from conftest import make_model
+from fresh import Fresh
 from helpers import hashes
 from hub_server import HubServer
-from huggingface_hub import snapshot_download
+from huggingface_hub import ModelCard, snapshot_download
 from mrp_trainer.publish import push
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.code import AUTO_MAP, code_files
 
 PACKAGE = {name: text.encode() for name, text in code_files().items()}
@@ -51,8 +53,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: at / kind for kind in ("full", "shards", "head", "adapter")}
 
 
-def titles(hub: HubServer, repo_id: str = REPO, revision: str = "main") -> list[str]:
-    return [commit.title for commit in hub.repository(repo_id).history(revision)]
+def titles(hub: HubServer) -> list[str]:
+    return [commit.title for commit in hub.repository(REPO).history("main")]
 
 
 def code_of(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -62,36 +64,40 @@ def code_of(files: dict[str, bytes]) -> dict[str, bytes]:
 # What arrives
 
 
-def test_a_full_model_arrives_whole_in_one_commit_and_private(hub: HubServer, folders: dict[str, Path]) -> None:
+def test_a_full_model_arrives_whole_in_one_commit_and_private(
+    hub: HubServer, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A push that the Hub refuses leaves what was there."""
     before = hashes(folders["full"])
     pushed = push(folders["full"], REPO)
     assert str(pushed).startswith(f"a full model to {REPO}\n")
-    assert str(pushed).endswith(hub.repository(REPO).read("main").oid)
+    assert str(pushed).endswith(hub.repository(REPO).history("main")[0].oid)
     assert hub.repository(REPO).private is True
-    assert titles(hub) == ["Upload a full model", "initial commit"]
+    assert titles(hub) == ["Upload a full model"]
     files = hub.files(REPO)
     assert json.loads(files["config.json"]) == json.loads((folders["full"] / "config.json").read_text())
     assert {name: files[name] for name in USED[1:]} == {name: (folders["full"] / name).read_bytes() for name in USED[1:]}
     assert f'AutoModel.from_pretrained("{REPO}", trust_remote_code=True)' in files["README.md"].decode()
+    monkeypatch.setattr(hub, "create_commit", Mock(side_effect=OSError("403 Forbidden")))
+    assert mrp("push", str(folders["shards"]), REPO, fails=True) == "Error: 403 Forbidden\n"
+    assert hub.files(REPO) == files
     assert hashes(folders["full"]) == before
 
 
-def test_the_code_is_what_the_package_generates_and_what_is_not_declared_is_left_out(
+def test_code_is_the_packages_and_what_is_not_declared_is_left_out(
     hub: HubServer, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """Whatever lies in the folder, and whatever its config names."""
     folder = shutil.copytree(folders["full"], tmp_path / "model")
-    (folder / "modeling_mrp.py").write_text("from .rows_mrp import rows")
     (folder / "configuration_mrp.py").unlink()
+    (folder / "modeling_mrp.py").write_text("from .rows_mrp import rows")
     others = ["training_args.bin", "optimizer.pt", ".env", "rows_mrp.py", "model-00001-of-00002.safetensors", "checkpoint-5/x"]
+    (folder / "checkpoint-5").mkdir()
     for name in others:
-        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"secret")
     fields(auto_map={"AutoModel": "org/evil--modeling_mrp.MRPForCausalLM"})(folder)
-    pushed = push(folder, REPO)
-    assert pushed.left_out == sorted(others)
-    assert f"left out: {', '.join(sorted(others))}" in str(pushed)
-    assert hub.files(REPO).keys() == {*USED, *PACKAGE, "README.md", ".gitattributes"}
+    assert f"left out: {', '.join(sorted(others))}" in str(push(folder, REPO))
+    assert hub.files(REPO).keys() == {*USED, *PACKAGE, "README.md"}
     assert code_of(hub.files(REPO)) == PACKAGE
     assert json.loads(hub.files(REPO)["config.json"])["auto_map"] == AUTO_MAP
 
@@ -106,7 +112,7 @@ def test_files_of_an_earlier_push_go_in_the_same_commit(hub: HubServer, folders:
     push(folders["full"], REPO)
     assert not ((shards | {"old_mrp.py"}) - {"model.safetensors", "modeling_mrp.py"}) & hub.files(REPO).keys()
     assert hub.files(REPO)["notes.txt"] == b"mine"
-    assert titles(hub)[:2] == ["Upload a full model"] * 2
+    assert titles(hub) == ["Upload a full model"] * 2 + ["by the test"]
 
 
 def test_a_persons_card_is_kept(hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:
@@ -135,7 +141,7 @@ def test_the_command_names_another_base(hub: HubServer, folders: dict[str, Path]
     config.write_text(json.dumps(named))
     before = hashes(folder)
     assert "base_model is '/home/me/backbone': it must be the id of a model on" in mrp("push", str(folder), REPO, fails=True)
-    assert hub.requests == []
+    assert hub.repositories == {}
     mrp("push", str(folder), REPO, "--base-model", "org/b", "--base-revision", "v1")
     assert hashes(folder) == before
     files = hub.files(REPO)
@@ -154,18 +160,51 @@ def test_where_the_command_pushes(hub: HubServer, folders: dict[str, Path]) -> N
     dry = mrp("push", full, "mine", "--dry-run")
     assert f"{(folders['full'] / 'model.safetensors').stat().st_size:>15,}  model.safetensors\n" in dry
     assert dry.endswith("Dry run: nothing was sent.\n")
-    assert hub.requests == []
+    assert hub.repositories == {}
     assert mrp("push", str(folders["head"]), "my-head").startswith("an MRP head to alice/my-head\n")
     assert '"alice/my-head"' in hub.files("alice/my-head")["README.md"].decode()
     mrp("push", full, REPO, "--public", "--message", "From the shell")
-    assert titles(hub) == ["From the shell", "initial commit"]
+    assert titles(hub) == ["From the shell"]
     assert hub.repository(REPO).private is False
     mrp("push", snapshot_download(REPO), "alice/copy", "--branch", "b")
     card = hub.files(REPO)["README.md"].decode().replace(REPO, "alice/copy").replace("# name", "# copy")
     assert hub.files("alice/copy", "b")["README.md"].decode() == card
     mrp("push", full, "alice/other", "--pull-request")
-    assert set(hub.files("alice/other")) == {".gitattributes"}
+    assert hub.files("alice/other") == {}
     assert "model.safetensors" in hub.files("alice/other", "refs/pr/1")
+
+
+def test_what_was_pushed_loads_without_this_package(
+    hub: HubServer, fresh: Fresh, id_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """A model and its tokenizer by transformers' call, the head by ours. What the repository's code saves is the same again."""
+    model: Any = make_model().float()
+    prompts, modes = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 3]], ("static", "mrp_spec", "mrp_direct")
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": True, "seed": 3}
+    model.push_to_hub("pushed/whole", private=True)
+    id_tokenizer.push_to_hub("pushed/whole")
+    MRPForCausalLM.from_pretrained("pushed/whole").save_pretrained(tmp_path / "head", head_only=True)
+    push(tmp_path / "head", "pushed/head")
+    files = hub.files("pushed/whole")
+    assert files.keys() == {*USED, *PACKAGE, "README.md", "tokenizer.json", "tokenizer_config.json"}
+    assert code_of(files) == code_of(hub.files("pushed/head")) == PACKAGE
+    assert {"mrp", "speculative-decoding"} <= set(ModelCard(files["README.md"].decode()).data.tags)
+    shutil.copytree(hub.cache, fresh.hub_cache, dirs_exist_ok=True)
+    printed = fresh(
+        f"""
+        from transformers import AutoModel, AutoTokenizer
+        for name in ("pushed/whole", "pushed/head"):
+            model = AutoModel.from_pretrained(name, trust_remote_code=True)
+            print([model.generate(torch.tensor({prompts}), decoding=mode, **{options}).tolist() for mode in {modes}])
+        model.save_pretrained({str(tmp_path / "again")!r})
+        print(AutoTokenizer.from_pretrained("pushed/whole", trust_remote_code=False)("w03 w01 w00")["input_ids"])
+        """
+    )
+    texts = [model.generate(torch.tensor(prompts), decoding=mode, **options).tolist() for mode in modes]
+    assert printed == f"{texts}\n" * 2 + f"{id_tokenizer('w03 w01 w00')['input_ids']}\n"
+    again = {path.relative_to(tmp_path / "again").as_posix(): path.read_bytes() for path in (tmp_path / "again").rglob("*.*")}
+    assert code_of(again) == PACKAGE
+    assert again["model.safetensors"] == files["model.safetensors"]
 
 
 # What is refused
@@ -186,6 +225,7 @@ def fields(file: str = "config.json", **changed: Any) -> Callable[[Path], Any]:
         (text("config.json", "{}"), "holds no checkpoint: give a folder"),
         (text("config.json", '{"model_type": "llama"}'), "holds a model of type 'llama': give a folder that save_pretrained"),
         (fields(head_dim=16), r"wrong shape: model.layers.0.self_attn.k_norm.weight is \[8\], needs \[16\]"),
+        (fields(num_nextn_predict_layers=3), "missing: mrp_head.layers.2.input_layernorm.weight"),
         (fields(base_model_name_or_path="org/backbone"), "(?s)does not fit its config.*unexpected: lm_head.weight"),
         (text("tokenizer.json", "{}"), "the tokenizer of '.*' cannot be loaded"),
         (text("tokenizer_config.json", '{"auto_map": "org/evil--t.T"}'), "takes code from .*org/evil--t.T"),
@@ -200,19 +240,9 @@ def test_a_folder_that_is_not_fit_is_refused_before_anything_is_sent(
     before = hashes(folder)
     with pytest.raises(ValueError, match=message):
         push(folder, REPO)
+    with pytest.raises(ValueError, match=r"is not a folder: save the model there first, .* hf download"):
+        push("org/elsewhere", REPO)
+    with pytest.raises(ValueError, match=r"the backbone is to be org/b, but .* holds a full model"):
+        push(folders["full"], REPO, "org/b")
     assert hashes(folder) == before
-    assert hub.requests == []
-
-
-def test_the_command_says_what_is_wrong(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    full = str(folders["full"])
-    for arguments, message in (
-        (["push", full, "a/b/c"], "Repo id must be"),
-        (["push", full, REPO, "--base-model", "org/b"], "the backbone is to be org/b, but .* holds a full model"),
-        (["push", "org/elsewhere", REPO], "Error: org/elsewhere is not a folder: save the model there first, .* hf download"),
-        (["push", full, REPO], "Error: Cannot reach .*offline mode is enabled.*HF_HUB_OFFLINE"),
-        (["card", full, "--results", "missing.jsonl"], "No such file .*missing.jsonl"),
-    ):
-        with pytest.raises(SystemExit):
-            main(arguments)
-        assert re.search(message, capsys.readouterr().err)
+    assert hub.repositories == {}
