@@ -13,7 +13,7 @@ from mrp_trainer.data.samples import Sample
 from mrp_trainer.train.collator import DiffusionCollator
 from mrp_trainer.train.packed import PackedBatch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedTokenizerFast, set_seed
+from transformers import PreTrainedTokenizerFast, set_seed
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS, PUBLISHED
@@ -87,19 +87,13 @@ def text(model: MRPForCausalLM, prompt: list[int], **options: Any) -> list[int]:
     return texts(model, [prompt], **options)[0]
 
 
-class Says(LogitsProcessor):
-    """One number for every token, once so many tokens are committed."""
-
-    def __init__(self, number: float, committed: int = 0) -> None:
-        self.number, self.committed = number, committed
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return torch.full_like(scores, self.number) if input_ids.shape[1] >= self.committed else scores
-
-
 def says_all(number: float, committed: int = 0) -> dict[str, Any]:
     """The options under which every score is one number, once so many tokens are committed."""
-    return {"logits_processor": [Says(number, committed)]}
+
+    def says(input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, number) if input_ids.shape[1] >= committed else scores
+
+    return {"logits_processor": [says]}
 
 
 SHA = "89abcdef0123456789abcdef0123456789abcdef"
@@ -155,17 +149,8 @@ def hashes(folder: Path) -> dict[str, str]:
 def word_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, head_layers: int = 1) -> MRPForCausalLM:
     """One layer of random weights for a tokenizer, blocks of 8."""
     set_seed(seed)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_nextn_predict_layers": head_layers}
+    sizes = {"block_size": 8, "max_position_embeddings": 256, "vocab_size": len(tokenizer), "initializer_range": 0.1}
     ids = {name: getattr(tokenizer, name) for name in ("mask_token_id", "pad_token_id", "eos_token_id")}
-    return MRPForCausalLM(
-        MRPConfig(
-            **shape,
-            **ids,
-            vocab_size=len(tokenizer),
-            num_key_value_heads=1,
-            block_size=8,
-            max_position_embeddings=256,
-            initializer_range=0.1,
-            num_nextn_predict_layers=head_layers,
-        )
-    )
+    return MRPForCausalLM(MRPConfig(**shape, **sizes, **ids))

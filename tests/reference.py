@@ -28,11 +28,8 @@ State = tuple[int, ...]
 # The options of `generate`, what they are where they are not given; of the stopping criteria one, `stop`, which is asked of the
 # prompt and so many tokens behind it.
 DEFAULTS: dict[str, Any] = {
-    **{"decoding": "static", "target": "static", "max_new_tokens": 20, "min_new_tokens": 0, "seed": 0},
-    **{"confidence_threshold": 0.9, "entropy_threshold": 0.35, "denoising_steps": None, "mrp_steps": 1},
-    **{"low_threshold": None, "factor": 1.0},
-    **{"remask_rule": "reread", "residual_delta": 1.0, "num_draft_states": 4, "draft_branches": 3, "draft_passes": 1},
-    "draft_shortlist": 0,
+    **{option.name: option.default for option in OPTIONS if option.name not in ("kernels", "graphs")},
+    **{"num_draft_states": 4, "draft_branches": 3, "draft_shortlist": 0, "seed": 0, "max_new_tokens": 20, "min_new_tokens": 0},
     **{"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "stop": None},
     **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None},
     **{"eos_token_id": (), "logits_processor": (), "sequence_bias": None},

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from modeling_mrp.generate.budget import WIDTHS, Amount, Auto, Fixed, Times, budget_of
+from modeling_mrp.generate.budget import WIDTHS, Amount, Auto, Fixed, budget_of
 
 # Steps that a row which can draft comes to in a round, by states, of stale drafts and the head's: the embedded checkpoint on
 # 24 math problems; and the extremes.
@@ -176,27 +176,6 @@ def test_what_drafts_win_for_one_row_is_not_lost_by_sixteen(clock: str, target: 
             machine.call(budget, [100])
     drafted, plain = (machine.call(budget, [48] * 16) for machine, budget in zip(machines, budgets, strict=True))
     assert 0.97 * drafted <= plain
-
-
-def test_what_recording_takes_is_no_time_of_a_round() -> None:
-    """A time that is not known is that of the largest one below, or with the head as much longer as others are."""
-    times = Times()
-    for seconds in (0.029, 0.114, 0.004):
-        assert not times.known((1, 2, False))
-        times.learn((1, 2, False), seconds)
-    assert times.known((1, 2, False))
-    assert (times.estimate(2, False), times.recording) == (0.004, pytest.approx(0.135))
-    times.learn((1, 2, False), 0.104)  # other work on the machine: at most half of a round counts, and a tenth of that
-    assert times.estimate(2, False) == pytest.approx(0.0042)
-    times = Times()
-    for states, seconds in ((2, 4.0), (4, 6.0), (8, 20.0)):
-        for _ in range(3):
-            times.learn((1, states, False), seconds)
-    assert [times.estimate(scored, False) for scored in (1, 3, 6, 10)] == [2.0, 4.0, 6.0, 20.0]
-    assert times.recording == 0.0  # as of a server, whose engine recorded its graphs as it started
-    for _ in range(3):
-        times.learn((1, 4, True), 9.0)
-    assert times.estimate(8, True) == 30.0
 
 
 def test_rows_that_cannot_draft_score_alone_where_that_pays() -> None:

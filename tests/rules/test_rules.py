@@ -1,34 +1,25 @@
-"""What a row decides, without a model: what rules reveal and guess, and that drafts lose nothing. `test_fuzz.py` holds drafts
-and acceptance, with a model, against the slow reference."""
+"""What a row decides, without a model, at random against the slow rules and bans; what rules guess, where the slow reference
+asks them. `test_fuzz.py` holds drafts, acceptance and refinement, with a model, against the slow reference."""
 
 import math
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from handmade import EOS, M, row, says, state
+from handmade import EOS, A, B, C, D, M, row, says, state
 from reference_rules import Step, chosen_by
 
 from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
-from modeling_mrp.rules.draft import Node, accept
-from modeling_mrp.rules.published import (
-    SlowFast,
-)
-from modeling_mrp.rules.reveal import (
-    ORDER_SHARPNESS,
-    Columns,
-    Dynamic,
-    EntropyBound,
-    Guesses,
-    RevealRule,
-    Sequential,
-    Static,
-    log_sigmoid,
-    logit,
-)
-from modeling_mrp.rules.state import Scores
+from modeling_mrp.generate.refine import RereadRemask, refined
+from modeling_mrp.rules.bans import Bans
+from modeling_mrp.rules.draft import Node, accept, build_draft, draft_sizes, target_nodes
+from modeling_mrp.rules.published import SlowFast
+from modeling_mrp.rules.reveal import ORDER_SHARPNESS, RevealRule, Static, log_sigmoid, logit
+from modeling_mrp.rules.state import Frontier, Row, Scores
+from tests.reference import Row as SlowRow
 
 # -------------------------------------------------------------------------------------------------- what rules reveal
 
@@ -108,77 +99,7 @@ def test_slow_fast_gives_up_exploring() -> None:
     assert memo == (8, 0, 4, 6, 2)
 
 
-def test_log_odds() -> None:
-    assert (logit(0), logit(1), logit(0.5)) == (-math.inf, math.inf, 0)
-    assert logit(0.9) == pytest.approx(math.log(9))
-    for odds in (-800.0, -3.0, 0.0, 3.0, 40.0, 800.0, math.inf, -math.inf):
-        p = 1 / (1 + math.exp(-odds)) if odds > -700 else 0
-        assert log_sigmoid(odds) == pytest.approx(odds if p == 0 else math.log(p), abs=1e-12)
-    assert log_sigmoid(40.0) == pytest.approx(-math.exp(-40), rel=1e-9)  # not 0
-
-
 # --------------------------------------------------------------------------------------------------- what they guess
-
-EMPTY = state([M, M, M, M])
-SOME = state([M, 5, M, M])
-
-
-def weights(*values: float) -> list[float]:
-    """Log-odds whose power `ORDER_SHARPNESS` is in these proportions."""
-    return [math.log(value) / ORDER_SHARPNESS for value in values]
-
-
-def approx(guesses: Guesses) -> list[tuple[Columns, Any]]:
-    return [(where, pytest.approx(chance)) for where, chance in guesses]
-
-
-def test_static_and_sequential_guesses() -> None:
-    """One column alone: by the power of its odds. Of several all but the last are the surest. From the left there is one set,
-    whose chance orders nothing; so it is where one is asked for."""
-    odds = weights(1, 6, 2, 1)
-    one, two = Static((1, 1, 1, 1)), Static((2, 2))
-    assert one.likely(EMPTY, odds, 3) == approx([((1,), 0.6), ((2,), 0.2), ((0,), 0.1)])
-    assert one.likely(SOME, odds, 2) == approx([((2,), 0.5), ((0,), 0.25)])
-    assert one.likely(SOME, odds, 1) == [((2,), 1.0)]
-    assert two.likely(EMPTY, odds, 3) == approx([((1, 2), 0.5), ((0, 1), 0.25), ((1, 3), 0.25)])
-    assert Static((4,)).likely(SOME, odds, 3) == [((0, 2, 3), 1.0)]
-    assert one.likely(EMPTY, [math.inf, 0, 0, 0], 2) == approx([((0,), 1.0), ((1,), 0.0)])
-    assert Sequential((1,)).likely(SOME, [0, 9, 9, 9], 3) == [((0,), 1.0)]
-    assert Sequential((2,)).likely(SOME, [0, 9, math.log(3), 9], 3) == [((0, 2), 1.0)]
-
-
-def test_dynamic_guesses() -> None:
-    """Two are over tau. Odds of 2 |gap| for each but the surest: of the doubts the smallest changes sides first. Where none but
-    the surest is over it, it is as uncertain which one that is; in turn another joins it, or is it instead."""
-    rule, odds = Dynamic(1.0), [3.0, 1.5, 0.75, -1.0]
-    certain = math.prod(1 / (1 + math.exp(-2 * gap)) for gap in (0.5, 0.25, 2.0))
-    assert rule.likely(EMPTY, odds, 3) == approx(
-        [((0, 1), certain), ((0, 1, 2), certain * math.exp(-0.5)), ((0,), certain * math.exp(-1.0))]
-    )
-    assert rule.likely(EMPTY, odds, 1) == [((0, 1), 1.0)]
-    assert [where for where, _ in rule.likely(EMPTY, odds, 9)] == [(0, 1), (0, 1, 2), (0,), (0, 1, 3)]
-    rule, odds = Dynamic(5.0), weights(1, 6, 2, 1)
-    certain = math.prod(1 / (1 + math.exp(-2 * (5 - odds[column]))) for column in (0, 2, 3))
-    both = certain * math.exp(-2 * (5 - odds[2]))
-    wanted = [((1,), certain * 0.6), ((1, 2), both), ((2,), certain * 0.2), ((0, 1), certain * math.exp(-2 * 5))]
-    assert rule.likely(EMPTY, odds, 4) == approx(wanted)
-    assert rule.likely(EMPTY, odds, 3) == approx(wanted[:3])
-    assert Dynamic(math.inf).likely(state([5, 5, M, 5]), [0, 0, math.inf, 0], 3) == approx([((2,), 1.0)])
-
-
-def test_entropy_guesses() -> None:
-    """Even odds are estimated to hold log 2 + 1 nats: a bound of 4 has room for two of them. One more or less is 0.35 times as
-    likely."""
-    assert EntropyBound(4.0).likely(EMPTY, [0.0] * 4, 9) == approx(
-        [((0, 1), 1.0), ((0, 1, 2), 0.35), ((0,), 0.35), ((0, 1, 2, 3), 0.35**2)]
-    )
-    assert EntropyBound(1.0).likely(EMPTY, weights(1, 6, 2, 1), 5) == approx(
-        [((1,), 0.6), ((1, 2), 0.35 * 0.6), ((2,), 0.2), ((0, 1, 2), 0.35**2 * 0.6), ((0,), 0.1)]
-    )
-    sure = 1 / (1 + math.exp(-2.0))
-    nats = -sure * math.log(sure) - (1 - sure) * math.log(1 - sure) + 2 * (1 - sure)
-    for bound, room in ((2 * nats - 1e-9, 1), (2 * nats + 1e-9, 2)):
-        assert len(EntropyBound(bound).likely(EMPTY, [2.0] * 4, 1)[0][0]) == room
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -202,23 +123,116 @@ def test_guesses_are_sets_of_what_may_be_revealed(name: str) -> None:
     while M in ids:
         at = state(ids, 8, step)
         where, memo = rule.reveal(at, scores, memo)
-        found += rule.likely(at, right, 3)[0][0] == where
+        first = rule.likely(at, right, 3)[0][0]
+        assert rule.likely(at, right, 1)[0][0] == first
+        found += first == where
         for column in where:
             ids[column] = scores.token[column]
         step += 1
     assert found >= step - 2
 
 
-# ----------------------------------------------------------------------------------------------- what a row remembers
+# ---------------------------------------------------------------------------------------------------- what is drafted
+
+ONE = Static((1, 1, 1, 1))
+
+
+def drafting_row(odds: Sequence[float], at: Sequence[int] = (M,) * 4) -> Row:
+    of = row()
+    of.state, of.source = state(at), says(odds)
+    return of
+
+
+def ids_of(nodes: Sequence[Node]) -> list[list[int]]:
+    return [list(node.state.ids) for node in nodes]
+
+
+def test_orders_that_meet_add_up() -> None:
+    """0.4, 0.3, 0.3 and no chance. Either order of columns 0 and 1 leads to both: 0.4 * 0.3 / 0.6 + 0.3 * 0.4 / 0.7 = 0.371 is
+    more than 0.3, the chance of column 2 alone, and what follows it all but certainly has the third."""
+    of = drafting_row([*(math.log(value) / ORDER_SHARPNESS for value in (4, 3, 3)), -1e4])
+    assert ids_of(build_draft(of, ONE, 5, 3, {})) == [[M] * 4, [A, M, M, M], [M, B, M, M], [A, B, M, M], [A, B, C, M]]
+    assert ids_of(build_draft(of, ONE, 4, 1, {})) == [[M] * 4, [A, M, M, M], [A, B, M, M], [A, B, C, M]]
+
+
+def test_a_state_that_was_scored_stands_for_what_it_leads_to() -> None:
+    """[A, M, M, M] was scored and leads to [A, M, M, 33], this to [A, M, 42, 33]: no forward is spent on either."""
+    of = drafting_row([4, 3, 2, 1])
+    first, second = says([0, 1, 2, 3], [30, 31, 32, 33]), says([0, 1, 2, 0], [40, 41, 42, 43])
+    for ids, said in (([A, M, M, M], first), ([A, M, M, 33], second)):
+        of.memory[4, tuple(ids)] = (state(ids), said)
+    nodes = build_draft(of, ONE, 3, 1, {})
+    assert ids_of(nodes) == [[M] * 4, [A, M, 42, 33], [A, 41, 42, 33]]
+    assert nodes[1].source is second
+    assert nodes[1].state.step == 3
+
+
+def test_how_many_states() -> None:
+    """At each head pass of a round, and where nothing is drafted: behind a clean state the next block's first."""
+    assert [draft_sizes(4, passes) for passes in (1, 2, 3, 9)] == [[3], [2, 3], [1, 2, 3], [1, 2, 3]]
+    assert [draft_sizes(8, 2), draft_sizes(8, 3), draft_sizes(2, 1)] == [[4, 7], [3, 5, 7], [1]]
+    clean = drafting_row([0] * 4, [A, B, C, D])
+    assert ids_of(target_nodes(clean, False)) == ids_of(build_draft(clean, ONE, 4, 3, {})) == [[A, B, C, D], [M] * 4]
+    assert ids_of(target_nodes(clean, True)) == [[A, B, C, D]]
 
 
 def test_what_is_remembered_of_a_round() -> None:
     """Neither clean states nor what looks at one, whose scores depend on it."""
     of = row(width=4)
     of.state = state([10, 11, 12, M])
-    scored = [(of.state, -1), (state([10, 11, 12, 13]), -1), (state([M] * 4, 8), 1)]
-    nodes = [Node(at, parent, None) for at, parent in scored]
-    frontier, clean = accept(of, Static((1, 1, 1, 1)), nodes, [says([0] * 4), says([0] * 4), says([1, 2, 3, 4])], True)
+    nodes = [Node(of.state, -1, None), Node(state([10, 11, 12, 13]), -1, None), Node(state([M] * 4, 8), 1, None)]
+    frontier, clean = accept(of, ONE, nodes, [says([0] * 4), says([0] * 4), says([1, 2, 3, 4])], True)
     assert frontier is not None
     assert (clean, frontier.state.key, frontier.where) == ([1], (8, (M,) * 4), (3,))
     assert set(of.memory) == {(4, (10, 11, 12, M))}
+
+
+# ------------------------------------------------------------------------------------------------------ what is banned
+
+
+def random_bans(rng: random.Random) -> tuple[Bans, Any, list[int]]:
+    """Bans of three tokens, a slow row that has them, and a text of these with masks."""
+    words = [[rng.randint(1, 3) for _ in range(rng.randint(1, 3))] for _ in range(rng.choice((0, 1, 3)))]
+    size, slow = rng.choice((0, 1, 2, 3)), object.__new__(SlowRow)
+    slow.options = SimpleNamespace(bad_words_ids=words, no_repeat_ngram_size=size, eos_ids=[])
+    slow.text, slow.given_end, slow.mask = [], 0, M
+    return Bans(tuple(map(tuple, words)), size), slow, rng.choices((1, 2, 3, M), (3, 3, 3, 4), k=rng.randint(1, 9))
+
+
+def test_what_may_not_stand_where() -> None:
+    """At a position, whatever stands there now: of tokens between nothing is known where they are masks. Of what a step may
+    reveal at once the surest comes first, of equals the leftmost, each as if those before it stood there."""
+    rng = random.Random(0)
+    for _ in range(3000):
+        bans, slow, text = random_bans(rng)
+        for at in range(len(text)):
+            assert bans.barred(text, at, M) == set(slow.barred(text, at)), (bans, text, at)
+        start = rng.randrange(len(text))
+        slow.step_of = {tuple(text): 0}
+        token, odds = (rng.choices(range(1, 4), k=len(text) - start) for _ in range(2))
+        masked = [at for at in range(start, len(text)) if text[at] == M]
+        picks = [SimpleNamespace(position=at, token=token[at - start], log_odds=odds[at - start]) for at in masked]
+        kept = tuple([pick.position - start for pick in slow.allowed(tuple(text), picks)])
+        found = bans.allowed(text, start, tuple([at - start for at in masked]), token, odds, M)
+        assert found == kept, (bans, text, token, odds)
+
+
+def test_what_is_known_of_a_text() -> None:
+    """The row's text with a state's block, and given tokens behind it; before it a clean block that is not text yet."""
+    of = row([1, 2, 3, 4], 12, given=[M, M, M, M, M, M, 5, M])
+    assert of.text_at(state([A, M, C, M])) == [1, 2, 3, 4, A, M, C, M, M, M, 5]
+    assert of.text_at(state([M, M, 5, M], 8), state([A, B, C, D])) == [1, 2, 3, 4, A, B, C, D, M, M, 5, M]
+
+
+def test_what_is_read_again_under_the_surest_alone() -> None:
+    """Two reveals that the head, shown both, believes: then it is shown the surer one, here the right one, alone."""
+    of, at, where, shown = row(), state([M] * 4), (0, 1), list[list[int]]()
+    scores = says([1, 2, 0, 0], hidden=("hidden", 0))
+
+    def head(rows: Any, asked: Any, residual: bool) -> Any:
+        shown.append(list(asked[0][0][0].ids))
+        return [[scores.hidden]]
+
+    networks: Any = SimpleNamespace(head=head, token_odds=lambda *_: [[9.0] * 4])
+    refined(RereadRemask(1.0, -1.0), networks, [of], [Frontier(at, scores, where, None, of.after(at, where, scores.token))])
+    assert shown == [[A, B, M, M], [M, B, M, M]]
