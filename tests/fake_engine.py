@@ -228,6 +228,12 @@ class FakeScheduler:
         pool.free_rows([req.row])
         req.length = 0
 
+    def take_back(self, req: FakeRequest) -> None:
+        """It goes on in other rows, from the blocks that are done."""
+        self.release(req)
+        self.fresh[req] = False
+        self.add(req)
+
     def step(self) -> None:
         """One batch."""
         block, mask = self.engine.block, self.rounds.mask_id
@@ -279,31 +285,16 @@ class FakeScheduler:
         )
 
     def run(self, on_step: Callable[[], None] = lambda: None) -> None:
-        """Serve until nothing is left."""
+        """Serve until nothing is left, when everything is free again."""
         while self.running:
             self.step()
             on_step()
+        pool, allocator = self.engine.req_to_token_pool, self.engine.token_to_kv_pool_allocator
+        assert sorted(pool.free_slots) == list(range(1, len(pool.req_to_token)))
+        assert sorted(allocator.free_pages) == list(range(1, len(self.engine.ids) // allocator.size))
 
 
-def rounds_of(model: Any, options: dict[str, Any]) -> Rounds:
+def rounds_of(model: Any, options: dict[str, Any], kind: type[Rounds] = Rounds) -> Rounds:
     """The rounds of a server with some options."""
     config = model.config
-    return Rounds(settings_of(options, {}, config.block_size, True), config.block_size, config.mask_token_id, abort)
-
-
-def serve(
-    model: Any,
-    requests: Sequence[FakeRequest],
-    options: dict[str, Any],
-    rows: int = 64,
-    pages: int = 128,
-    sees_new: bool = True,
-) -> FakeEngine:
-    """Serve requests side by side; gives the engine, in which everything is free again."""
-    engine = FakeEngine(model, rows, pages)
-    scheduler = FakeScheduler(engine, rounds_of(model, options), sees_new)
-    scheduler.add(*requests)
-    scheduler.run()
-    assert sorted(engine.req_to_token_pool.free_slots) == list(range(1, rows + 1))
-    assert sorted(engine.token_to_kv_pool_allocator.free_pages) == list(range(1, pages + 1))
-    return engine
+    return kind(settings_of(options, {}, config.block_size, True), config.block_size, config.mask_token_id, abort)

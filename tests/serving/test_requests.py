@@ -72,17 +72,6 @@ def test_a_chat_tells_log_probabilities(server: Server, asked: Asked) -> None:
     assert len(values) == len(native["output_ids"])
 
 
-def test_a_stop_string_ends_a_sampled_text(server: Server, asked: Asked, tiny_model_float64: Any, tiny_tokenizer: Any) -> None:
-    for place in range(80, 84):
-        prompt = asked.prompts[place]
-        sampling = {"temperature": 1.0, "sampling_seed": place, "max_new_tokens": NEW, "stop": ["return", "= "]}
-        reply = server.ask("/generate", {"input_ids": prompt, "sampling_params": sampling})
-        stops = {"stop_strings": ["return", "= "], "tokenizer": tiny_tokenizer}
-        out = decoded(tiny_model_float64, prompt, **USUAL, **stops, do_sample=True, seed=place, top_k=0)
-        assert reply["output_ids"] == out.sequences[0, len(prompt) :].tolist()
-        assert "return" not in reply["text"]
-
-
 def test_a_stream_shows_what_is_provisional(server: Server, asked: Asked, tiny_tokenizer: Any) -> None:
     """Behind each round the block so far, whose known tokens the text has then."""
     mask = tiny_tokenizer.convert_tokens_to_ids("<|MASK|>")
