@@ -189,16 +189,12 @@ class FakeRequest:
         return self.ended
 
     @property
-    def output_ids_through_stop(self) -> list[int]:
-        """As the engine's."""
-        return self.text()
-
-    @property
     def kv(self) -> SimpleNamespace:
         """Where its keys and values are."""
         return SimpleNamespace(req_pool_idx=self.row)
 
-    def text(self) -> list[int]:
+    @property
+    def output_ids_through_stop(self) -> list[int]:
         """What a client is shown: up to the first eos, or the limit."""
         shown = self.output_ids[: self.max_new_tokens]
         ends = [] if self.sampling_params.ignore_eos else [place for place, token in enumerate(shown) if token in self.stop]
@@ -258,7 +254,11 @@ class FakeScheduler:
             known = len(req.origin_input_ids) + len(req.output_ids)  # of a request that was taken back, its answer so far too
             if size and start + size > known:
                 req.output_ids += tokens[max(0, known - start) :]
-                if req.to_finish or len(req.text()) < len(req.output_ids) or len(req.output_ids) >= req.max_new_tokens:
+                if (
+                    req.to_finish
+                    or len(req.output_ids_through_stop) < len(req.output_ids)
+                    or len(req.output_ids) >= req.max_new_tokens
+                ):
                     req.ended = True
                     self.release(req)
 

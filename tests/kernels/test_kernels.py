@@ -69,9 +69,8 @@ def test_a_failing_kernel_is_reported_once_and_not_tried_again() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run(paths) == "twin"
-    with pytest.raises(RuntimeError, match=r"'k' failed on cpu \(NotImplementedError.*\): use kernels=") as raised:
+    with pytest.raises(RuntimeError, match=r"'k' failed on cpu \(NotImplementedError.*\): use kernels="):
         run(paths, forced=True)
-    assert isinstance(raised.value.__cause__, NotImplementedError)
     assert paths.calls == (2, 2)
     # Neither another kernel nor another device is given up.
     assert run(Paths(name="other")) == run(Paths(), device="meta") == "kernel"
@@ -114,9 +113,8 @@ def test_what_kernels_cannot_take(tensors: list[Tensor], reason: str) -> None:
 
 @pytest.mark.usefixtures("usable")
 def test_what_both_write_to_one_place_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each kind of arguments; not where the twin has no room."""
+    """On a GPU, once for each kind of arguments; not where the twin has no room."""
     monkeypatch.setattr(dispatch, "_checked", set())
-    monkeypatch.setattr(dispatch, "CHECKED_ON", {"cpu"})
     seen = []
 
     def full(*_: Any) -> None:
@@ -124,6 +122,8 @@ def test_what_both_write_to_one_place_is_compared(monkeypatch: pytest.MonkeyPatc
         raise torch.OutOfMemoryError("full")
 
     wrong = Kernel("k", lambda into, _: into.fill_(1), lambda into, _: into.fill_(2))
+    assert Dispatch(True).run(wrong, torch.zeros(1), None) == 1
+    monkeypatch.setattr(dispatch, "CHECKED_ON", {"cpu"})
     with pytest.raises(RuntimeError, match=r"its results differ from PyTorch's by 0\.5 of their size"):
         Dispatch(True).run(wrong, torch.zeros(1), None)
     roomy = Kernel("other", lambda into, _: into, full)

@@ -82,11 +82,6 @@ def random_picker(n: int = 10, **options: Any) -> tuple[Picker, Tensor]:
     return Picker(weight, 17, **options), torch.randn(n, 6, dtype=torch.float64, generator=generator)
 
 
-def identity_picker(vocab: int, dtype: torch.dtype = torch.float64, **options: Any) -> Picker:
-    """Its logits are the hidden states; the mask id is the last one."""
-    return Picker(torch.eye(vocab, dtype=dtype), vocab - 1, **options)
-
-
 class SparesTheLast(TopPLogitsWarper):
     """A user's own: the last id may always be sampled."""
 
@@ -149,7 +144,8 @@ def test_confidence_where_the_probability_rounds_to_1(dtype: torch.dtype, tops: 
     logits[:, 2] = torch.tensor(tops, dtype=dtype)
     assert logits[:, :7].softmax(-1)[:, 2].eq(1).all()
     for sample in (False, True):
-        picks = identity_picker(8, dtype, sample=sample, likeliest=True)(logits, spots(len(tops)))
+        picker = Picker(torch.eye(8, dtype=dtype), 7, sample=sample, likeliest=True)  # its logits are the hidden states
+        picks = picker(logits, spots(len(tops)))
         assert picks.odds.dtype == dtype
         assert picks.likeliest is not None
         for odds in (picks.odds, listed(picks.likeliest)[1][:, 0]):

@@ -3,7 +3,7 @@ at first use."""
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -59,18 +59,6 @@ def launches(operations: Iterable[Any]) -> Counter[str]:
 def of_tape(tape: Tape) -> Counter[str]:
     """The operations of a tape that compute, by name."""
     return launches(func for func, *_ in tape.operations)
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are chosen by themselves on a CPU, and compared as on a GPU; nothing has failed or been compared before."""
-    usable = dispatch._unusable
-    monkeypatch.setattr(dispatch, "_unusable", lambda device, dtype, interpreted: usable(device, dtype, True))
-    monkeypatch.setattr(dispatch, "_failed", set())
-    monkeypatch.setattr(dispatch, "_checked", set())
-    dispatch.CHECKED_ON.add("cpu")
-    yield
-    dispatch.CHECKED_ON.discard("cpu")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -131,10 +119,14 @@ def test_what_a_round_launches(tapes: type[TapeRecorder], monkeypatch: pytest.Mo
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
 def test_kernels_are_compared_once_each_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are right change nothing; one that is broken is told and not used."""
-    compared: list[str] = []
+    """As on a GPU, where they are chosen by themselves. Those that are right change nothing; one that is broken is told and not
+    used."""
+    compared, usable = list[str](), dispatch._unusable
+    monkeypatch.setattr(dispatch, "_unusable", lambda device, dtype, interpreted: usable(device, dtype, True))
+    monkeypatch.setattr(dispatch, "CHECKED_ON", {"cpu"})
+    for register in ("_failed", "_checked"):
+        monkeypatch.setattr(dispatch, register, set())
     for name, kernel in KERNELS.items():
         monkeypatch.setattr(kernel, "twin", lambda *given, n=name, twin=kernel.twin: compared.append(n) or twin(*given))
     model = make_model(3, num_hidden_layers=1, num_nextn_predict_layers=1, vocab_size=99).float()
@@ -153,17 +145,3 @@ def test_kernels_are_compared_once_each_at_first_use(monkeypatch: pytest.MonkeyP
     with pytest.warns(RuntimeWarning, match="'rotated' failed on cpu .*its results differ from PyTorch's by"):
         assert model.generate(IDS, **options).equal(plain)
     assert dispatch.failed_kernels() == ["rotated on cpu"]
-
-
-def test_nothing_is_compared_on_a_cpu(tapes: type[TapeRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither kernels, also where they are forced, nor recordings."""
-
-    def refused(*_: Any) -> None:
-        pytest.fail("compared")
-
-    monkeypatch.setattr(dispatch, "check_close", refused)
-    monkeypatch.setattr(graphs, "check_close", refused)
-    model = make_model(3, num_hidden_layers=1, num_nextn_predict_layers=1).float()
-    for _ in range(2):
-        model.generate(IDS, kernels=True, graphs=True, **{**GREEDY, **SPEC, "max_new_tokens": 4})
-    assert tapes.replays > 0

@@ -1,8 +1,8 @@
-"""Models that are divided among processes (tensor parallelism by gloo, on CPUs) or spread over devices, against whole ones."""
+"""Models that are divided among processes (tensor parallelism by gloo, on CPUs) against whole ones."""
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import infer_auto_device_map
 from conftest import make_model
-from devices import FIRST, SECOND, spread, two_devices
 from helpers import PROMPTS, left_padded
 from packaging import version
 from training_runs import start
@@ -30,11 +28,11 @@ TENSOR_PARALLEL = pytest.mark.skipif(
 )
 
 
-def everything(model: MRPForCausalLM, modes: Iterable[str] = MODES, new_tokens: int = 9) -> dict[str, Any]:
+def everything(model: MRPForCausalLM) -> dict[str, Any]:
     """Texts and counts of modes, those behind a cache, logits and scores."""
     inputs, found = left_padded(PROMPTS), dict[str, Any]()
-    for name in modes:
-        common = {"max_new_tokens": new_tokens, "return_dict_in_generate": True, **MODES[name]}
+    for name in MODES:
+        common = {"max_new_tokens": 9, "return_dict_in_generate": True, **MODES[name]}
         out = model.generate(**inputs, **common)
         again = model.generate(out.sequences[:1], past_key_values=None, **common)
         on = model.generate(again.sequences, past_key_values=again.past_key_values, **common)
@@ -92,21 +90,3 @@ def test_tensor_parallel_texts_are_those_of_one_process(tmp_path: Path) -> None:
     assert re.search("divided among 2 processes.*save_pretrained the whole model", attached)
     assert "seed is None" in seedless
     assert "leave it, and embed_tokens" in lm_head
-
-
-@pytest.mark.parametrize("auto", [True, False])
-def test_texts_over_two_devices(auto: bool) -> None:
-    """With counts of forwards, caches that go on, logits and scores: where accelerate finds places on two devices that each
-    have room for four fifths of the model, and with the head beside the first layers."""
-    model, over_two, few = make_model(), make_model(), ("mrp_remask", "sampled, drafted")
-    places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "model.layers.1", "lm_head"), FIRST)
-    places |= {"model.layers.0": SECOND, "mrp_head": SECOND}
-    if auto:
-        room = sum(p.numel() * p.element_size() for p in model.parameters()) * 8 // 10
-        found = infer_auto_device_map(model, {0: room, 1: room}, no_split_module_classes=model._no_split_modules)
-        places = {part: (FIRST, SECOND)[place] for part, place in found.items()}
-    assert set(places.values()) == {FIRST, SECOND}
-    with two_devices():
-        spread(over_two, places)
-        found = everything(over_two, few, 4)
-    assert found == everything(model, few, 4)

@@ -4,6 +4,7 @@ or shares its rounds, in as few forwards, with nothing left behind."""
 import random
 from contextlib import suppress
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -66,14 +67,14 @@ def assert_its_text(model: Any, req: Any, kind: dict[str, Any], server: dict[str
     ids, asked = req.origin_input_ids, req.mrp.asked
     if asked.sampling.stock:
         threshold = 1.0 if isinstance(asked.mode.rule, Static) else server.get("confidence_threshold", 0.9)
-        assert req.text() == low_confidence(model, ids, threshold, NEW, EOS, exact=True).tokens
+        assert req.output_ids_through_stop == low_confidence(model, ids, threshold, NEW, EOS, exact=True).tokens
         return
     seed = seed_of(req.rid) if kind.get("sampling_seed") is None else kind["sampling_seed"]
     options = {"decoding": "mrp_spec", "eos_token_id": list(EOS), "do_sample": False, "max_new_tokens": NEW, **server}
     options |= as_options({**kind, "sampling_seed": seed}, len(ids))
     out = model.generate(torch.tensor([ids]), return_dict_in_generate=True, **options)
     text, shown = out.sequences[0, len(ids) :].tolist(), shown_of(req)
-    assert req.text() == text, kind
+    assert req.output_ids_through_stop == text, kind
     assert shown is not None
     assert shown["reveal_step"] == out.reveal_step[0].tolist(), kind
     logprobs = torch.tensor(req.logprob.output_token_logprobs_val[: len(text)])
@@ -128,23 +129,11 @@ def test_requests_of_all_kinds_come_and_go(name: str, model: Any, prompts: list[
         assert set(broken.output_ids) == {model.config.mask_token_id}
 
 
-class Counter:
-    """As of the engine's metrics."""
-
-    made: dict[str, "Counter"] = {}
-
-    def __init__(self, name: str, documentation: str) -> None:
-        self.made[name], self.total = self, 0
-
-    def inc(self, number: int) -> None:
-        self.total += number
-
-
 def test_what_requests_cost(model: Any, prompts: list[list[int]]) -> None:
     """As many forwards as `generate` makes, but for prompts, of which the engine takes a block a forward; each is told its own,
     and metrics count all. One costs the same beside others and where graphs overwrite what the last one made."""
-    engine, rounds = FakeEngine(model, 64, 128), rounds_of(model, DYNAMIC)
-    rounds.report.count_in(Counter)
+    engine, rounds, metrics = FakeEngine(model, 64, 128), rounds_of(model, DYNAMIC), dict[str, Mock]()
+    rounds.report.count_in(lambda name, text: metrics.setdefault(name.removeprefix("sglang:mrp_"), Mock()))
     scheduler, theirs, ours = FakeScheduler(engine, rounds), 0, 0
     alone, beside = ([FakeRequest(prompt, stop=EOS) for prompt in prompts] for _ in range(2))
     for req in alone:
@@ -154,7 +143,7 @@ def test_what_requests_cost(model: Any, prompts: list[list[int]]) -> None:
         shown = shown_of(req)
         assert shown is not None
         assert shown["forwards"] == len(engine.widths) - before
-        assert shown["tokens_per_forward"] == len(req.text()) / shown["forwards"]
+        assert shown["tokens_per_forward"] == len(req.output_ids_through_stop) / shown["forwards"]
         assert 0 < shown["acceptance"] == shown["accepted"] / shown["drafted"] <= 1
         assert sum(shown["accepted_at_depth"]) == shown["accepted"] <= sum(shown["offered_at_depth"])
         ids = torch.tensor([req.origin_input_ids])
@@ -162,7 +151,7 @@ def test_what_requests_cost(model: Any, prompts: list[list[int]]) -> None:
         theirs += int(out.stats.row_forwards[0]) - 1
         ours += shown["forwards"] - ids.shape[1] // 16
     assert ours <= 1.02 * theirs
-    totals = {name.removeprefix("sglang:mrp_"): counter.total for name, counter in Counter.made.items()}
+    totals = {name: sum(call.args[0] for call in counter.inc.call_args_list) for name, counter in metrics.items()}
     assert totals["forwards"] == len(engine.widths)
     assert totals["tokens"] == sum(len(req.output_ids) for req in alone)
     assert 0 < totals["accepted"] <= totals["drafted"]
@@ -197,7 +186,7 @@ def test_requests_end_with_kernels_as_without(prompts: list[list[int]], monkeypa
         scheduler, req = FakeScheduler(FakeEngine(model, 64, 128), rounds_of(model, options)), FakeRequest(prompts[0], stop=EOS)
         scheduler.add(req)
         scheduler.run()
-        told.append((req.text(), shown_of(req)))
+        told.append((req.output_ids_through_stop, shown_of(req)))
     assert told[0] == told[1]
     assert len(told[0][0]) > 1
     picks = len(names) // 2

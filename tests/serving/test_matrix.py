@@ -100,6 +100,7 @@ CASES = {
     "1,024 slots": Case(full, ("--max-total-tokens", "1024")),
     "no radix cache, drafts by the clock": Case(full, ("--disable-radix-cache",), states="auto"),
     "int8 backbone": Case(int8, requests=10),
+    "4 requests at once": Case(full, ("--max-running-requests", "4")),
 }
 
 
@@ -139,6 +140,10 @@ def test_texts_stay_and_no_slot_is_lost(
         f"sglang {sglang.__version__} | {name}: {told}; {free:.0f} of {slots:.0f} slots free; "
         f"{served.tokens_per_forward:.3f} tokens a forward"
     )
+    if name == "4 requests at once":  # each has rows for its drafts, however many others wait
+        roomy = [measured("MRP", 0.9).replies[place] for place in places]
+        drafted = [sum(reply["meta_info"]["mrp"]["drafted"] for reply in replies) for replies in (served.replies, roomy)]
+        assert drafted[0] == pytest.approx(drafted[1], rel=0.02)
     assert again.ids == served.ids[:8]
     assert (pool["kv_used_tokens"], free) == (0, slots)
 
