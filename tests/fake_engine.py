@@ -232,6 +232,8 @@ class FakeScheduler:
 
     def step(self) -> None:
         """One batch."""
+        if self.engine.replayed is not None:
+            self.engine.replayed.fill_(torch.nan)  # by other batches, between
         block, mask = self.engine.block, self.rounds.mask_id
         starts = {req: (req.length - block if self.fresh.get(req) else req.length) for req in self.running}
         prompts = [req for req in self.running if starts[req] + block <= len(req.origin_input_ids) + len(req.output_ids)]

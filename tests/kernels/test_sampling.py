@@ -54,6 +54,7 @@ def test_gumbel_noise_at_the_extreme_bits(dtype: torch.dtype, atol: float, monke
     bits = [0, 1, 2, 1000, half - 1000, half - 1, half, half + 1000, most - 1000, most - 2, most - 1, most]
     noise = gumbel_noise(torch.tensor(bits), 1, dtype)[:, 0]
     assert noise.tolist() == pytest.approx([exact_gumbel(b) for b in bits], abs=atol)
+    assert (noise[[0, 1, 2, 3, 4, 7, 8, 9, 10, 11]].diff() > 0).all()
 
 
 def spots(n: int, early: int = 0) -> Spots:

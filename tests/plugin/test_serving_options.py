@@ -1,16 +1,19 @@
 """Options, requests and versions that a server is asked for: what is honoured, and what is refused with the reason."""
 
 import sys
+import tomllib
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mrp_serving
 import numpy as np
 import pytest
+from conftest import ROOT
 from fake_engine import SAMPLING_PARAMS, FakeRequest
 from mrp_serving.options import Settings, settings_of
 from mrp_serving.picker import Sampling
 from mrp_serving.requests import interpreted, refusal, refusal_of_body, seed_of, text_of_block
+from packaging.requirements import Requirement
 
 from modeling_mrp.generate.loop import Drafting, Mode
 from modeling_mrp.generate.refine import Direct
@@ -156,3 +159,8 @@ def test_an_engine_that_does_not_fit_is_refused(version: str, lacks: str, monkey
         with pytest.raises(RuntimeError) as raised:
             use(algorithms["MRP"])
         assert str(raised.value).startswith(message + lacks)
+
+
+def test_the_extra_asks_for_the_version_that_is_checked() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [Requirement(each).specifier for each in extras["sglang"]] == [mrp_serving.SUPPORTED_SGLANG]
