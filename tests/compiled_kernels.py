@@ -21,52 +21,37 @@ from unittest.mock import patch
 
 import torch
 import triton
-from mrp_trainer.evaluate.roofline import PUBLISHED, Shape
-from torch import Tensor
+from mrp_trainer.evaluate.roofline import PUBLISHED
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from modeling_mrp.kernels.pick import Unembedding, pick_rows
 from modeling_mrp.kernels.round_layers import RoundMask, rotated, round_attention, sum_and_norm
 
-POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.uint8: "*u8",
-}
 SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 REGISTERS, THREADS = 65_536, {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
-_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
-def source(kernel: JITFunction, given: dict[str, Any]) -> ASTSource:
-    """A kernel with the types, constants and alignments that a launch with these arguments has."""
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for place, parameter in enumerate(kernel.params):
-        value, name = given[parameter.name], parameter.name
-        specialised = not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and specialised):
-            signature[name], constants[name] = "constexpr", value
-            continue
-        if isinstance(value, Tensor):
-            signature[name] = POINTERS[value.dtype]
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32" if abs(value) < 1 << 31 else "i64"
-        if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0 and specialised):
-            attributes[(place,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constants, attributes)
+class Absent:
+    """The driver of a GPU that is not there, of a compute capability."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
 
 
-def compiled(kernel: JITFunction, given: dict[str, Any], options: dict[str, Any], capability: int) -> dict[str, Any]:
-    """What one launch compiles to."""
-    made = triton.compile(source(kernel, given), target=GPUTarget("cuda", capability, 32), options=options)
+def told_of(made: Any, capability: int) -> dict[str, Any]:
+    """What one launch compiled to."""
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -78,7 +63,7 @@ def compiled(kernel: JITFunction, given: dict[str, Any], options: dict[str, Any]
     before, *told = re.split(r"atom\.global\.gpu\.acq_rel", ptx)
     ordered = {"tells_behind_a_barrier": before.rfind("bar.sync") > before.rfind("st.global")} if told else {}
     return {
-        "kernel": kernel.__name__.lstrip("_"),
+        "kernel": made.metadata.name.lstrip("_"),
         "registers": used["REG"],
         "stack_bytes": used["STACK"],
         "shared_bytes": made.metadata.shared,
@@ -97,61 +82,58 @@ def programs(registers: int, threads: int, shared: int, capability: int) -> int:
 
 
 def caught(launch: Callable[[], Any], capability: int) -> list[dict[str, Any]]:
-    """Calls what launches kernels, and compiles them in place of that."""
-    found: list[dict[str, Any]] = []
+    """Calls what launches kernels, which are compiled and not launched."""
+    found, run = list[dict[str, Any]](), JITFunction.run
 
-    def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options: dict[str, Any] = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
-        names = [parameter.name for parameter in kernel.params]
-        found.append(compiled(kernel, {**dict(zip(names, args, strict=False)), **kwargs}, options, capability))
+    def compiled(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
+        found.append(told_of(run(kernel, *args, **{**kwargs, "warmup": True}), capability))
 
-    with patch.object(JITFunction, "run", run):
+    with patch.object(JITFunction, "run", compiled):
         launch()
     return found
 
 
-def layer_launches(
-    shape: Shape, states: int, prefix: int, dtype: torch.dtype, on: torch.device
-) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """List what a layer launches for a row: attention behind a prefix, a sum and norm, and rotated queries and keys."""
-    heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    queries, width = states * shape.block_size, shape.hidden_size
-    slots, parents = torch.full((1,), prefix, device=on), torch.full((1, states), -1, device=on)
-    mask = RoundMask(slots, parents, states, shape.block_size)
-    query = torch.empty(1, queries, heads, dim, dtype=dtype, device=on).transpose(1, 2)
-    key, value = torch.empty(1, prefix + queries, 2, kv_heads, dim, dtype=dtype, device=on).permute(2, 0, 3, 1, 4)
-    yield "round_attention", partial(round_attention, query, key, value, mask, dim**-0.5)
+def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
+    """List what a row of SDAR-4B launches in blocks of 16, plain and with K = 4 and 8 states: picks, greedy and sampled; and of
+    a layer attention behind a prefix, a sum and norm, and rotated queries and keys."""
+    shape, prefix = PUBLISHED["4B"], 512
+    heads, kv_heads, dim, width = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, shape.hidden_size
+
+    def empty(*size: int, dtype: torch.dtype = dtype) -> Any:
+        return torch.empty(*size, dtype=dtype, device="meta")
 
     def norm_of(width: int) -> Any:
-        return Qwen3RMSNorm(width).to(on, dtype).requires_grad_(False)
+        return Qwen3RMSNorm(width).to("meta", dtype).requires_grad_(False)
 
-    hidden, added = (torch.empty(1, queries, width, dtype=dtype, device=on) for _ in range(2))
-    yield "sum_and_norm", partial(sum_and_norm, hidden, added, norm_of(width))
-    rotary = torch.empty(2, 1, queries, dim, dtype=dtype, device=on).unbind(0)
-    projected = torch.empty(1, queries, (heads + 2 * kv_heads) * dim, dtype=dtype, device=on)
-    target = key[:, :, prefix:], value[:, :, prefix:]
-    yield "rotated", partial(rotated, projected, (norm_of(dim), norm_of(dim)), rotary, target)
-
-
-def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
-    """List what a row of SDAR-4B launches in blocks of 16, plain and with K = 4 and 8 states, picks greedy and sampled."""
-    shape, on = PUBLISHED["4B"], torch.device("meta")
-    weight = torch.empty(shape.vocab_size, shape.hidden_size, dtype=dtype, device=on)
+    weight = empty(shape.vocab_size, width)
     for states in (1, 4, 8):
         rows = states * shape.block_size
-        logits, least = torch.empty(rows, shape.vocab_size, device=on), torch.empty(rows, device=on)
-        keys = torch.empty(rows, dtype=torch.int64, device=on)
+        logits, least = (empty(*size, dtype=torch.float32) for size in ((rows, shape.vocab_size), (rows,)))
         for sampled, truncated in ((False, False), (True, False), (True, True)):
-            unembedding = Unembedding(weight, shape.vocab_size - 1, 0.7 if sampled else 1.0)
+            unembedding, keys = (
+                Unembedding(weight, shape.vocab_size - 1, 0.7 if sampled else 1.0),
+                empty(rows, dtype=torch.int64),
+            )
             given = unembedding, logits, least if truncated else None, keys if sampled else None
             yield {"launch": "pick", "rows": rows, "sampled": sampled, "truncated": truncated}, partial(pick_rows, *given)
-        for name, launch in layer_launches(shape, states, 512, dtype, on):
+        parents = torch.full((1, states), -1, device="meta")
+        mask = RoundMask(torch.full((1,), prefix, device="meta"), parents, states, shape.block_size)
+        query = empty(1, rows, heads, dim).transpose(1, 2)
+        key, value = empty(1, prefix + rows, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
+        inputs = empty(1, rows, (heads + 2 * kv_heads) * dim), (norm_of(dim), norm_of(dim)), empty(2, 1, rows, dim).unbind(0)
+        layer = {
+            "round_attention": partial(round_attention, query, key, value, mask, dim**-0.5),
+            "sum_and_norm": partial(sum_and_norm, empty(1, rows, width), empty(1, rows, width), norm_of(width)),
+            "rotated": partial(rotated, *inputs, (key[:, :, prefix:], value[:, :, prefix:])),
+        }
+        for name, launch in layer.items():
             yield {"launch": name, "states": states}, launch
 
 
 if __name__ == "__main__":
     if triton.knobs.runtime.interpret:
         sys.exit("TRITON_INTERPRET is set, under which nothing is compiled: unset it")
+    driver.set_active(Absent(int(sys.argv[1])))
     for described, launch in launches(torch.bfloat16):
         for line in caught(launch, int(sys.argv[1])):
             print(json.dumps({**described, **line}))

@@ -189,16 +189,12 @@ class FakeRequest:
         return self.ended
 
     @property
-    def output_ids_through_stop(self) -> list[int]:
-        """As the engine's."""
-        return self.text()
-
-    @property
     def kv(self) -> SimpleNamespace:
         """Where its keys and values are."""
         return SimpleNamespace(req_pool_idx=self.row)
 
-    def text(self) -> list[int]:
+    @property
+    def output_ids_through_stop(self) -> list[int]:
         """What a client is shown: up to the first eos, or the limit."""
         shown = self.output_ids[: self.max_new_tokens]
         ends = [] if self.sampling_params.ignore_eos else [place for place, token in enumerate(shown) if token in self.stop]
@@ -228,8 +224,16 @@ class FakeScheduler:
         pool.free_rows([req.row])
         req.length = 0
 
+    def take_back(self, req: FakeRequest) -> None:
+        """It goes on in other rows, from the blocks that are done."""
+        self.release(req)
+        self.fresh[req] = False
+        self.add(req)
+
     def step(self) -> None:
         """One batch."""
+        if self.engine.replayed is not None:
+            self.engine.replayed.fill_(torch.nan)  # by other batches, between
         block, mask = self.engine.block, self.rounds.mask_id
         starts = {req: (req.length - block if self.fresh.get(req) else req.length) for req in self.running}
         prompts = [req for req in self.running if starts[req] + block <= len(req.origin_input_ids) + len(req.output_ids)]
@@ -252,7 +256,11 @@ class FakeScheduler:
             known = len(req.origin_input_ids) + len(req.output_ids)  # of a request that was taken back, its answer so far too
             if size and start + size > known:
                 req.output_ids += tokens[max(0, known - start) :]
-                if req.to_finish or len(req.text()) < len(req.output_ids) or len(req.output_ids) >= req.max_new_tokens:
+                if (
+                    req.to_finish
+                    or len(req.output_ids_through_stop) < len(req.output_ids)
+                    or len(req.output_ids) >= req.max_new_tokens
+                ):
                     req.ended = True
                     self.release(req)
 
@@ -279,31 +287,16 @@ class FakeScheduler:
         )
 
     def run(self, on_step: Callable[[], None] = lambda: None) -> None:
-        """Serve until nothing is left."""
+        """Serve until nothing is left, when everything is free again."""
         while self.running:
             self.step()
             on_step()
+        pool, allocator = self.engine.req_to_token_pool, self.engine.token_to_kv_pool_allocator
+        assert sorted(pool.free_slots) == list(range(1, len(pool.req_to_token)))
+        assert sorted(allocator.free_pages) == list(range(1, len(self.engine.ids) // allocator.size))
 
 
-def rounds_of(model: Any, options: dict[str, Any]) -> Rounds:
+def rounds_of(model: Any, options: dict[str, Any], kind: type[Rounds] = Rounds) -> Rounds:
     """The rounds of a server with some options."""
     config = model.config
-    return Rounds(settings_of(options, {}, config.block_size, True), config.block_size, config.mask_token_id, abort)
-
-
-def serve(
-    model: Any,
-    requests: Sequence[FakeRequest],
-    options: dict[str, Any],
-    rows: int = 64,
-    pages: int = 128,
-    sees_new: bool = True,
-) -> FakeEngine:
-    """Serve requests side by side; gives the engine, in which everything is free again."""
-    engine = FakeEngine(model, rows, pages)
-    scheduler = FakeScheduler(engine, rounds_of(model, options), sees_new)
-    scheduler.add(*requests)
-    scheduler.run()
-    assert sorted(engine.req_to_token_pool.free_slots) == list(range(1, rows + 1))
-    assert sorted(engine.token_to_kv_pool_allocator.free_pages) == list(range(1, pages + 1))
-    return engine
+    return kind(settings_of(options, {}, config.block_size, True), config.block_size, config.mask_token_id, abort)

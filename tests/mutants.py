@@ -22,9 +22,9 @@ RECORD = ROOT / "tests" / "mutants.json"
 FIRST = [f"tests/generate/test_fuzz.py::test_random_decodes[{seed}]" for seed in range(8)]
 SELECTION = {
     "rules": ("rules", "golden_traces"),
-    "generate": ("golden_traces", "decoding", "active_rows", "score", "unscored"),
-    "networks": ("cache", "sampling", "continuation", "graphs", "layers", "first_use"),
-    "kernels": ("pick", "kernels", "round_layers", "sampling", "recorded_kernels", "first_use"),
+    "generate": ("golden_traces", "decoding", "cache", "score", "unscored"),
+    "networks": ("cache", "sampling", "graphs", "layers"),
+    "kernels": ("pick", "kernels", "round_layers", "sampling", "recorded_kernels"),
 }
 # What is imported before, so that no child has to.
 WARM = ("pytest", "tokenizers", "transformers.trainer", "transformers.models.qwen3.modeling_qwen3")

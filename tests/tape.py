@@ -42,6 +42,23 @@ def waits(name: str, args: tuple[Any, ...]) -> bool:
     return name.startswith(WAITS) or (name.startswith("index") and bool(masks))
 
 
+class Seen(TorchDispatchMode):
+    """Notes all operations, and the names of those for whose results the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = str(func).removeprefix("aten.")
+        self.operations.append(func)
+        self.waits += [name] if waits(name, args) else []
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(frozen=True)
 class Made:
     """The result of an earlier operation."""

@@ -1,5 +1,7 @@
-"""The shipped combination without a GPU: forwards recorded with the interpreted kernels in them, replayed, and counted."""
+"""The shipped combination without a GPU: forwards recorded with the interpreted kernels in them, replayed, counted, and checked
+at first use."""
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -7,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from faults import KERNELS, broken
 from helpers import generate, same_output
-from tape import GridExecutor, Tape, TapeRecorder, strangers, tapes
-from torch.utils._python_dispatch import TorchDispatchMode
+from tape import GridExecutor, Seen, Tape, TapeRecorder, strangers, tapes
 
+from modeling_mrp.kernels import dispatch
 from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.kernels.pick import PICK
 from modeling_mrp.networks import graphs
@@ -56,18 +59,6 @@ def launches(operations: Iterable[Any]) -> Counter[str]:
 def of_tape(tape: Tape) -> Counter[str]:
     """The operations of a tape that compute, by name."""
     return launches(func for func, *_ in tape.operations)
-
-
-class Seen(TorchDispatchMode):
-    """Notes all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[Any] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations.append(function)
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -123,3 +114,34 @@ def test_what_a_round_launches(tapes: type[TapeRecorder], monkeypatch: pytest.Mo
     assert max(counted["pick"]) == PICKED  # where the stand-in makes two tensors for two launches
     assert {*counted["commit"]} <= {0, COMMIT}
     assert COMMIT in counted["commit"]
+
+
+IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])
+
+
+def test_kernels_are_compared_once_each_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where they are chosen by themselves. Those that are right change nothing; one that is broken is told and not
+    used."""
+    compared, usable = list[str](), dispatch._unusable
+    monkeypatch.setattr(dispatch, "_unusable", lambda device, dtype, interpreted: usable(device, dtype, True))
+    monkeypatch.setattr(dispatch, "CHECKED_ON", {"cpu"})
+    for register in ("_failed", "_checked"):
+        monkeypatch.setattr(dispatch, register, set())
+    for name, kernel in KERNELS.items():
+        monkeypatch.setattr(kernel, "twin", lambda *given, n=name, twin=kernel.twin: compared.append(n) or twin(*given))
+    model = make_model(3, num_hidden_layers=1, num_nextn_predict_layers=1, vocab_size=99).float()
+    options: dict[str, Any] = {**GREEDY, **SPEC, "max_new_tokens": 4}
+    generator, plain = torch.get_rng_state(), model.generate(IDS, kernels=False, **options)
+    compared.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*kernel.*")
+        assert all(model.generate(IDS, **options).equal(plain) for _ in range(2))
+    assert sorted(compared) == sorted([*KERNELS, "sum_and_norm"]), "with what is added, and without"
+    assert dispatch.failed_kernels() == []
+    assert generator.equal(torch.get_rng_state())
+    dispatch._checked.clear()
+    kernel = KERNELS["rotated"]
+    monkeypatch.setattr(kernel, "launch", lambda *given, launch=kernel.launch: broken(launch(*given)))
+    with pytest.warns(RuntimeWarning, match="'rotated' failed on cpu .*its results differ from PyTorch's by"):
+        assert model.generate(IDS, **options).equal(plain)
+    assert dispatch.failed_kernels() == ["rotated on cpu"]

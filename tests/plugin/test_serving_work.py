@@ -2,14 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from conftest import TINY
-from fake_engine import FakeEngine, FakeRequest, FakeScheduler, abort
-from mrp_serving.options import settings_of
+from fake_engine import FakeEngine, FakeRequest, FakeScheduler, rounds_of
 from mrp_serving.picker import EnginePicker
 from mrp_serving.rounds import Rounds
 from torch import Tensor
@@ -18,25 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from benchmarks.serving_cost import ALONE, DRAFTED
 from modeling_mrp import MRPForCausalLM
 
-LAUNCHES, COPIES, READS, FORWARDS, SHORTLISTS = "launches", "copies", "reads", "forwards", "shortlists"
+LAUNCHES, COPIES, READS, FORWARDS, SHORTLISTS, OTHERS = "launches", "copies", "reads", "forwards", "shortlists", "others"
 # They make room, and start nothing.
 _NO_LAUNCH = ("empty", "new_empty", "empty_like", "lift_fresh")
 
 
 class Work(TorchDispatchMode):
-    """Counts operations, but for those of the networks with their picks and of the engine's pools.
+    """Counts operations, but for those of the networks with their picks and of the engine's pools."""
 
-    Args:
-        on_host: Tensors that lie on the host whatever the device.
-    """
-
-    def __init__(self, on_host: list[Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.on_host, self.inside = [tensor.untyped_storage().data_ptr() for tensor in on_host], 0
-        self.counts: Counter[str] = Counter()
-
-    def note(self, kind: str) -> None:
-        self.counts[kind] += not self.inside
+        self.inside, self.counts = 0, Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
@@ -46,74 +37,62 @@ class Work(TorchDispatchMode):
         if name in ("_local_scalar_dense", "nonzero") or any(
             isinstance(one, Tensor) and one.dtype == torch.bool for one in given
         ):
-            self.note(READS)  # of a mask a device does not know how many it holds
+            self.counts[READS] += not self.inside  # of a mask a device does not know how many it holds
         elif not is_view and name not in _NO_LAUNCH:
-            self.note(LAUNCHES)
+            self.counts[LAUNCHES] += not self.inside
         return func(*args, **(kwargs or {}))
 
-    def within(self, function: Callable[..., Any], kind: str | None) -> Callable[..., Any]:
-        """Make a function whose operations are not counted; it may be."""
+    def watched(self, function: Callable[..., Any], kind: str, on_host: Tensor | None) -> Callable[..., Any]:
+        """Make a function that counts as one of a kind; nothing that it does counts besides.
+
+        Args:
+            function: The function.
+            kind: What a call counts as.
+            on_host: A tensor that lies on the host whatever the device, so that its numbers are there; None for a function that
+                runs on the device.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.counts[kind or "others"] += 1
+            home = None if on_host is None else on_host.untyped_storage().data_ptr()
+            at_home = isinstance(args[0], Tensor) and args[0].untyped_storage().data_ptr() == home
+            self.counts[kind] += not (self.inside or at_home)
             self.inside += 1
             try:
-                return function(*args, **kwargs)
+                with nullcontext() if on_host is None else _disable_current_modes():
+                    return function(*args, **kwargs)
             finally:
                 self.inside -= 1
 
         return run
 
-    def crossing(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        """Make a function that counts as numbers that go from host to device, or back."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not (isinstance(args[0], Tensor) and args[0].untyped_storage().data_ptr() in self.on_host):
-                self.note(kind)
-            with _disable_current_modes():
-                return function(*args, **kwargs)
-
-        return run
-
 
 @contextmanager
-def counting(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+def counting(engine: FakeEngine) -> Iterator[Work]:
     """Count on an engine; each tensor that is made of numbers stands for a copy to its device."""
-    work, allocator = Work([engine.req_to_token_pool.req_generation]), engine.token_to_kv_pool_allocator
-    with monkeypatch.context() as patch:
-        for owner, name, kind in (
-            *((engine, "forward", FORWARDS), (engine.model, "run_head", FORWARDS)),
-            *((EnginePicker, "__call__", None), (EnginePicker, "among", SHORTLISTS)),
-            *((allocator, "alloc", None), (allocator, "free_segment", None)),
+    work, allocator, on_host = Work(), engine.token_to_kv_pool_allocator, engine.req_to_token_pool.req_generation
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, kind, host in (
+            *((engine, "forward", FORWARDS, None), (engine.model, "run_head", FORWARDS, None)),
+            *((EnginePicker, "__call__", OTHERS, None), (EnginePicker, "among", SHORTLISTS, None)),
+            *((allocator, "alloc", OTHERS, None), (allocator, "free_segment", OTHERS, None)),
+            *((torch, name, COPIES, on_host) for name in ("tensor", "as_tensor", "from_numpy", "frombuffer")),
+            *((Tensor, name, READS, on_host) for name in ("tolist", "item", "numpy", "__bool__", "__int__")),
         ):
-            patch.setattr(owner, name, work.within(getattr(owner, name), kind))
-        for owner, name, kind in (
-            *((torch, name, COPIES) for name in ("tensor", "as_tensor", "from_numpy", "frombuffer")),
-            *((Tensor, name, READS) for name in ("tolist", "item", "numpy", "__bool__", "__int__")),
-        ):
-            patch.setattr(owner, name, work.crossing(getattr(owner, name), kind))
+            patch.setattr(owner, name, work.watched(getattr(owner, name), kind, host))
         with work:
             yield work
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return MRPForCausalLM.from_pretrained(TINY, dtype=torch.float64)
 
 
 class CountedRounds(Rounds):
     """Counts the rounds of requests whose prompts are done."""
 
-    def __init__(self, model: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        config = model.config
-        super().__init__(settings_of(options, {}, config.block_size, True), config.block_size, config.mask_token_id, abort)
-        self.monkeypatch, self.found = monkeypatch, list[Counter[str]]()
+    found: list[Counter[str]]
 
     def __call__(self, engine: Any, batch: Any, requests: Any, *others: Any) -> Any:
         starts = zip(batch.extend_prefix_lens_cpu, requests, strict=True)
         if any(start + self.block <= len(req.origin_input_ids) for start, req in starts):
             return super().__call__(engine, batch, requests, *others)
-        with counting(engine, self.monkeypatch) as work:
+        with counting(engine) as work:
             made = super().__call__(engine, batch, requests, *others)
         self.found.append(work.counts)
         return made
@@ -128,18 +107,20 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_round_does_little_beside_its_networks(model: Any, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_a_round_does_little_beside_its_networks(case: str) -> None:
     """One copy of numbers to the device for each network, one read behind each pick, and few launches."""
-    engine, rounds = FakeEngine(model, 64, 128), CountedRounds(model, CASES[case], monkeypatch)
+    model = MRPForCausalLM.from_pretrained(TINY, dtype=torch.float64)
+    engine, rounds = FakeEngine(model, 64, 128), rounds_of(model, CASES[case], CountedRounds)
+    found = rounds.found = list[Counter[str]]()  # type: ignore[attr-defined]
     draw = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 200, (35,), generator=draw).tolist() for _ in range(2)]
     scheduler = FakeScheduler(engine, rounds)
     scheduler.add(*(FakeRequest(prompt, 20, rid=str(at)) for at, prompt in enumerate(prompts)))
     scheduler.run()
-    most = {kind: max(counts[kind] for counts in rounds.found) for kind in (LAUNCHES, COPIES, READS, FORWARDS)}
+    most = {kind: max(counts[kind] for counts in found) for kind in (LAUNCHES, COPIES, READS, FORWARDS)}
     least = ALONE if case == "none" else DRAFTED  # what predictions are made from
     assert (most[LAUNCHES], most[COPIES], most[READS]) <= (least.launches, least.copies, least.reads)
-    for counts in rounds.found:
+    for counts in found:
         assert counts[COPIES] <= counts[FORWARDS] + counts[SHORTLISTS] + (case == "stale")  # for a block that is kept
         assert counts[READS] <= counts[FORWARDS]
     assert (most[FORWARDS] > 1) == (case in ("drafts", "shortlist"))

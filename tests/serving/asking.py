@@ -32,18 +32,9 @@ def target_of(threshold: float) -> dict[str, Any]:
     return {"target": "static"} if threshold == 1 else {"target": "dynamic", "confidence_threshold": threshold}
 
 
-@dataclass(frozen=True)
-class Generated:
-    """Texts by `generate`, and forwards of the backbone without those of prompts, all rows together."""
-
-    ids: list[list[int]]
-    forwards: int
-
-
-# Fixtures: have a line printed behind the tests; what an algorithm answers at a threshold; texts by `generate` with options.
+# Fixtures: have a line printed behind the tests; what an algorithm answers at a threshold.
 Report = Callable[[str], None]
 Measure = Callable[[str, float], Measured]
-Generate = Callable[..., Generated]
 
 
 def up_to_eos(ids: Sequence[int], eos: Sequence[int]) -> list[int]:

@@ -6,14 +6,12 @@ from typing import Any
 
 import asking
 import pytest
-from asking import Asked, Generate, Generated, Measure, Report, target_of
+from asking import Asked, Measure, Report, target_of
 from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import problems
-from mrp_trainer.evaluate.decoded import decode_prompts
 
 from benchmarks.common import TINY
 from benchmarks.server import Measured, Server, backbone_for_stock
-from modeling_mrp import MRPForCausalLM
 
 LINES: list[str] = []
 
@@ -40,13 +38,13 @@ def asked(tiny_tokenizer: Any) -> Asked:
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Server]:
-    """Makes a server of the embedded checkpoint with MRP, or of its backbone as stock's; more arguments are `Server`'s."""
+    """Makes a server of the embedded checkpoint with MRP, or of its backbone as stock's."""
     backbone = cache(lambda: backbone_for_stock(TINY, tmp_path_factory.mktemp("stock") / "sdar"))
 
-    def make(algorithm: str, threshold: float, **more: Any) -> Server:
+    def make(algorithm: str, threshold: float) -> Server:
         drafted = {"decoding": "mrp_spec", "num_draft_states": asking.STATES, **target_of(threshold)}
         model, options = (TINY, drafted) if algorithm == "MRP" else (backbone(), {"threshold": threshold})
-        return Server(model, tmp_path_factory.mktemp("server"), algorithm, options, environment=asking.ENVIRONMENT, **more)
+        return Server(model, tmp_path_factory.mktemp("server"), algorithm, options, environment=asking.ENVIRONMENT)
 
     return make
 
@@ -73,22 +71,3 @@ def measured(serve: Callable[..., Server], asked: Asked, request: pytest.Fixture
             return measure(started)
 
     return ask
-
-
-@pytest.fixture(scope="session")
-def generated(tiny_model: MRPForCausalLM, tiny_tokenizer: Any, asked: Asked) -> Generate:
-    """What `generate` makes of all prompts with its options."""
-
-    def decode(**options: Any) -> Generated:
-        ids: list[list[int]] = [[] for _ in asked.prompts]
-        forwards = 0
-        for budget in asking.BUDGETS:
-            rows = [i for i, limit in enumerate(asked.budgets) if limit == budget]
-            some = [asked.prompts[i] for i in rows]
-            decoded = decode_prompts(tiny_model, tiny_tokenizer, some, None, budget, asking.CONCURRENCY, **options)
-            forwards += sum(decoded.rounds)
-            for i, text in zip(rows, decoded.ids, strict=True):
-                ids[i] = text
-        return Generated(ids, forwards)
-
-    return decode

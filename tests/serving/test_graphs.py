@@ -5,7 +5,6 @@ from collections import Counter
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -38,34 +37,16 @@ def test_texts_are_those_without_graphs(tmp_path: Path, asked: Asked, measured: 
     assert served.ids == measured("MRP", 0.9).ids[:12]
 
 
-def test_what_cannot_be_recorded_or_is_wrong_runs_outside_of_graphs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from mrp_serving.head_graphs import DecodeCudaGraphRunner, HeadGraphs, record_head
-    from mrp_serving.model import MRPForCausalLM
-
-    def fails(self: Any, engine: Any) -> None:
-        raise RuntimeError("no memory is left")
-
-    monkeypatch.setattr(HeadGraphs, "__init__", fails)
-    assert record_head(SimpleNamespace(decode_cuda_graph_runner=object.__new__(DecodeCudaGraphRunner))) is None
-    assert record_head(SimpleNamespace(decode_cuda_graph_runner=None)) is None
-    assert caplog.text.count("cannot be recorded as CUDA graphs (no memory is left)") == 1
+def test_a_graph_of_the_head_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its first replays; what one returned is not what the next one overwrites."""
+    from mrp_serving.head_graphs import HeadGraphs
 
     monkeypatch.setattr("mrp_serving.head_graphs.CHECKED_ON", {"cpu"})
-    hidden, graphs = torch.ones(4, 2), object.__new__(HeadGraphs)
+    hidden, left, graphs = torch.ones(4, 2), torch.empty(4, 2), object.__new__(HeadGraphs)
     graphs.buffers, graphs.compared, graphs.bs = SimpleNamespace(input_embeds=torch.zeros(8, 2)), Counter(), 8
-    graphs.takes = lambda batch: True
-    left = torch.empty(4, 2)  # where a graph leaves its result, and the next one writes
     graphs.execute = lambda batch: SimpleNamespace(hidden_states=torch.mul(graphs.buffers.input_embeds[:4], 3, out=left))
-    model: Any = SimpleNamespace(head_graphs=graphs, residual=lambda ids, positions, batch, hidden: hidden * 3)
-    engine = SimpleNamespace(attn_backend=SimpleNamespace(init_forward_metadata=lambda batch: None))
-    batch = SimpleNamespace(input_ids=None, positions=None)
-    made = MRPForCausalLM.run_head(model, engine, batch, hidden)
+    made = graphs.replay(None, hidden, lambda: hidden * 3)
     left.zero_()
     assert torch.equal(made, hidden * 3)
-    assert (model.head_graphs, graphs.compared[8]) == (graphs, 1)
-    model.residual = lambda ids, positions, batch, hidden: hidden * 2
-    assert torch.equal(MRPForCausalLM.run_head(model, engine, batch, hidden), hidden * 2)
-    assert model.head_graphs is None
-    assert "does not run rightly as CUDA graphs" in caplog.text
+    with pytest.raises(ArithmeticError, match="a replay of the head and the head differ"):
+        graphs.replay(None, hidden, lambda: hidden * 2)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.common import TINY
-from benchmarks.server import CPU_FLAGS, Server
+from benchmarks.server import CPU_FLAGS, Server, ServerDied, backbone_for_stock
 from modeling_mrp import MRPForCausalLM
 
 sglang = pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
@@ -62,6 +62,28 @@ def bare(folder: Path) -> Path:
     return as_published(folder / "bare", folder / "backbone")
 
 
+def int8(folder: Path) -> Path:
+    """The embedded checkpoint with its backbone's projections as int8, a scale a row; head and lm_head are as they were."""
+    shutil.copytree(TINY, folder / "int8")
+    stored = load_file(TINY / "model.safetensors")
+    for name, weight in list(stored.items()):
+        if name.startswith("model.layers.") and name.endswith("_proj.weight"):
+            stored[f"{name}_scale"] = weight.float().abs().amax(1, keepdim=True) / 127
+            stored[name] = (weight.float() / stored[f"{name}_scale"]).round().to(torch.int8)
+    save_file(stored, folder / "int8" / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "int8" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "w8a8_int8"}
+    (folder / "int8" / "config.json").write_text(json.dumps(config))
+    return folder / "int8"
+
+
+def meant_by(folder: Path) -> dict[str, Tensor]:
+    """The weights that int8 stands for."""
+    stored = load_file(folder / "model.safetensors")
+    names = [name for name in stored if not name.endswith("_scale")]
+    return {name: stored[name] * stored[f"{name}_scale"] if f"{name}_scale" in stored else stored[name] for name in names}
+
+
 class Case(NamedTuple):
     """An engine: how its checkpoint is made, flags beside those of a CPU, requests at once, devices, and K."""
 
@@ -77,33 +99,68 @@ CASES = {
     "head repository, prompts in chunks": Case(head_alone, ("--chunked-prefill-size", "64")),
     "1,024 slots": Case(full, ("--max-total-tokens", "1024")),
     "no radix cache, drafts by the clock": Case(full, ("--disable-radix-cache",), states="auto"),
+    "int8 backbone": Case(int8, requests=10),
+    "4 requests at once": Case(full, ("--max-running-requests", "4")),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_texts_stay_and_no_slot_is_lost(
-    name: str, asked: Asked, measured: Measure, tiny_model_float64: MRPForCausalLM, tmp_path: Path, report: Report
+    name: str,
+    asked: Asked,
+    measured: Measure,
+    tiny_model_float64: MRPForCausalLM,
+    tiny_tokenizer: Any,
+    tmp_path: Path,
+    report: Report,
 ) -> None:
+    """Those of an int8 backbone are the texts of `generate` with the weights that int8 stands for."""
     make, flags, requests, devices, states = CASES[name]
     places = range(0, len(asked.prompts), len(asked.prompts) // requests)[:requests]
     some = Asked(*([each[place] for place in places] for each in (asked.problems, asked.prompts, asked.budgets)))
-    expected = [measured("MRP", 0.9).ids[place] for place in places]
     options = {"decoding": "mrp_spec", "num_draft_states": states, **target_of(0.9)}
     environment = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": CORES} if devices > 1 else ENVIRONMENT
-    with Server(make(tmp_path), tmp_path / "server", "MRP", options, (*CPU_FLAGS, *flags), environment) as server:
+    folder, model = make(tmp_path), tiny_model_float64
+    with Server(folder, tmp_path / "server", "MRP", options, (*CPU_FLAGS, *flags), environment) as server:
         served = server.measure(some.prompts, some.budgets, requests, BLOCK)
         again = server.measure(some.prompts[:8], some.budgets[:8], 8, BLOCK)
         time.sleep(2)  # idle: the engine counts its rows and slots, and ends itself where one is missing or free twice
         pool = server.metrics()
-    eos = tiny_model_float64.generation_config.eos_token_id
-    told = explained(tiny_model_float64, some, 0.9, served.ids, expected, eos)
+    if make is int8:
+        model = copy.deepcopy(model)
+        model.load_state_dict(meant_by(folder))
+        (budget,) = {*some.budgets}
+        expected = decode_prompts(model, tiny_tokenizer, some.prompts, None, budget, CONCURRENCY, **options).ids
+    else:
+        expected = [measured("MRP", 0.9).ids[place] for place in places]
+    eos = model.generation_config.eos_token_id
+    told = explained(model, some, 0.9, *([up_to_eos(ids, eos) for ids in each] for each in (served.ids, expected)), eos)
     free, slots = pool["kv_available_tokens"] + pool["kv_evictable_tokens"], pool["max_total_num_tokens"] / devices
     report(
         f"sglang {sglang.__version__} | {name}: {told}; {free:.0f} of {slots:.0f} slots free; "
         f"{served.tokens_per_forward:.3f} tokens a forward"
     )
+    if name == "4 requests at once":  # each has rows for its drafts, however many others wait
+        roomy = [measured("MRP", 0.9).replies[place] for place in places]
+        drafted = [sum(reply["meta_info"]["mrp"]["drafted"] for reply in replies) for replies in (served.replies, roomy)]
+        assert drafted[0] == pytest.approx(drafted[1], rel=0.02)
     assert again.ids == served.ids[:8]
     assert (pool["kv_used_tokens"], free) == (0, slots)
+
+
+@pytest.mark.parametrize(
+    ("has_head", "options", "reason"),
+    [
+        (True, {"num_draft_state": 4}, "num_draft_state is no option of MRP (did you mean num_draft_states?)"),
+        (False, {}, "--dllm-algorithm MRP serves checkpoints with an MRP head"),
+    ],
+)
+def test_a_server_that_cannot_serve_says_why(has_head: bool, options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    model = TINY if has_head else backbone_for_stock(TINY, tmp_path / "model")
+    server = Server(model, tmp_path / "server", "MRP", options, environment=ENVIRONMENT)
+    with pytest.raises(ServerDied), server:
+        pass
+    assert reason in server.log.read_text()
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, STATES), (STATES, 1)])
@@ -124,35 +181,3 @@ def test_requests_share_prefixes_whatever_they_draft(first: int, then: int, serv
         if version("sglang") != "0.5.22":  # whose own count goes below 0
             assert rest["meta_info"]["cached_tokens"] >= len(prompt) + cut - BLOCK
         assert bool(rest["meta_info"]["mrp"]["drafted"]) == (then > 1)
-
-
-def rounded_to_int8(folder: Path) -> dict[str, Tensor]:
-    """Write the embedded checkpoint with its backbone's projections as int8, a scale a row; returns the weights it means."""
-    shutil.copytree(TINY, folder)
-    stored, meant = load_file(TINY / "model.safetensors"), load_file(TINY / "model.safetensors")
-    for name, weight in list(stored.items()):
-        if name.startswith("model.layers.") and name.endswith("_proj.weight"):
-            scale = weight.float().abs().amax(1, keepdim=True) / 127
-            stored[name] = (weight.float() / scale).round().to(torch.int8)
-            stored[f"{name}_scale"] = scale
-            meant[name] = stored[name] * scale
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "w8a8_int8"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    return meant
-
-
-def test_an_int8_backbone(
-    asked: Asked, tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, tmp_path: Path, report: Report
-) -> None:
-    """Texts are those of `generate` with the weights that int8 stands for; head and lm_head are as they were."""
-    model = copy.deepcopy(tiny_model_float64)
-    model.load_state_dict(rounded_to_int8(tmp_path / "int8"))
-    some = Asked(asked.problems[::20], asked.prompts[::20], [48] * len(asked.prompts[::20]))
-    options = {"decoding": "mrp_spec", "num_draft_states": STATES, **target_of(0.9)}
-    with Server(tmp_path / "int8", tmp_path / "server", "MRP", options, environment=ENVIRONMENT) as server:
-        served = server.measure(some.prompts, some.budgets, CONCURRENCY, BLOCK)
-    expected = decode_prompts(model, tiny_tokenizer, some.prompts, None, 48, CONCURRENCY, **options).ids
-    eos = model.generation_config.eos_token_id
-    told = explained(model, some, 0.9, [up_to_eos(ids, eos) for ids in served.ids], expected, eos)
-    report(f"sglang {sglang.__version__} | int8 backbone: {told}; {served.tokens_per_forward:.3f} tokens a forward")
