@@ -100,7 +100,6 @@ MESSAGE = "messages[1]"
 MALFORMED = [
     (b'{"messages": [', None, "not JSON in UTF-8: Expecting value: line 1 column 15"),
     ({}, None, "found the fields []: a record has one layout: 'messages', or 'prompt' and 'completion', or 'text'"),
-    ({**GOOD, "text": "a"}, None, "found the fields ['messages', 'text']: a record has one layout"),
     ({"instruction": 5, "output": "a"}, "instruction", "found 5: a string is needed"),
     ({"prompt": "a"}, "completion", "found nothing: a string is needed"),
     ({"messages": "hi"}, "messages", "found 'hi': a list of messages is needed"),
@@ -116,7 +115,6 @@ MALFORMED = [
     ({**WROTE, "response_start": -1, "reveal_step": [0] * 7}, "reveal_step", "needed are ids"),
     ({**WROTE, "reveal_step": [-1, 0, 1]}, "reveal_step", "needed are ids"),
     ({**WROTE, "ids": [9, 8, 350, 6, 5, 1]}, "ids", "found 350: needed are ids from 0 to 349"),
-    ({**WROTE, "ids": [9, 8, 7, 2, 5, 1]}, None, "its text holds the mask token, id 2"),
     ({**WROTE, "decoded_by": {"block_size": 16}}, "decoded_by.block_size", "found 16, and the model that trains has 4"),
 ]
 
@@ -259,7 +257,7 @@ TOOLS = "{% if tools %}{{ tools[0].name }} {% endif %}"
         ),
         # Turn 1 loses its reasoning once turn 2 follows, and is still told apart by its end token, the first one.
         ({"template": QWEN}, TWO_TURNS, OF_TWO, 23, None),
-        ({"template": QWEN.replace("<end> ' }}{% endfor", "<end> <pad> ' }}{% endfor")}, TWO_TURNS, OF_TWO_ENDS, 27, None),
+        ({"template": QWEN.replace("<end> ' }}{% endfor", "<end> <pad> ' }}{% endfor")}, TWO_TURNS, OF_TWO_ENDS, 26, None),
         ({"max_length": 12}, LONG, "1 2 3 4 {5 6 7 8 9 10 <end> <pad>}", 11, None),
         ({"max_length": 11}, LONG, "1 2 3 4 {5 6 7 8}", None, None),
         ({"max_length": 7}, LONG, "nothing is learned of it", None, None),
