@@ -79,8 +79,8 @@ def test_what_is_refused(
         ("contains", "yes ", ["oh yes."], "ye s"),
         ("last_number", "3 + 4 = 7\n#### 7", ["It is 7.0", "1 of 7, then", "2-7"], "7 or 8"),
         ("last_number", "1234.5", ["It costs $1,234.50."], "1234"),
-        ("last_number", "-7", ["x = -7", "-$7"], "seven"),
-        ("last_number", "1000", ["1,000, or"], "1,000, or 1"),
+        ("last_number", "-7", ["x = -7", "-$7"], "x = 7"),
+        ("last_number", "1000", ["1,000, or"], "a thousand"),
     ],
 )
 def test_judges(judge: str, answer: str, right: list[str], wrong: str) -> None:
