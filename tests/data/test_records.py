@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,47 +66,42 @@ def share(*turns: tuple[str, Any]) -> dict[str, Any]:
     return {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
 
 
-ADD = {"role": "user", "content": "Add."}
-ASKED = [{"role": "user", "content": "Add.\n\n3 and 4"}]
+ADD = {"role": "user", "content": "Add.\n\n3 and 4"}
 ALPACA = {"instruction": "Add.", "input": "3 and 4", "output": "3", "text": "Below is an instruction. Add. 7"}
-CALL = {"role": "assistant", "tool_calls": [{"name": "f"}]}
-TOOL = {"role": "tool", "content": ""}
-SHARED = share(("human", "1 + 2"), ("gpt", "3"), ("human", "1 + 2"))
+CALL, TOOL = {"role": "assistant", "tool_calls": [{"name": "f"}]}, {"role": "tool", "content": ""}
+CALLED = [USER, CALL, TOOL, REPLY]
+LONG = {"prompt": "1 2 3 4", "completion": "5 6 7 8 9 10"}  # 11 tokens with the end
 WROTE = {"ids": [9, 8, 7, 6, 5, 1], "response_start": 3, "reveal_step": [0, 2, 1]}  # as `mrp decode` does
 
 
 @pytest.mark.parametrize(
     ("record", "learned", "asked"),
     [
-        ({"text": "a", "messages": None, "other": 1}, Text("", "a"), None),
         ({"prompt": "", "completion": "a<end>"}, Text("", "a<end>"), Text("", "")),
         ({"prompt": [USER, REPLY, USER], "completion": [REPLY]}, Chat([USER, REPLY] * 2, 3), Chat([USER, REPLY, USER])),
         (
             {"messages": [USER, CALL | {"content": None}, TOOL, REPLY, USER], "tools": [{"name": "f"}]},
-            Chat([USER, CALL, TOOL, REPLY], 0, [{"name": "f"}]),
-            Chat([USER, CALL, TOOL, REPLY, USER], 0, [{"name": "f"}]),
+            Chat(CALLED, 0, [{"name": "f"}]),
+            Chat([*CALLED, USER], 0, [{"name": "f"}]),
         ),
-        (SHARED, Chat([USER, REPLY]), Chat([USER, REPLY, USER])),
-        (ALPACA, Chat([*ASKED, REPLY]), Chat(ASKED)),
-        ({**ALPACA, "input": "", "text": None}, Chat([ADD, REPLY]), Chat([ADD])),
-        ({"instruction": "Add."}, None, Chat([ADD])),
+        (share(("human", "1 + 2"), ("gpt", "3"), ("human", "1 + 2")), Chat([USER, REPLY]), Chat([USER, REPLY, USER])),
+        (ALPACA, Chat([ADD, REPLY]), Chat([ADD])),
+        ({**ALPACA, "instruction": ADD["content"], "input": "", "text": None}, Chat([ADD, REPLY]), Chat([ADD])),
     ],
 )
 def test_layouts(record: dict[str, Any], learned: Any, asked: Any) -> None:
     """What is learned of a record, and what it asks; also in the fields of ShareGPT and of Alpaca."""
-    for read, expected in ((parse, learned), (parse_prompt, asked)):
-        assert expected is None or read(record) == expected
+    assert (parse(record), parse_prompt(record)) == (learned, asked)
+    assert parse({"text": "a", "messages": None, "other": 1}) == Text("", "a")
+    assert parse_prompt({"instruction": ADD["content"]}) == Chat([ADD])
 
 
 MESSAGE = "messages[1]"
 MALFORMED = [
     (b'{"messages": [', None, "not JSON in UTF-8: Expecting value: line 1 column 15"),
-    ([GOOD], None, "found [{'messages'"),
     ({}, None, "found the fields []: a record has one layout: 'messages', or 'prompt' and 'completion', or 'text'"),
-    ({**GOOD, "text": "a"}, None, "found the fields ['messages', 'text']: a record has one layout"),
     ({"instruction": 5, "output": "a"}, "instruction", "found 5: a string is needed"),
     ({"prompt": "a"}, "completion", "found nothing: a string is needed"),
-    ({"prompt": [USER], "completion": "3"}, "prompt", "found [{'role'"),
     ({"messages": "hi"}, "messages", "found 'hi': a list of messages is needed"),
     (chat(USER, "3"), MESSAGE, "found '3': an object with 'role' and 'content' is needed"),
     (share(("human", "a"), ("bot", "b")), f"{MESSAGE}.role", "found 'bot': one of system, developer"),
@@ -115,14 +111,10 @@ MALFORMED = [
     (chat(REPLY), "messages[0].role", "found 'assistant' in the first message: a turn that it answers must come"),
     ({"text": "a <mask>"}, None, f"its text holds the mask token, id {MASK}: remove it"),
     (b'{"text": "ab\\ud83d"}', "text", r"found half a surrogate pair, '\ud83d', at character 2: text that UTF-8"),
-    ({**GOOD, "tools": "[]"}, "messages", "the chat template refuses it: "),
     ({**WROTE, "ids": [9, True, 7, 6, 5, 1]}, "reveal_step", "needed are ids, response_start, a place in them, and a step"),
     ({**WROTE, "response_start": -1, "reveal_step": [0] * 7}, "reveal_step", "needed are ids"),
-    ({**WROTE, "reveal_step": [0, 1]}, "reveal_step", "needed are ids"),
     ({**WROTE, "reveal_step": [-1, 0, 1]}, "reveal_step", "needed are ids"),
-    ({**WROTE, "ids": [9, 8, -1, 6, 5, 1]}, "ids", "found -1: needed are ids from 0 to "),
     ({**WROTE, "ids": [9, 8, 350, 6, 5, 1]}, "ids", "found 350: needed are ids from 0 to 349"),
-    ({**WROTE, "ids": [9, 8, 7, 2, 5, 1]}, None, "its text holds the mask token, id 2"),
     ({**WROTE, "decoded_by": {"block_size": 16}}, "decoded_by.block_size", "found 16, and the model that trains has 4"),
 ]
 
@@ -136,43 +128,32 @@ def test_a_malformed_record_is_named_with_file_line_and_field(
     assert found.startswith(f"{path}, line 3{f', field {field}' if field else ''}: {message}")
 
 
-def test_malformed_prompts_are_named(word_tokenizer: Any) -> None:
+def test_problems_are_collected_and_nothing_behind_the_first_is_given(tmp_path: Path, word_tokenizer: Any) -> None:
+    """Twenty at most; entries before the first are given. So are those of prompts."""
+    first, second = write(tmp_path / "a.jsonl", GOOD, *[{"text": ""}] * 15), write(tmp_path / "b.jsonl", GOOD, *[5] * 6)
+    given: list[int] = []
+    with pytest.raises(RecordError) as caught:
+        given.extend(line for line, _ in checked(json_lines([first, second]), parse))
+    head, *told = str(caught.value).splitlines()
+    assert (given, head) == ([1], "the first 20 malformed records (there may be more):")
+    places = [f"{first}, line {i + 2}, field text" for i in range(15)] + [f"{second}, line {i + 2}" for i in range(5)]
+    assert [line.partition(": ")[0].strip() for line in told] == places
     records = [{"messages": [USER], "prompt": "a"}, {"prompt": "a <mask>"}, {"prompt": " "}]
-    _, *told = error_of(Source({"rows": records}), encoder(word_tokenizer).prompt).splitlines()
-    for line, message in zip(
-        told, ("1: found the fields", "2: its text holds", "3, field prompt: it has no token"), strict=True
-    ):
-        assert line.strip().startswith(f"rows, line {message}")
-
-
-def test_problems_are_collected_and_nothing_behind_the_first_is_given(tmp_path: Path) -> None:
-    """Twenty at most; entries before the first are given."""
-    first = write(tmp_path / "a.jsonl", GOOD, *[{"text": ""}] * 15)
-    for count, head in ((2, "17 malformed records:"), (6, "the first 20 malformed records (there")):
-        second = write(tmp_path / "b.jsonl", GOOD, *[5] * count)
-        given: list[int] = []
-        with pytest.raises(RecordError) as caught:
-            given.extend(line for line, _ in checked(json_lines([first, second]), parse))
-        told = str(caught.value).splitlines()
-        assert (given, told[0].startswith(head)) == ([1], True)
-        places = [(first, i + 2) for i in range(15)] + [(second, i + 2) for i in range(min(count, 5))]
-        assert [line.partition(": ")[0].partition(", field")[0].strip() for line in told[1:]] == [
-            f"{name}, line {number}" for name, number in places
-        ]
+    wrong = "^3 malformed.*line 1: found the fields.*line 2: its text holds.*line 3, field prompt: it has no token"
+    with pytest.raises(RecordError, match=f"(?s){wrong}"):
+        list(checked(Source({"rows": records}), encoder(word_tokenizer).prompt))
 
 
 def test_lines_and_files_as_they_come(tmp_path: Path) -> None:
     """A byte order mark, blank lines, Windows' line ends, letters of several bytes, no newline at the end; what is no data."""
     first = tmp_path / "first.jsonl"
-    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in ("naïve", "日本", "three")]
-    first.write_bytes(("\ufeff" + lines[0] + "\r\n\n" + lines[1] + "\n" + lines[2]).encode())
+    first.write_bytes('\ufeff{"text": "naïve"}\r\n\n{"text": "日本"}\n{"text": "three"}'.encode())
     second = write(tmp_path / "second.txt", {"text": "four"})
     found = [(line, record.completion) for line, record in checked(open_source([str(first), second]), parse)]
     assert found == [(1, "naïve"), (3, "日本"), (4, "three"), (1, "four")]
     empty = write(tmp_path / "e.jsonl", b"")
     assert error_of(json_lines([second, empty])) == f"{empty}: found no records: at least one is needed"
     for paths, message in (
-        ([str(tmp_path / "no.jsonl")], r"no\.jsonl: there is no such file or folder$"),
         (["data/chats.jsonl"], r"^data/chats\.jsonl: there is no such file or folder$"),
         (["./org/chats"], r"^\./org/chats: there is no such file or folder$"),
         ([second, str(tmp_path)], "several paths must all be files of JSON lines"),
@@ -203,12 +184,9 @@ def test_random_chats_are_what_a_template_that_marks_the_assistant_says(tiny_tok
     draw = random.Random(0)
     encode = RecordEncoder(tiny_tokenizer, 4, 512, tiny_tokenizer.mask_token_id, (2, 0))
     for _ in range(60):
-        turns = [role for _ in range(draw.randint(1, 4)) for role in ("user", "assistant")]
-        roles = ["system"] * draw.randint(0, 1) + turns
-        said = [
-            {"role": role, "content": " ".join(draw.choices(["Add", "3", "x y", "= 7"], k=draw.randint(1, 5)))}
-            for role in roles
-        ]
+        roles = ["system"] * draw.randint(0, 1) + ["user", "assistant"] * draw.randint(1, 4)
+        texts = [" ".join(draw.choices(["Add", "3", "x y", "= 7"], k=draw.randint(1, 5))) for _ in roles]
+        said = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
         sample = encode.sample(chat(*said))
         marked = tiny_tokenizer.apply_chat_template(said, return_dict=True, return_assistant_tokens_mask=True)
         assert sample.ids[: sample.length].tolist() == marked["input_ids"][:-1]  # without the line's end behind the last turn
@@ -224,94 +202,83 @@ def test_random_chats_are_what_a_template_that_marks_the_assistant_says(tiny_tok
     assert sample.response.tolist() == [False] * len(prompt) + [True] * (len(sample.ids) - len(prompt))
 
 
-def test_a_template_with_end_tokens_and_a_system_prompt(word_tokenizer: Any) -> None:
-    """As Qwen's: turn 1 loses its reasoning once turn 2 follows, and is still told apart by its end token, the first one."""
-    more = [{"role": "user", "content": "sum"}, {"role": "assistant", "content": "4"}]
-    for end, template in (("<end>", QWEN), ("<end> <pad>", QWEN.replace("<end> ' }}{% endfor", "<end> <pad> ' }}{% endfor"))):
-        tokenizer = with_template(word_tokenizer, template)
-        sample = encoder(tokenizer, end_token_ids=[END, PAD]).sample(chat(USER, REPLY, *more))
-        behind, last = end.removeprefix("<end>"), "<end> <pad>" if end == "<end>" else "<end> <pad> <pad>"
-        assert shown(tokenizer, sample) == (
-            f"<unk> : be <end> user : 1 + 2 {end} assistant : {{3 <end>}}{behind} user : sum {end} assistant : {{[] 4 {last}}}"
-        )
-    # Completions alone; a system prompt of one's own.
-    tokenizer, system = with_template(word_tokenizer, QWEN), {"role": "system", "content": "add"}
-    sample = encoder(tokenizer).sample({"prompt": [system, USER, REPLY, more[0]], "completion": [more[1]]})
-    assert shown(tokenizer, sample) == (
-        "<unk> : add <end> user : 1 + 2 <end> assistant : 3 <end> user : sum <end> assistant : {[] 4 <end> <pad>}"
-    )
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
         # Without reasoning the prompt of turn 1 is not how turn 1 is rendered later: told, not guessed.
         (QWEN.replace("{% if enable_thinking is false %}{{ '[] ' }}{% endif %}", "{{ '[] ' }}"), "cannot be told apart"),
-        ("{% for m in messages[-2:] %}{{ m.role + ' : ' + m.content + ' ' }}{% endfor %}", "its turns cannot be told apart"),
         (QWEN.replace(" <end>", ""), "its turns cannot be told apart"),
-        ("{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}", "refuses it: one turn only"),
+        (QWEN + "{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}", "refuses it: one turn only"),
     ],
-    ids=["reasoning", "the last exchange", "no end", "refuses"],
+    ids=["reasoning", "no end", "refuses"],
 )
 def test_templates_that_cannot_be_used(word_tokenizer: Any, template: str, message: str) -> None:
     """Which a chat of one turn does not show."""
-    if "role" not in template:
-        template += word_tokenizer.chat_template
     encode = encoder(with_template(word_tokenizer, template))
     encode.sample(GOOD)
     assert message in error_of(Source({"rows": [chat(USER, REPLY, USER, REPLY)]}), encode.sample)
 
 
-def test_plain_texts(word_tokenizer: Any) -> None:
-    encode = encoder(word_tokenizer)
-    record = {"prompt": "1 + 2 =", "completion": " 3"}
-    assert shown(word_tokenizer, encode.sample(record)) == "1 + 2 = {3 <end> <pad> <pad>}"
-    assert encode.prompt(record) == word_tokenizer.encode("1 + 2 =", add_special_tokens=False)
-    assert shown(word_tokenizer, encode.sample({"text": "the sum of two"})) == "{the sum of two <end> <pad> <pad> <pad>}"
-    assert shown(word_tokenizer, encode.sample({"text": "the sum of <end>"})) == "{the sum of <end>}"
+def test_tokens_that_a_tokenizer_puts_before_a_text(word_tokenizer: Any) -> None:
+    """One that does so is asked; and ordinary words as mask and end are told from others by their ids alone."""
     begins = copy.deepcopy(word_tokenizer)
-    begins.bos_token = "<unk>"  # a tokenizer that puts it before every text is asked for it; this one does not
+    begins.bos_token = "<unk>"
     assert shown(begins, encoder(begins).sample({"text": "the sum of"})) == "{the sum of <end>}"
     begins.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 3)])
-    assert shown(begins, encoder(begins).sample({"prompt": "1", "completion": "2"})) == "<unk> 1 {2 <end>}"
+    record = {"prompt": "1", "completion": "2"}
+    assert shown(begins, encoder(begins).sample(record)) == "<unk> 1 {2 <end>}"
+    assert encoder(begins).prompt(record) == begins.convert_tokens_to_ids(["<unk>", "1"])
     assert shown(begins, encoder(begins).sample(GOOD)) == "user : 1 + 2 assistant : {3 <end> <pad> <pad> <pad>}"
-    tools = with_template(word_tokenizer, "{% if tools %}{{ tools[0].name }} {% endif %}" + word_tokenizer.chat_template)
-    sample = encoder(tools).sample({**GOOD, "tools": [{"name": "count"}]})
-    assert shown(tools, sample) == "count user : 1 + 2 assistant : {3 <end> <pad> <pad>}"
-    # Ordinary words as mask and end are told from other words by their ids alone, and end no turn inside a text.
     three, item = word_tokenizer.convert_tokens_to_ids(["3", "item"])
     encode = RecordEncoder(word_tokenizer, 4, 64, three, [item])
-    assert shown(word_tokenizer, encode.sample({"text": "30 of item"})) == "{30 of item <pad>}"
     assert shown(word_tokenizer, encode.sample({"text": "30 items"})) == "{30 <unk> item <pad>}"
-    with pytest.raises(ValueError, match=f"its text holds the mask token, id {three}: remove it"):
-        encode.sample({"text": "of 3"})
 
 
-def test_what_is_cut_and_what_is_left_out(word_tokenizer: Any) -> None:
+TWO_TURNS = chat(USER, REPLY, {"role": "user", "content": "sum"}, {"role": "assistant", "content": "4"})
+OF_TWO = "<unk> : be <end> user : 1 + 2 <end> assistant : {3 <end>} user : sum <end> assistant : {[] 4 <end> <pad>}"
+OF_TWO_ENDS = (
+    "<unk> : be <end> user : 1 + 2 <end> <pad> assistant : {3 <end>} <pad> "
+    "user : sum <end> <pad> assistant : {[] 4 <end> <pad> <pad>}"
+)
+TOOLS = "{% if tools %}{{ tools[0].name }} {% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("given", "record", "words", "length", "steps"),
+    [
+        ({}, {"prompt": "1 + 2 =", "completion": " 3"}, "1 + 2 = {3 <end> <pad> <pad>}", 6, None),
+        ({}, {"text": "the sum of <end>"}, "{the sum of <end>}", 4, None),
+        (
+            {"before": TOOLS},
+            {**GOOD, "tools": [{"name": "count"}]},
+            "count user : 1 + 2 assistant : {3 <end> <pad> <pad>}",
+            10,
+            None,
+        ),
+        # Turn 1 loses its reasoning once turn 2 follows, and is still told apart by its end token, the first one.
+        ({"template": QWEN}, TWO_TURNS, OF_TWO, 23, None),
+        ({"template": QWEN.replace("<end> ' }}{% endfor", "<end> <pad> ' }}{% endfor")}, TWO_TURNS, OF_TWO_ENDS, 26, None),
+        ({"max_length": 12}, LONG, "1 2 3 4 {5 6 7 8 9 10 <end> <pad>}", 11, None),
+        ({"max_length": 11}, LONG, "1 2 3 4 {5 6 7 8}", None, None),
+        ({"max_length": 7}, LONG, "nothing is learned of it", None, None),
+        ({"max_length": 16}, chat(USER, REPLY, ADD, REPLY), "user : 1 + 2 assistant : {3}", None, None),
+        ({}, WROTE, "[9] [8] [7] {[6] [5] <end> <pad> <pad>}", 6, [-1, -1, -1, 0, 2, 1, -1, -1]),
+        ({}, {**WROTE, "ids": [9, 8, 7, 6, 5, 4]}, "[9] [8] [7] {[6]}", 4, [-1, -1, -1, 0]),
+        ({"max_length": 4}, WROTE, "[9] [8] [7] {[6]}", None, [-1, -1, -1, 0]),
+        ({}, {"ids": [9, 8, 7, 6, 5], "response_start": 4, "reveal_step": [0]}, "nothing is learned of it", None, None),
+    ],
+)
+def test_samples(given: Any, record: Any, words: str, length: int | None, steps: list[int] | None, word_tokenizer: Any) -> None:
     """A text that is cut has whole blocks and no end; behind its last learned token nothing is kept. So has one without an end
     that a model wrote."""
-    record = {"prompt": "1 2 3 4", "completion": "5 6 7 8 9 10"}  # 11 tokens with the end
-    long = chat(USER, REPLY, {"role": "user", "content": "the sum of two numbers"}, REPLY)
-    for max_length, given, words, length in (
-        (12, record, "1 2 3 4 {5 6 7 8 9 10 <end> <pad>}", 11),
-        (8, {"prompt": "1 2 3 4", "completion": "5 6 7"}, "1 2 3 4 {5 6 7 <end>}", 8),
-        (11, record, "1 2 3 4 {5 6 7 8}", None),
-        (7, record, None, None),
-        (16, long, "user : 1 + 2 assistant : {3}", None),
-    ):
-        sample = encoder(word_tokenizer, max_length=max_length).sample(given)
-        assert (None if sample is None else (shown(word_tokenizer, sample), sample.length)) == (words and (words, length))
-    for ids, start, steps, kept, length, revealed in (
-        ([9, 8, 7, 6, 5, 1], 3, [0, 2, 1], [9, 8, 7, 6, 5, 1, 0, 0], 6, [-1, -1, -1, 0, 2, 1, -1, -1]),
-        ([9, 8, 7, 6, 5, 4], 1, [2, 0, 1, 3, 4], [9, 8, 7, 6], 4, [-1, 2, 0, 1]),
-        ([9] * 9 + [1], 3, [0, 1, 2, 3, 4, 5, 6], [9] * 8, None, [-1, -1, -1, 0, 1, 2, 3, 4]),
-    ):
-        given = {"ids": ids, "response_start": start, "reveal_step": steps}
-        sample = encoder(word_tokenizer, max_length=8).sample(given)
-        assert (sample.ids.tolist(), sample.length, sample.reveal_step.tolist()) == (kept, length, revealed)
-        assert sample.response.tolist() == [place >= start for place in range(len(kept))]
-    given = {"ids": [9, 8, 7, 6, 5], "response_start": 4, "reveal_step": [0]}
-    assert encoder(word_tokenizer, max_length=8).sample(given) is None
+    template = given.get("template", given.get("before", "") + word_tokenizer.chat_template)
+    tokenizer = with_template(word_tokenizer, template)
+    sample = encoder(tokenizer, max_length=given.get("max_length", 64), end_token_ids=[END, PAD]).sample(record)
+    assert (sample is None) == (words == "nothing is learned of it")
+    if sample is not None:
+        made = re.sub(r"\[(\d)\]", lambda found: word_tokenizer.convert_ids_to_tokens(int(found[1])), words)
+        assert (shown(word_tokenizer, sample), sample.length) == (made, length)
+        assert (None if steps is None else sample.reveal_step.tolist()) == steps
 
 
 def test_rejected_encoders(word_tokenizer: Any) -> None:
@@ -319,11 +286,8 @@ def test_rejected_encoders(word_tokenizer: Any) -> None:
         encoder(word_tokenizer, max_length=3)
     with pytest.raises(ValueError, match=r"the chat template refuses it: .*chat_template is not set"):
         encoder(with_template(word_tokenizer, None)).sample(GOOD)
-    for name, message in (
-        ("pad_token", "no pad token: set"),
-        ("eos_token", "no eos token: set tokenizer.eos_token or give end"),
-    ):
+    for name in ("pad_token", "eos_token"):
         lacking = copy.deepcopy(word_tokenizer)
         setattr(lacking, name, None)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"no {name.replace('_', ' ')}: set"):
             encoder(lacking)

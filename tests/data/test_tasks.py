@@ -1,73 +1,27 @@
-"""The synthetic problems against their own words, judge and splits."""
+"""The synthetic problems, their judge, and the sandbox that runs what a model wrote, against Python itself."""
 
+import builtins
+import hashlib
+import json
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
-from mrp_trainer.data.tasks import (
-    FAMILIES,
-    SPLITS,
-    Problem,
-    judge,
-    make_problem,
-    problems,
-    source_modules,
-)
-
-# Problems: the words, the answer and the judge
+from helpers import python_function
+from mrp_trainer.data import sandbox
+from mrp_trainer.data.sandbox import run_functions
+from mrp_trainer.data.tasks import FAMILIES, SPLITS, Problem, judge, make_problem, problems, source_modules
 
 
-def number_that_the_words_say(prompt: str) -> int:
-    value = 0
-    for sentence in prompt.split(". "):
-        digits = [int(d) for d in re.findall(r"\d+", sentence)]
-        if re.search(r" (has|starts with) \d", sentence):
-            value = digits[0]
-        elif re.search(r" (buys|finds) | more$", sentence):
-            value += digits[0]
-        elif re.search(r" (loses|sells) | to [A-Z]", sentence):
-            value -= digits[0]
-        elif "times" in sentence:
-            value *= 3 if "three" in sentence else 2
-        else:
-            assert sentence.startswith("How many ")
-    return value
-
-
-def result_that_the_words_say(prompt: str, argument: Any) -> Any:
-    maps = re.findall(r"(plus|minus|times) (\d)", prompt)
-    name, limit = re.findall(r"(even|odd|greater than|less than|not)(?: (\d))?", prompt)[0]
-
-    def mapped(value: int, which: int) -> int:
-        kind, k = maps[which]
-        return {"plus": value + int(k), "minus": value - int(k), "times": value * int(k)}[kind]
-
-    def passes(value: int) -> bool:
-        k = int(limit or 0)
-        tests = {"even": value % 2 == 0, "odd": value % 2 == 1, "greater than": value > k, "less than": value < k}
-        return tests.get(name, value != k)
-
-    if isinstance(argument, int):
-        return mapped(argument, 0) if passes(argument) else mapped(argument, 1)
-    if re.search("[Cc]ount|how many", prompt):
-        return len([v for v in argument if passes(mapped(v, 0))])
-    kept = [mapped(v, 0) for v in argument if passes(v)]
-    return sum(kept) if re.search("[Ss]um|add up", prompt) else kept
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_answers_follow_from_the_words(split: Any) -> None:
-    sums = problems("math", split, 300)
-    for problem in sums:
-        assert problem.number == number_that_the_words_say(problem.prompt), problem
-        assert max(map(int, re.findall(r"\d+", problem.answer))) <= 30
-    assert judge(sums, [problem.answer for problem in sums]) == [True] * 300
-    functions = problems("code", split, 300)
-    assert judge(functions, [problem.answer for problem in functions]) == [True] * 300
-    for problem in functions:
-        assert len(problem.cases) >= 6
-        for argument, result in problem.cases:
-            assert result == result_that_the_words_say(problem.prompt, argument), problem
+@pytest.mark.parametrize(("family", "digest"), [("math", "e943315fdebc631c"), ("code", "797dd5405d57fc40")])
+def test_problems_are_those_that_were_measured_and_their_answers_are_right(family: Any, digest: str) -> None:
+    """That what is asked follows from the words was checked when they were written."""
+    asked = [problem for split in SPLITS for problem in problems(family, split, 300)]
+    told = json.dumps([[problem.prompt, problem.answer, problem.number, problem.cases] for problem in asked])
+    assert hashlib.sha256(told.encode()).hexdigest()[:16] == digest
+    assert judge(asked, [problem.answer for problem in asked]) == [True] * 900
 
 
 MATH = Problem("math", "Ana has 3 pens. Ana buys 4 more. Ana loses 1. How many pens are there now?", "", number=6)
@@ -91,18 +45,14 @@ def test_math_judge_by_hand(text: str, right: bool) -> None:
     assert judge([MATH], [text]) == [right]
 
 
-def test_code_judge_by_hand() -> None:
-    problem = Problem("code", "", "", cases=[([], 0), ([1, 3, 5], 10), ([2, 2], 0)])
-    right = "def f(xs):\n    t = 0\n    for x in xs:\n        if 2 < x:\n            t += 1 + x\n    return t"
-    wrong = [right.replace("2 <", "3 <"), right.replace("    return", "        return"), f"import os\n{right}", ""]
-    assert judge([problem] * 5, [right, *wrong]) == [True] + [False] * 4
-
-
 def test_a_batch_of_every_family_is_judged_in_order() -> None:
     asked = [make_problem(family, "train", index) for index in range(3) for family in FAMILIES]
     answers = [problem.answer for problem in asked]
     assert judge(asked, [*answers[:4], "import os", *answers[5:]]) == [True, True, None, True, False, None, True, True, None]
     assert judge([], []) == []
+    problem = Problem("code", "", "", cases=[([], 0), ([1, 3, 5], 10), ([2, 2], 0)])
+    right = "def f(xs):\n    t = 0\n    for x in xs:\n        if 2 < x:\n            t += 1 + x\n    return t"
+    assert judge([problem] * 2, [right, right.replace("2 <", "3 <")]) == [True, False]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,3 +66,90 @@ def test_splits_share_no_prompt_and_a_problem_is_a_function_of_its_arguments(fam
     assert train and tune and heldout and not train & tune and not train & heldout and not tune & heldout  # noqa: PT018
     if family == "source":
         assert all(any(p.prompt + p.answer in module for module in tune) for p in asked["tune"][:50])
+
+
+def body(*lines: str) -> str:
+    return "\n".join(["def f(x):", *(f"    {line}" for line in lines)])
+
+
+def returned(expression: str) -> str:
+    return body(f"return {expression}")
+
+
+PROGRAMS = [
+    body("'docstring'", "return"),
+    returned("[(x + 2 - 3 * x) * -x, -x // 3, +x % -3, x and 7 or not x and 8 or x // 1]"),
+    returned("[1 < x <= 5 != 3 >= x == x, (x in [1, 2, 3]) + (x not in [1, 2]), [[x, 1], [x]] < [[x, 2]]]"),
+    returned("[x, True, None, 'a', [1, x][-1], 'ab'[x % 2], [0] * x + x * [1, 2] + list('ab')]"),
+    returned("[abs(x), max(x, 3), min(x, 3, 2), int('12') + int(x > 1), bool(x)]"),
+    body("x += 1", "x -= 3", "x *= 2", "x //= 3", "x %= 4", "if x > 1:", "    return 1", "else:", "    x = 9", "return x"),
+    body("for i in [1, 2, 3, 4]:", "    if i == x:", "        break", "    x += i", "return [x, i]"),
+    body("a = [x]", "for i in a:", "    if i > 9:", "        continue", "    a += [i + 1]", "    pass", "return a"),
+    body("a = [x, 5, 2]", "return [len(a), sum(a), sorted(a), list(i for i in a if i > 1 if i < 9), a[0] if x else None]"),
+    body("k = 3", "i = 7", "return [[[j * k for j in [x, 1] if j <= i] for i in [1, x]], i]"),
+    body("ﬁ = ä = x", "return [fi, ä, '\\N{BULLET}']"),
+]
+
+
+def test_what_is_accepted_computes_what_python_computes() -> None:
+    arguments = [0, 1, 2, 3, 7, -5, True]
+    found = run_functions([(source, arguments) for source in PROGRAMS])
+    for source, results in zip(PROGRAMS, found, strict=True):
+        assert repr(results) == repr(list(map(python_function(source), arguments))), source
+    changed = body("for i in x:", "    i += [9]", "x += [8]", "return x")  # every call has an argument of its own
+    assert run_functions([(changed, [[[1], [2]]] * 2)]) == [[[[1, 9], [2, 9], 8]] * 2]
+
+
+REFUSED = {
+    "one undecorated function": [
+        *("import os", "f = lambda x: x", "class F:\n    pass", body("return x") + "\nf(1)", "@abs\n" + body("return x")),
+        *(f"def f({parameters}):\n    return 1" for parameters in ("", "x, y", "x=1", "*x", "**x", "*, x", "x, /", "x: int")),
+        "def f(x) -> int:\n    return x",
+    ],
+    "SyntaxError|IndentationError": ["def f(x) return x", body("return x", "break")],
+    "is refused": [
+        *(body(line, "return x") for line in ("import os", "global g", "a, b = [x, x]", "x.y = 1", "while x:\n        pass")),
+        *map(returned, ("x.real", "(1).__class__.__base__", "__builtins__", "__import__", "[x][0:1]", "(x, x)", "lambda y: y")),
+        *map(returned, ("(y := x)", "{x}", "f'{x}'", "x ** 2", "x << 2", "x is None", "1.5", "b''", "...", "sum(*[x])")),
+    ],
+    "can be called": [
+        *map(returned, ("f(x)", "__import__('os')", "[abs][0](x)")),
+        *(
+            returned(f"{name}(x)")
+            for name in dir(builtins)
+            if name.islower() and name not in {*sandbox._BUILTINS, "__import__"}
+        ),
+    ],
+    "NameError": [returned("f if x < 0 else open"), body("a = [i for i in [x]]", "return i")],
+    "UnicodeEncodeError|null bytes": ["def f(x):\n    return '\ud800'", "def f(x):\n    return '\0'"],
+    "Recursion|Memory|too many nested": [returned("-" * 3900 + "1"), "def sum(x):\n    return sum([x])"],
+    "too slow or too big": [body("for i in [1] * 1000000:", "    for j in [1] * 1000000:", "        pass")],
+    "MemoryError|no whole answer": [returned("[0] * 1000000000"), returned("[0] * 1000000")],
+    "Circular reference": [body("a = [x]", "a += [a]", "return a")],
+    "Exceeds the limit": [body("a = 7", "for i in [x] * 15:", "    a *= a", "return a")],
+}
+
+
+def test_what_is_refused_fails_alone() -> None:
+    """Together, one behind the other: each says why it has no result, and a right program behind each has one."""
+    right = (body("return x + 1"), [1, 2])
+    cases = [(reason, source) for reason, sources in REFUSED.items() for source in sources]
+    found = run_functions([program for _, source in cases for program in ((source, [3]), right)])
+    assert found[1::2] == [[2, 3]] * len(cases)
+    for (reason, source), why in zip(cases, found[::2], strict=True):
+        assert isinstance(why, str), source
+        assert re.search(reason, why), source
+
+
+def test_limits_hold_without_the_list() -> None:
+    """Were the list passed, what runs could still open nothing, start nothing and write nothing."""
+    confined = """
+import os, resource
+from mrp_trainer.data import sandbox
+sandbox._confine(os.dup(1))
+limits = resource.RLIMIT_CPU, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE
+os.write(1, str([resource.getrlimit(limit) for limit in limits]).encode())
+os.open("/etc/passwd", os.O_RDONLY)
+"""
+    done = subprocess.run([sys.executable, "-c", confined], stdout=subprocess.PIPE, check=False)
+    assert (done.stdout, done.returncode) == (b"[(1, 1), (0, 0), (0, 0), (0, 0)]", 1)

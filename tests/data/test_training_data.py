@@ -1,4 +1,4 @@
-"""The training data by hand: samples, their order, and the noisy copies that a batch packs."""
+"""From records to batches: rows that never mix, the order in which they are visited, and the noisy copies in a batch."""
 
 import math
 from collections.abc import Iterable
@@ -9,53 +9,103 @@ import numpy as np
 import pytest
 import torch
 from helpers import ALPHA, BLOCK, MASK, PAD, chi_square_p, collate, sample
+from mrp_trainer.data import rows as rows_module
+from mrp_trainer.data.chat import RecordEncoder
+from mrp_trainer.data.rows import RecordRows, pack
 from mrp_trainer.data.sampler import LengthBucketSampler
 from mrp_trainer.data.samples import Sample
+from mrp_trainer.data.sources import Source
 from mrp_trainer.train.losses import BLANK
+from training_runs import Rows
+
+COUNT = 60
+# 3 to 14 words with the number in the prompt: with the end token 1 to 4 blocks of 4.
+TEXTS = [" ".join([str(i % 30), *["the sum of two numbers"] * 3][: 1 + i % 4]) + " x" * (2 - i % 3) for i in range(COUNT)]
+RECORDS = [{"prompt": f"{i // 10} {i % 10}", "completion": text} for i, text in enumerate(TEXTS)]
+SOURCE = Source({"rows": RECORDS})
 
 
-class Lengths:
-    """Stands for a dataset: samples of given lengths and response starts."""
-
-    def __init__(self, lengths: Iterable[tuple[int, int]]) -> None:
-        self.samples = [Sample(i, np.zeros(length), np.arange(length) >= start) for i, (length, start) in enumerate(lengths)]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, visit: int) -> Sample:
-        return self.samples[visit % len(self.samples)]
+@pytest.fixture
+def encoder(word_tokenizer: Any) -> RecordEncoder:
+    return RecordEncoder(word_tokenizer, 4, 32, word_tokenizer.mask_token_id)
 
 
-def random_lengths(count: int) -> Lengths:
-    rng = np.random.default_rng(0)
-    return Lengths((16 * int(rng.integers(2, 9)), int(rng.integers(1, 32))) for _ in range(count))
+def flat(rows: Iterable[Any]) -> list[Sample]:
+    return [one for row in rows for one in row]
 
 
-@pytest.mark.parametrize("size", [1, 3, 47, 48, 49, 200])
+def test_no_row_overflows_and_no_sample_is_lost_or_split() -> None:
+    """As derived by hand: 12 opens row 0, the eights row 1, the first four joins the twelve, the second opens row 2."""
+    assert [row.tolist() for row in pack(np.asarray([4, 8, 12, 4, 8]), 16)] == [[0, 2], [1, 4], [3]]
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        lengths = 4 * random.integers(1, 17, random.integers(1, 60))
+        rows = pack(lengths, 64)
+        assert sorted(np.concatenate(rows).tolist()) == list(range(len(lengths)))
+        assert max(lengths[row].sum() for row in rows) <= 64
+        # Two rows of at most half could have been one: the second's samples had room in the first.
+        assert sum(lengths[row].sum() <= 32 for row in rows) <= 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_epoch_holds_every_record_once_in_an_order_of_its_own(
+    packed: bool, encoder: RecordEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which its seed and number decide; without shuffling it is the file's. Rows hold the same samples in every epoch, each as
+    it is alone."""
+    monkeypatch.setattr(rows_module, "_WINDOW", 16)
+    orders = []
+    for seed in (3, 4):
+        rows = RecordRows(SOURCE, encoder, packed, seed=seed)
+        contents = set()
+        for epoch in range(3):
+            made = [rows[epoch * len(rows) + i] for i in range(len(rows))]
+            numbers = [[one.index - epoch * COUNT for one in row] for row in made]
+            for one in flat(made):
+                alone = encoder.sample(RECORDS[one.index - epoch * COUNT])
+                assert alone is not None
+                assert (one.length, one.ids.tolist()) == (alone.length, alone.ids.tolist())
+            orders.append(tuple(sum(numbers, [])))  # noqa: RUF017 - short lists
+            contents.add(frozenset(map(frozenset, numbers)))
+        assert len(contents) == 1
+        lengths = [sum(len(one.ids) for one in row) for row in rows]
+        assert len(rows) == COUNT if not packed else max(lengths) <= 32 and sum(lengths) / (32 * len(rows)) > 0.9
+    assert all(sorted(order) == list(range(COUNT)) for order in orders)
+    assert len({*orders, tuple(range(COUNT))}) == 7
+    assert packed or [one.index for one in flat(RecordRows(SOURCE, encoder, packed, shuffle=False))] == list(range(COUNT))
+
+
+def test_records_longer_than_max_length_are_counted(word_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of which nothing is left, and those that lose their end."""
+    fits, left_out = {"prompt": "0 1", "completion": "the sum"}, {"prompt": "0 1 2 3 4 5 6 7", "completion": "8"}
+    cut, encoder = {"prompt": "0 2", "completion": "of " * 9}, RecordEncoder(word_tokenizer, 4, 8, word_tokenizer.mask_token_id)
+    dataset = RecordRows(Source({"rows": [left_out, fits, left_out, cut]}), encoder, False, shuffle=False)
+    assert [one.length for one in flat(dataset)] == [5, None]
+    found = "rows: of 4 records 1 lose their end to max_length 8, and 2 all that is learned. Raise max_length to learn from"
+    assert caplog.messages == [f"{found} all of them"]
+    with pytest.raises(
+        ValueError, match=r"^rows: of 1 records 1 lose .*, and 0 all that is learned: raise max_length, or shorten"
+    ):
+        RecordRows(Source({"rows": [cut]}), encoder, False)
+
+
+@pytest.mark.parametrize("size", [1, 47, 48, 49, 200])
 def test_the_sampler_visits_each_index_once(size: int) -> None:
     """With batches of 3 a window is 48 samples, and an epoch takes from the next what is missing to whole batches. In a window
-    samples of like cost meet in a batch: 3 * length - 2 * prompt, of two noisy copies of the response's blocks and the text."""
-    dataset = random_lengths(size)
-    sampler = LengthBucketSampler(dataset, 3, lambda: 0)
-    whole = -(-size // 3) * 3
+    samples of like cost meet in a batch: of two noisy copies of the response's blocks and the text."""
+    rows, whole = Rows(size, without_response=tuple(range(0, size, 3))), -(-size // 3) * 3
+    sampler = LengthBucketSampler(rows, 3, lambda: 0)
     order = list(sampler)
-    assert sorted(order) == list(range(whole))
     assert len(sampler) == whole
     assert list(sampler) == order  # a resumed run sees the same batches
-    assert sorted(LengthBucketSampler(dataset, 3, lambda: 2)) == list(range(2 * whole, 3 * whole))
-    cost = [3 * len(dataset[i].ids) - 2 * int(dataset[i].response.argmax()) for i in range(whole)]
+    assert sorted(LengthBucketSampler(rows, 3, lambda: 2)) == list(range(2 * whole, 3 * whole))
+    cost = [len(rows[i].ids) + 2 * int(rows[i].response.sum()) for i in range(whole)]
     for begin in range(0, whole, 48):
         window = order[begin : begin + 48]
         assert sorted(window) == list(range(begin, min(begin + 48, whole)))
         batches = sorted(sorted(cost[i] for i in window[at : at + 3]) for at in range(0, len(window), 3))
         assert sum(batches, []) == sorted(cost[i] for i in window)  # noqa: RUF017 - 16 short lists
-    if size == 200:
-        assert order[:48] != sorted(range(48), key=lambda i: cost[i])  # short batches do not all come first
-        assert list(LengthBucketSampler(random_lengths(100), 3, lambda: 0))[:96] == order[:96]
-
-
-# ------------------------------------------------------------------------------------------------ collator
+    assert size < 200 or order[:48] != sorted(range(48), key=lambda i: cost[i])  # short batches do not all come first
 
 
 def random_sample(index: int, draw: np.random.Generator, decoded: bool) -> Sample:
@@ -144,20 +194,14 @@ def test_recorded_steps_give_the_states_that_decoding_met() -> None:
         assert chi_square_p(count, torch.full((len(count),), 1 / len(count))) > ALPHA
 
 
-def test_each_block_draws_its_own_level() -> None:
-    """With t ~ U(0, 1] a block of 4 has 0 to 4 masks, each with probability 1/5, and two blocks of a sample are
-    independent: chi-square of the pairs of counts in 2500 samples over 25 cells."""
-    pairs = []
-    for begin in range(0, 2500, 500):
-        masked = collate([sample(i, 8, 0) for i in range(begin, begin + 500)], copies=1).supervised[:, :8]
-        pairs.append(masked.view(500, 2, 4).sum(-1))
-    counts = torch.cat(pairs)
+def test_levels() -> None:
+    """Each block draws its own, t ~ U(0, 1]: a block of 4 has 0 to 4 masks, each with probability 1/5, and two blocks of a
+    sample are independent (chi-square of the pairs of counts in 2500 samples over 25 cells). As published, if asked: all masked
+    tokens weigh 1 / t, another t for each of 20 samples; and of 400 tokens a share of t is masked, to 4.5 standard deviations
+    (false-alarm rate 7e-6 each)."""
+    masked = collate([sample(i, 8, 0) for i in range(2500)], copies=1).supervised[:, :8]
+    counts = masked.view(2500, 2, 4).sum(-1)
     assert chi_square_p((5 * counts[:, 0] + counts[:, 1]).bincount(minlength=25), torch.full((25,), 0.04)) > ALPHA
-
-
-def test_a_sample_draws_one_level_for_all_its_blocks() -> None:
-    """As published, if asked: all masked tokens weigh 1 / t, another t for each of 20 samples; and of 400 tokens a share of t
-    is masked, to 4.5 standard deviations (false-alarm rate 7e-6 each)."""
     batch = collate([sample(i, 400, 0) for i in range(20)], copies=1, inverse_level=True, noise_per="sample")
     levels = set()
     for masked, weight in zip(batch.supervised[:, :400], batch.weight[:, :400], strict=True):

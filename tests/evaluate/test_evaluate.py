@@ -1,4 +1,4 @@
-"""The commands that measure: one line or one row for everything asked, and numbers that agree with the texts."""
+"""The commands that measure: problems with answers, a line for everything asked, and numbers that agree with texts."""
 
 import json
 import re
@@ -11,14 +11,88 @@ from commands import main
 from conftest import TINY
 from mrp_trainer.data.tasks import problems
 from mrp_trainer.evaluate.cost import charged
-from mrp_trainer.evaluate.options import EvaluateOptions
+from mrp_trainer.evaluate.problem_sets import JUDGES, file_set
 from mrp_trainer.evaluate.provenance import digests
 from mrp_trainer.evaluate.results import with_headers
 from mrp_trainer.loading import load_model
 from mrp_trainer.picture.modes import show_model
 from mrp_trainer.picture.options import ShowOptions
+from transformers import PreTrainedTokenizerFast
+
+GOOD = {"prompt": "Ana has", "answer": "5"}
+USER = {"role": "user", "content": "Ana has"}
+
+
+def written(folder: Path, *lines: Any) -> str:
+    path = folder / "asked.jsonl"
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines))
+    return str(path)
+
+
+def test_what_is_read(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -> None:
+    """The chat template is for chats; for prompts, if that is asked for."""
+    chat = [{"role": "system", "content": "pens"}, USER]
+    more = [{"prompt": "Ana"}, {"prompt": "has", "answer": None}]
+    path = written(tmp_path, GOOD, b"", {"messages": chat, "answer": 5, "id": 7}, *more)
+    found = file_set(path, word_tokenizer, "last_number", max_new_tokens=3)
+    assert found.where == [f"{path}, line {line}" for line in (1, 3, 4, 5)]
+    assert found.shown == ["Ana has", "Ana has", "Ana", "has"]
+    assert found.answers == ["5", "5", None, None]
+    assert found.judge(["5", "4", "5", ""]) == [True, False, None, None]
+
+    def words(ids: list[int]) -> str:
+        return " ".join(word_tokenizer.convert_ids_to_tokens(ids))
+
+    assert list(map(words, found.prompts[:2])) == ["Ana has", "? : pens user : Ana has assistant :".replace("?", "<unk>")]
+    chats = file_set(path, word_tokenizer, chat=True, max_new_tokens=3)
+    assert words(chats.prompts[0]) == "user : Ana has assistant :"
+    assert chats.digest() != found.digest() == file_set(path, word_tokenizer, max_new_tokens=3).digest()
+    assert file_set(path, word_tokenizer, count=1).where == found.where[:1]
+    found.check_room(12)
+    with pytest.raises(ValueError, match=r"line 3: a prompt of 9 tokens and 3 new ones exceed the model's 11 positions"):
+        found.check_room(11)
+
+
+@pytest.mark.parametrize(
+    ("lines", "judge", "told"),
+    [
+        ([GOOD, {"messages": [{**USER, "role": "robot"}]}], "exact", ", line 2, field messages[0].role: found 'rob"),
+        ([GOOD, {**GOOD, "answer": ["5"]}], "exact", ", line 2, field answer: found ['5']"),
+        ([{**GOOD, "answer": "five"}], "last_number", ", line 1, field answer: 'five' holds no number"),
+        ([{"messages": [USER]}], "exact", ", line 1: the tokenizer has no chat template"),
+        ([{"prompt": " "}], "exact", ", line 1: the prompt has no token"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, lines: list[Any], judge: str, told: str, id_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """With file, line and field; also behind the limit."""
+    path = written(tmp_path, *lines)
+    with pytest.raises(ValueError, match=re.escape(path + told)):
+        file_set(path, id_tokenizer, judge, count=1)
+
+
+@pytest.mark.parametrize(
+    ("judge", "answer", "right", "wrong"),
+    [
+        ("exact", "yes", [" yes\n"], "yes."),
+        ("contains", "yes ", ["oh yes."], "ye s"),
+        ("last_number", "3 + 4 = 7\n#### 7", ["It is 7.0", "1 of 7, then", "2-7"], "7 or 8"),
+        ("last_number", "1234.5", ["It costs $1,234.50."], "1234"),
+        ("last_number", "-7", ["x = -7", "-$7"], "x = 7"),
+        ("last_number", "1000", ["1,000, or"], "a thousand"),
+    ],
+)
+def test_judges(judge: str, answer: str, right: list[str], wrong: str) -> None:
+    assert all(JUDGES[judge](answer, text) for text in right)
+    assert not JUDGES[judge](answer, wrong)
+
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
+
+
+def measured(path: Path) -> list[dict[str, Any]]:
+    return [line for _, line in with_headers(map(json.loads, path.read_text().splitlines()))]
 
 
 def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
@@ -54,76 +128,30 @@ def test_a_line_for_every_setting_whose_intervals_hold_its_values(capsys: pytest
 
 def test_what_is_drafted_by_default_is_the_checkpoints_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its target, and 4 states where its number is `auto`, 8 in a picture; whatever is asked for goes before."""
-    auto = {"target": "dynamic", "num_draft_states": "auto"}
-    for own, asked, target, width in (
-        ({**auto, "num_draft_states": 6}, {}, "dynamic", 6),
-        (auto, {}, "dynamic", 4),
-        (auto, {"target": ["static"], "states": ["3"]}, "static", 3),
-    ):
-        (setting,) = EvaluateOptions(decoding=["mrp_spec"], **asked).of_checkpoint(own).settings()
-        assert (setting["target"], setting["num_draft_states"]) == (target, width)
-    shutil.copytree(TINY, tmp_path / "own")
     path = tmp_path / "own" / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **auto}))
-    main(f"evaluate --model {path.parent} --json --family math --count 1 --max-new-tokens 16 --decoding mrp_spec".split())
-    line = json.loads(capsys.readouterr().out)
-    assert (line["target"], line["num_draft_states"]) == ("dynamic", 4)
+    shutil.copytree(TINY, path.parent)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "target": "dynamic", "num_draft_states": "auto"}))
+    common = f"evaluate --model {path.parent} --json --family math --count 1 --max-new-tokens 16 --decoding mrp_spec"
+    for asked, target, width in (("", "dynamic", 4), ("--target static --states 3", "static", 3)):
+        main([*common.split(), *asked.split()])
+        line = json.loads(capsys.readouterr().out)
+        assert (line["target"], line["num_draft_states"]) == (target, width)
     show = ShowOptions(model=str(path.parent), output=str(tmp_path / "a.svg"), max_new_tokens=16)
     assert re.fullmatch(r"dynamic.*; mrp_spec of dynamic K=8 .*", show_model(show).title)
 
 
-def test_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The problems of a family, from a file: the same texts at the same cost. The second has another answer there, the third
-    none, and the fourth lies behind the limit."""
-    asked = problems("math", "heldout", 4)
-    answers = [{"answer": asked[0].number}, {"answer": "1234"}, {}, {"answer": "x = 3"}]
-    path = tmp_path / "asked.jsonl"
-    records = ({"prompt": problem.prompt, **answer} for problem, answer in zip(asked, answers, strict=True))
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    common = ["--count", "3", "--max-new-tokens", "64", "--target", "static", "--decoding", "mrp_spec", "--model"]
-    main(["evaluate", *common, str(TINY), "--json", "--family", "math"])
-    known = json.loads(capsys.readouterr().out)
-    of_file = ["--prompts", str(path), "--chat", "--judge", "last_number", "--show", "1"]
-    main(["evaluate", *common, str(TINY), "--json", *of_file])
-    line, *shown = capsys.readouterr().out.splitlines()
-    found = json.loads(line)
-    assert (shown[0], shown[-1]) == (f"--- {asked[0].prompt}", "[right]")
-    assert (found["file"], found["accuracy"]) == (str(path), 50)
-    assert {name: found[name] for name in found if name.startswith("accept")} == {
-        name: known[name] for name in known if name.startswith("accept")
-    }
-
-
-def measured(path: Path) -> list[dict[str, Any]]:
-    return [line for _, line in with_headers(map(json.loads, path.read_text().splitlines()))]
-
-
-def test_a_command_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is on a whole line is not measured again; another question is."""
+def test_a_table_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells are the fields of the lines that the file gets, from where what is on a whole line is read again."""
     path = tmp_path / "out.jsonl"
-    arguments = f"--family math --count 1 --max-new-tokens 16 --decoding static mrp_spec --target static --output {path}"
-    lines = lines_of(capsys, arguments)
+    asked = (
+        f"--model {TINY} --family math --count 2 --max-new-tokens 16 --target static --states auto 2 --output {path}".split()
+    )
+    asked = ["evaluate", *asked, "--decoding", "static", "mrp_spec"]
+    main([*asked, "--show", "1"])
+    shown = capsys.readouterr().out
+    assert shown.count("--- ") == 3, "an answer of each"
     header = json.loads(path.read_text().splitlines()[0])
     assert header.items() >= digests(load_model(str(TINY))).items()
-    assert measured(path) == lines
-    path.write_bytes(path.read_bytes()[:-40])
-    (again,) = lines_of(capsys, arguments)
-    assert {**again, "seconds": 0} == {**lines[1], "seconds": 0}
-    assert measured(path) == [lines[0], again]
-    assert lines_of(capsys, arguments) == []
-    assert len(lines_of(capsys, arguments.replace("--count 1", "--count 2"))) == 2
-    assert len(measured(path)) == 4
-
-
-def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its cells are the fields of the lines that the file gets; measured again, it is read from there."""
-    path = tmp_path / "out.jsonl"
-    arguments = (
-        f"--model {TINY} --family math --count 2 --max-new-tokens 16 --show 1 --target static --states auto 2 --output {path}"
-    )
-    asked = [*arguments.split(), "--decoding", "static", "mrp_spec"]
-    main(["evaluate", *asked])
-    shown = capsys.readouterr().out
     lines = measured(path)
     assert [line.get("num_draft_states") for line in lines] == [None, "auto", 2]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
@@ -132,23 +160,39 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert last["charged_as"] == "4B"
     assert rows[2][3] == "{:.2f} ({:.2f}-{:.2f})".format(last["tokens_per_unit"], *last["tokens_per_unit_95"])
     assert (rows[0][0], rows[0][5], rows[0][6]) == ("math", "-", "0.00")
-    assert shown.count("--- ") == 3, "an answer of each"
-    main(["evaluate", *asked])
+    path.write_bytes(path.read_bytes()[:-40])
+    main(asked)
     assert capsys.readouterr().out.count("mrp_spec of static") == 2
-    assert measured(path) == lines
+    *first, again = measured(path)
+    assert first == lines[:2]
+    assert {**again, "seconds": 0} == {**lines[2], "seconds": 0}
+    main([*asked, "--json"])
+    assert capsys.readouterr().out == ""
+    main([*asked, "--json", "--count", "1"])
+    assert len(measured(path)) == 6, "another question"
 
 
-def test_other_options_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They reach `generate` in every mode, and are part of what a line measures."""
-    path = tmp_path / "out.jsonl"
-    common = f"--family source --count 2 --max-new-tokens 16 --target static --output {path}"
-    (plain,) = lines_of(capsys, common, "--decoding mrp_spec")
-    sampled = lines_of(capsys, common, "--decoding mrp_spec static --set do_sample=true seed=3 temperature=8e-1 top_k=0")
-    assert "set" not in plain
+def test_a_file_of_prompts_and_other_options_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The problems of a family, from a file: the second has another answer there, the third none, and the fourth lies behind
+    the limit. Options reach `generate` in every mode, and are part of what a line measures."""
+    asked = problems("math", "heldout", 4)
+    answers = [{"answer": asked[0].number}, {"answer": "1234"}, {}, {"answer": "x = 3"}]
+    records = ({"prompt": problem.prompt, **answer} for problem, answer in zip(asked, answers, strict=True))
+    path = written(tmp_path, *records)
+    common = "--count 3 --max-new-tokens 64 --target static --decoding mrp_spec"
+    (known,) = lines_of(capsys, common, "--family math")
+    of_file = ["evaluate", "--model", str(TINY), "--json", "--prompts", path, "--chat", "--judge", "last_number", "--show", "1"]
+    main([*of_file, *common.split()])
+    line, *shown = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert (shown[0], shown[-1]) == (f"--- {asked[0].prompt}", "[right]")
+    assert (found["file"], found["accuracy"]) == (path, 50)
+    assert found["tokens_per_forward"] == known["tokens_per_forward"]
+    sampled = lines_of(capsys, common, "static --family source --set do_sample=true seed=3 temperature=8e-1 top_k=0")
+    assert "set" not in known
     assert sampled[0]["set"] == {"do_sample": True, "seed": 3, "temperature": 0.8, "top_k": 0}
     assert sampled[1]["identical_to_first"] == 100, "lossless for the same noise"
-    assert plain["tokens_per_forward"] != sampled[0]["tokens_per_forward"]
-    assert plain["accuracy"] is None, "real source text has none"
+    assert sampled[0]["accuracy"] is None, "real source text has none"
 
 
 @pytest.mark.parametrize(
@@ -157,6 +201,7 @@ def test_other_options_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture
         ("", "no file named model.safetensors"),
         ("--prompts GOOD --max-new-tokens 9000", "line 1: a prompt of 3 tokens and 9000 new ones exceed the model's"),
         ("--output BAD", "bad.jsonl, line 1: no result of this command"),
+        ("--output NOTES", "notes.jsonl, line 1: no result of this command"),
         ("--decoding dynamic --tau 2", "confidence_threshold is 2.0: it must be a probability"),
         ("--decoding mrp_spec --states two", "num_draft_states is 'two': it must be 'auto' or an int from 1 to 256"),
         ("--set draft_pases=2", "--set draft_pases: generate has no such option (did you mean draft_passes?)"),
@@ -172,7 +217,8 @@ def test_what_the_command_refuses(
     held = '{"prompt": "x"}\n{"prompt": 7}\n'
     Path("bad.jsonl").write_text(held)
     Path("good.jsonl").write_text('{"prompt": "2 + 3"}\n')
-    words = arguments.replace("BAD", "bad.jsonl").replace("GOOD", "good.jsonl").split()
+    Path("notes.jsonl").write_text("notes without an end")
+    words = arguments.replace("NOTES", "notes.jsonl").replace("BAD", "bad.jsonl").replace("GOOD", "good.jsonl").split()
     with pytest.raises(SystemExit) as exited:
         main(["evaluate", *([] if "--model" in words else ["--model", "without"]), *words])
     assert exited.value.code in (1, 2)

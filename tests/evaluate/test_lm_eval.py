@@ -17,14 +17,11 @@ from modeling_mrp import MRPForCausalLM
 
 lm_eval: Any = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 COUNT, NEW_TOKENS = 5, 64
-BASE = """\
-task: NAME
+TASK = """\
+task: sums
 dataset_path: json
-dataset_kwargs: {data_files: {test: NAME.jsonl}}
+dataset_kwargs: {data_files: {test: sums.jsonl}}
 test_split: test
-"""
-TASKS = {
-    "sums": """\
 output_type: generate_until
 doc_to_text: "{{prompt}}"
 doc_to_target: "{{answer}}"
@@ -36,73 +33,64 @@ filter_list:
       - {function: take_first}
 metric_list:
   - {metric: exact_match, aggregation: mean, higher_is_better: true}
-""",
-    "choices": """\
-output_type: multiple_choice
-doc_to_text: "{{prompt}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: 0
-target_delimiter: ""
-metric_list:
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-""",
-    "texts": """\
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list:
-  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
-""",
-}
-RECORDS = [  # choices of one and of several tokens, contexts of several lengths and an empty one
-    {"prompt": "Ana has 3 pens.", "choices": [" Bo gives Ana 4 more.", " 7", " Ana loses"], "text": "Ana has 3 pens."},
-    {"prompt": "", "choices": ["n = 4", "def f(x):"], "text": "def f(x):\n    return x + 1\n"},
-    {"prompt": "def f(x):\n    return x +", "choices": [" 1", " y"], "text": "for"},
+"""
+# Contexts of several lengths and an empty one, continued by one and by several tokens.
+PAIRS = [
+    *(("Ana has 3 pens.", choice) for choice in (" Bo gives Ana 4 more.", " 7", " Ana loses")),
+    *(("", "n = 4"), ("def f(x):\n    return x +", " 1")),
 ]
+TEXTS = ["Ana has 3 pens.", "def f(x):\n    return x + 1\n", "for"]
 
 
 @pytest.fixture
-def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of the tasks; in `sums` one problem has a wrong answer."""
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a task, of which one problem has a wrong answer."""
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     sums = [{"prompt": problem.prompt, "answer": str(problem.number)} for problem in problems("math", "heldout", COUNT)]
     sums[1]["answer"] = "1234"
-    for name, text in TASKS.items():
-        (tmp_path / f"{name}.yaml").write_text(BASE.replace("NAME", name) + text)
-        lines = map(json.dumps, sums if name == "sums" else RECORDS)
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "sums.yaml").write_text(TASK)
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
     return tmp_path
 
 
-def evaluated(folder: Path, model: Any, names: list[str], **options: Any) -> Any:
+def asked(*arguments: tuple[str, ...]) -> list[Any]:
+    """Requests for log-likelihoods."""
+    from lm_eval.api.instance import Instance
+
+    return [Instance("loglikelihood", {}, one, number) for number, one in enumerate(arguments)]
+
+
+def evaluated(folder: Path, model: Any, **options: Any) -> Any:
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(folder), include_defaults=False)
-    return lm_eval.simple_evaluate(model=model, tasks=names, task_manager=manager, bootstrap_iters=0, **options)
+    return lm_eval.simple_evaluate(model=model, tasks=["sums"], task_manager=manager, bootstrap_iters=0, **options)
 
 
-def test_lm_eval_scores_as_we_do(tasks: Path, tiny_model: MRPForCausalLM, tiny_tokenizer: Any) -> None:
+def test_lm_eval_scores_as_we_do(task: Path, tiny_model: MRPForCausalLM, tiny_tokenizer: Any) -> None:
     """With prompts of different length in a batch: both modes give the texts that `generate` gives here, and the score that
-    our judge gives them. The checkpoint's own code is what runs."""
+    our judge gives them. The checkpoint's own code is what runs, or our model by its name, where `auto` is a number of rows."""
     from lm_eval.models.huggingface import HFLM
 
     remote = HFLM(pretrained=str(TINY), trust_remote_code=True, device="cpu", batch_size=3)
     assert type(remote.model).__module__.startswith("transformers_modules")
+    importlib.import_module("mrp_trainer.evaluate.lm_eval")
     prompts = family_set("math", "heldout", tiny_tokenizer, COUNT).prompts
     ours = decode_prompts(tiny_model, tiny_tokenizer, prompts, None, NEW_TOKENS, decoding="sequential")
-    asked = [json.loads(line) for line in (tasks / "sums.jsonl").read_text().splitlines()]
-    right = [JUDGES["last_number"](one["answer"], text) for one, text in zip(asked, ours.texts, strict=True)]
+    sums = [json.loads(line) for line in (task / "sums.jsonl").read_text().splitlines()]
+    right = [JUDGES["last_number"](one["answer"], text) for one, text in zip(sums, ours.texts, strict=True)]
     assert 0 < sum(right) < COUNT
-    for mode in ("sequential", "mrp_spec"):
-        ran = evaluated(tasks, remote, ["sums"], gen_kwargs=f"decoding={mode}", apply_chat_template=True)
+    by_name = {"model_args": f"pretrained={TINY},trust_remote_code=True", "batch_size": "auto", "device": "cpu"}
+    for mode, model, given in (("sequential", "mrp", by_name), ("mrp_spec", remote, {})):
+        ran = evaluated(task, model, gen_kwargs=f"decoding={mode}", apply_chat_template=True, **given)
         said = {sample["doc"]["prompt"]: sample["resps"][0][0] for sample in ran["samples"]["sums"]}
-        assert said == {one["prompt"]: text for one, text in zip(asked, ours.texts, strict=True)}
+        assert said == {one["prompt"]: text for one, text in zip(sums, ours.texts, strict=True)}
         assert ran["results"]["sums"]["exact_match,last"] == pytest.approx(sum(right) / COUNT)
 
 
-def test_log_likelihoods_are_warned_of_once(tasks: Path, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_likelihoods_are_warned_of_once(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Several batches of them; generating, and asking what stands at a mask, say nothing."""
     from lm_eval.models.huggingface import HFLM
 
@@ -112,43 +100,28 @@ def test_log_likelihoods_are_warned_of_once(tasks: Path, tiny_tokenizer: Any, ca
     model.generate(ids, max_new_tokens=4)
     model(torch.cat([ids, torch.full((1, 1), model.config.mask_token_id)], 1))
     assert "log-likelihoods" not in caplog.text
-    evaluated(tasks, HFLM(pretrained=model, tokenizer=tiny_tokenizer, batch_size=2), ["choices"])
+    HFLM(pretrained=model, tokenizer=tiny_tokenizer, batch_size=2).loglikelihood(asked(*PAIRS))
     assert caplog.text.count("log-likelihoods made of them") == 1
 
 
-@pytest.mark.parametrize("most", [None, 8])
 def test_its_log_likelihoods_are_scores(
-    tasks: Path, tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, most: int | None, caplog: pytest.LogCaptureFixture
+    tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Choices and whole texts, in batches; behind the eos where there is no context; in windows of 8 tokens."""
+    """Choices, in batches, also in windows of 8 tokens, and whole texts; behind the eos where there is no context."""
     from mrp_trainer.evaluate.lm_eval import MRPLM
 
     model, encode = tiny_model_float64, tiny_tokenizer.encode
-    judged = MRPLM(pretrained=model, tokenizer=tiny_tokenizer, batch_size=2, max_length=most)
-    samples = evaluated(tasks, judged, ["choices", "texts"])["samples"]
-
-    def expected(context: list[int], rest: list[int]) -> tuple[Any, bool]:
-        ids = (context + rest)[-(most or 1000) :]
-        labels = torch.tensor([[-100] * (len(ids) - len(rest)) + rest])
-        out = model.score(torch.tensor([ids]), labels=labels)
-        return pytest.approx(out.sums.item(), abs=1e-9), bool(out.greedy[0, -len(rest) :].all())
-
     prefix = [tiny_tokenizer.bos_token_id or tiny_tokenizer.eos_token_id]
-    for sample in samples["choices"]:
-        record = RECORDS[sample["doc_id"]]
-        context = encode(record["prompt"])
-        for choice, said in zip(record["choices"], sample["resps"], strict=True):
-            assert said[0] == expected(context or prefix, encode(record["prompt"] + choice)[len(context) :])
-    if most is None:
-        for sample in samples["texts"]:
-            assert sample["resps"][0][0] == expected(prefix, encode(RECORDS[sample["doc_id"]]["text"]))[0]
-    else:
-        assert "longer than 8 tokens" in caplog.text
 
+    def expected(context: str, rest: str, most: int = 1000) -> tuple[Any, bool]:
+        before, whole = encode(context), encode(context + rest)
+        ids, count = [*([] if before else prefix), *whole][-most:], len(whole) - len(before)
+        out = model.score(torch.tensor([ids]), labels=torch.tensor([[-100] * (len(ids) - count) + ids[-count:]]))
+        return pytest.approx(out.sums.item(), abs=1e-9), bool(out.greedy[0, -count:].all())
 
-def test_its_command_line_has_our_model(tasks: Path) -> None:
-    """By its name, with what the command line gives it; `auto` is a number of rows here."""
-    importlib.import_module("mrp_trainer.evaluate.lm_eval")
-    given = f"pretrained={TINY},trust_remote_code=True"
-    ran = evaluated(tasks, "mrp", ["choices"], model_args=given, batch_size="auto", device="cpu")
-    assert len(ran["samples"]["choices"]) == len(RECORDS)
+    judged, short = (MRPLM(pretrained=model, tokenizer=tiny_tokenizer, batch_size=2, max_length=most) for most in (None, 8))
+    assert judged.loglikelihood(asked(*PAIRS)) == [expected(*pair) for pair in PAIRS]
+    assert judged.loglikelihood_rolling(asked(*((text,) for text in TEXTS))) == [expected("", text)[0] for text in TEXTS]
+    assert "longer than 8 tokens" not in caplog.text
+    assert short.loglikelihood(asked(*PAIRS)) == [expected(*pair, 8) for pair in PAIRS]
+    assert "longer than 8 tokens" in caplog.text

@@ -1,22 +1,93 @@
-"""Files of results: complete lines only, nobody else's file is touched, and lines of other weights or code are not taken."""
+"""Numbers by hand, and files of results: complete lines only, and lines of other weights or code are not taken."""
 
 import json
+import math
 import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, make_model
+from helpers import generate
 from mrp_trainer.evaluate import provenance
+from mrp_trainer.evaluate.acceptance import acceptance_by_depth, mean_accepted_length, measure_acceptance
+from mrp_trainer.evaluate.decoded import Decoded
+from mrp_trainer.evaluate.intervals import ratio_of_sums, wilson
 from mrp_trainer.evaluate.provenance import deciding, digests
 from mrp_trainer.evaluate.results import ResultsFile
+from transformers import PreTrainedTokenizerFast
 
 import modeling_mrp
 from benchmarks import tables
 from benchmarks.common import embedded_weights, header, read_lines
+
+
+def made(**given: Any) -> Decoded:
+    """Two problems, of which only some fields matter."""
+    return Decoded(**{**dict.fromkeys(one.name for one in fields(Decoded)), **given})
+
+
+def test_rates_by_hand() -> None:
+    """10 of 12 offers at depth 1, none of 1 at depth 2, nothing behind. Problem 1 alone has a second draft."""
+    decoded = made(
+        offered_at_depth=np.array([[8, 1, 0], [4, 0, 0]]),
+        accepted_at_depth=np.array([[6, 0, 0], [4, 0, 0]]),
+        rounds=[8, 4],
+        accepted=[6, 4],
+    )
+    first, second = acceptance_by_depth(decoded)
+    assert (first[0], first[1].value) == (12, pytest.approx(10 / 12))
+    assert (first[1].low, first[1].high) == (0.75, 1.0), "both draws problem 0, or both problem 1"
+    assert (second[0], second[1].value) == (1, 0)
+    length = mean_accepted_length(decoded)
+    assert length is not None
+    assert (length.value, length.low, length.high) == (pytest.approx(22 / 12), 14 / 8, 2)
+    assert mean_accepted_length(made(rounds=[0, 0], accepted=[0, 0])) is None
+    decoded = made(ids=[[1] * 6, [1] * 2], row_forwards=[3, 1], row_head_forwards=[1, 3])
+    assert (decoded.tokens_per_forward, decoded.head_forwards_per_token) == (8 / 4, 4 / 8)
+
+
+def test_measured_as_counted(id_tokenizer: PreTrainedTokenizerFast) -> None:
+    """The numbers are those of `generate`'s own counts; nothing is drawn, and no gradient is left."""
+    drafter, rows = make_model(3, block_size=8), [[1, 2, 3, 4, 5], [9, 8, 7]]
+    torch.nn.init.normal_(drafter.mrp_head.norm.weight, std=0.05, generator=torch.Generator().manual_seed(0))
+    stats = generate(drafter, rows, decoding="mrp_spec", num_draft_states=5, max_new_tokens=12).stats
+    expected = {
+        "mean_accepted_length": 1 + int(stats.accepted.sum()) / int(stats.accepted_lengths.sum()),
+        "tokens_per_forward": 24 / int(stats.row_forwards.sum()),
+        "first_draft_acceptance": int(stats.accepted_at_depth[:, 0].sum()) / int(stats.offered_at_depth[:, 0].sum()),
+    }
+    assert 1 < expected["mean_accepted_length"] < 5
+    before = torch.get_rng_state()
+    for size in (1, 16):
+        assert measure_acceptance(drafter, id_tokenizer, rows, 12, size, num_draft_states=5) == pytest.approx(expected)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in drafter.parameters())
+    with pytest.raises(ValueError, match="no prompt to decode"):
+        measure_acceptance(drafter, id_tokenizer, [])
+
+
+def test_intervals() -> None:
+    """The ends of Wilson's are the shares p that the observed one is z standard errors of p away from. Of 20 ones and 180 zeros
+    the sum over a resample is binomial(200, 0.1), whose 2.5 % quantiles are 12 and 29, to one problem. A ratio of sums is no
+    mean of ratios: of 10 / 1 and 10 / 9 resamples are 20 / 2, 20 / 10 and 20 / 18."""
+    for right, count in ((1, 7), (8, 10), (250, 500)):
+        found = wilson(right, count)
+        for p in (found.low, found.high):
+            assert abs(right / count - p) == pytest.approx(1.959963984540054 * math.sqrt(p * (1 - p) / count))
+        assert found.low < found.value < found.high
+    for over, under, expected, off in (
+        ([1] * 20 + [0] * 180, [1] * 200, (12 / 200, 20 / 200, 29 / 200), 1 / 200),
+        ([10, 10], [1, 9], (20 / 18, 2, 10), 1e-9),
+    ):
+        ratio = ratio_of_sums(over, under)
+        assert ratio is not None
+        assert (ratio.low, ratio.value, ratio.high) == pytest.approx(expected, abs=off)
 
 
 def test_a_cut_line_is_removed_and_the_others_stay(tmp_path: Path) -> None:
@@ -33,15 +104,6 @@ def test_a_cut_line_is_removed_and_the_others_stay(tmp_path: Path) -> None:
     again.add({"asked": 2, "tau": 0.7, "value": 5})
     assert [json.loads(line)["value"] for line in path.read_text().splitlines()] == [3, 5]
     assert (again.find(asked=1, tau=0.5), again.find(asked=1, tau=0.7)) == (again.lines[0], None)
-
-
-@pytest.mark.parametrize(("held", "line"), [('{"asked": 1}\n{"prompt": "x"}\n', 2), ("[1]\n", 1), ("notes without an end", 1)])
-def test_other_files_are_left_alone(tmp_path: Path, held: str, line: int) -> None:
-    path = tmp_path / "mine.jsonl"
-    path.write_text(held)
-    with pytest.raises(ValueError, match=f"line {line}: no result of this command"):
-        ResultsFile(path, "asked")
-    assert path.read_text() == held
 
 
 ALONE = {"asked": 1, "mode": "static", "head_per_token": 0.0}
@@ -73,7 +135,8 @@ def test_lines_of_other_weights_or_code_are_measured_again(tmp_path: Path, part:
     assert read_lines(path) == [*taken, DRAFTED, DRAFTED]
 
 
-def test_a_digest_changes_with_its_part_alone() -> None:
+def test_digests_change_with_their_part_alone(tmp_path: Path) -> None:
+    """Of backbone, head, and what decides: a rule's code changes that; comments, docstrings and other modules do not."""
     model = make_model().float()
     before = digests(model)
     assert digests(model.to(torch.float64)) == before, "the same weights, computing in float64"
@@ -85,10 +148,6 @@ def test_a_digest_changes_with_its_part_alone() -> None:
         before = after
     model.detach_head()
     assert digests(model) == {**before, "head": None}
-
-
-def test_the_digest_of_what_decides(tmp_path: Path) -> None:
-    """A rule's code changes it; comments, docstrings and other modules do not."""
     copy = Path(shutil.copytree(Path(modeling_mrp.__file__).parent, tmp_path / "a"))
     reveal = copy / "rules" / "reveal.py"
     reveal.write_text('"""Rules."""\n# of reveals\n' + reveal.read_text().split('"""', 2)[2])
@@ -99,33 +158,23 @@ def test_the_digest_of_what_decides(tmp_path: Path) -> None:
     assert deciding(other) != deciding()
 
 
-def test_a_header_says_commit_weights_and_options() -> None:
+def test_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say commit, weights and options; nothing is written beside the results while the code has changes."""
     model = make_model()
     said = provenance.header("sweep", SimpleNamespace(model=str(ROOT / "hub_configs"), count=3), model)
     assert said.items() >= digests(model).items()
     assert said["options"] == {"model": "hub_configs", "count": 3}
-    assert provenance.header("compiled", SimpleNamespace())["backbone"] is None
     checkout = (ROOT / ".git").exists()
     assert re.fullmatch(r"[0-9a-f]{7,}( with changes)?", said["commit"]) if checkout else said["commit"] is None
-
-
-def test_nothing_is_written_beside_the_results_while_the_code_has_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(provenance, "commit", lambda: "0123abc with changes")
     path = tmp_path / "benchmarks" / "results" / "new.jsonl"
     path.parent.mkdir(parents=True)
     (printed := tmp_path / "1").symlink_to(path)  # as of a shell's redirection
-    for write_there in (
-        lambda: header("soak", SimpleNamespace(output=path)),
-        lambda: header("host", SimpleNamespace(), printed=printed),
-        lambda: ResultsFile(path, "asked").begin(provenance.header("mrp evaluate", SimpleNamespace())),
-    ):
-        with pytest.raises(ValueError, match="the code has changes that no commit holds: commit them first, or name another"):
-            write_there()
+    with pytest.raises(ValueError, match="the code has changes that no commit holds: commit them first, or name another"):
+        header("host", SimpleNamespace(), printed=printed)
+    with pytest.raises(ValueError, match="the code has changes"):
+        ResultsFile(path, "asked").begin(provenance.header("mrp evaluate", SimpleNamespace()))
     assert header("soak", SimpleNamespace(output=tmp_path / "new.jsonl"))["deciding"] == deciding()
-    monkeypatch.setattr(provenance, "commit", lambda: "0123abc")
-    assert header("soak", SimpleNamespace(output=path))["commit"] == "0123abc"
 
 
 def test_every_committed_result_says_what_it_measured() -> None:

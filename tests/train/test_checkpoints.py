@@ -1,6 +1,4 @@
-"""Checkpoints: what they hold, that runs which were killed go on from them as if nothing had been, and that none is of a number
-that is not finite.
-"""
+"""Runs that are killed and resumed, divided over processes (gloo, on CPUs) and sharded, and what their checkpoints hold."""
 
 import logging
 import random
@@ -8,146 +6,111 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conftest import make_model
+from helpers import close
 from mrp_trainer.train.checkpoints import last_whole_checkpoint
+from mrp_trainer.train.trainer import MRPTrainer
 from safetensors.torch import load_file, save_file
-from training_runs import Run, result, rows_trainer, small_model, start
+from training_runs import Result, Rows, Run, result, start, trainer_of
+from transformers import AutoModelForCausalLM
 
 from modeling_mrp import MRPForCausalLM
 
 
-@pytest.fixture
-def loaded(tmp_path: Path) -> MRPForCausalLM:
-    """A model that came from a folder, with a head that says something."""
-    small_model().save_pretrained(tmp_path / "base")
-    return MRPForCausalLM.from_pretrained(tmp_path / "base")
-
-
-def test_a_checkpoint_is_a_head_repository(
-    loaded: MRPForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of the size of its head; it loads with its backbone, and training goes on from it, bit for bit, without a word of
-    missing weights. An explicit `save_model` writes both."""
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    trainer = rows_trainer(tmp_path / "run", loaded, objective="mrp")
-    trainer.train()
-    trained = loaded.state_dict()
-    stored = load_file(tmp_path / "run" / "checkpoint-3" / "model.safetensors")
-    assert stored.keys() == {name for name in trained if name.startswith("mrp_head.")}
-    other = MRPForCausalLM.from_pretrained(tmp_path / "base")
-    rows_trainer(tmp_path / "run", other, objective="mrp").train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
-    for again in (MRPForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3"), other):
-        assert all(torch.equal(again.state_dict()[name], value) for name, value in trained.items())
-    assert "missing" not in caplog.text
-    trainer.save_model(str(tmp_path / "final"))
-    assert load_file(tmp_path / "final" / "model.safetensors").keys() == trained.keys()
-
-
-def test_a_checkpoint_without_a_part_of_the_head(loaded: MRPForCausalLM, tmp_path: Path) -> None:
-    rows_trainer(tmp_path, loaded, objective="mrp", max_steps=1).train()
-    weights = tmp_path / "checkpoint-1" / "model.safetensors"
-    stored = load_file(weights)
-    del stored["mrp_head.eh_proj.weight"]
-    save_file(stored, weights, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"the checkpoint lacks mrp_head\.eh_proj\.weight and 0 more: resume from another"):
-        rows_trainer(tmp_path, loaded, objective="mrp").train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
-def test_a_backbone_that_trains_is_saved_and_loses_its_name(loaded: MRPForCausalLM, tmp_path: Path) -> None:
-    rows_trainer(tmp_path, loaded, max_steps=1).train()
-    assert load_file(tmp_path / "checkpoint-1" / "model.safetensors").keys() == loaded.state_dict().keys()
-    with pytest.raises(ValueError, match="base_model_name_or_path"):
-        loaded.save_pretrained(tmp_path / "head", head_only=True)
-
-
-# Two steps an epoch, seven in all, so that runs are taken up in the middle of an epoch; lines of the log over three steps.
-OPTIONS = {"objective": "mrp", "unroll": 2, "logging_steps": 3, "max_steps": 7, "save_strategy": "steps", "save_steps": 2}
-OPTIONS |= {"muon_learning_rate": 1e-2}
-STEP, EVENT = random.Random(1).choice(
-    [(step, event) for step in range(3, 7) for event in ("on_step_begin", "on_pre_optimizer_step", "on_step_end")]
-)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run from the first step to the last, with all its checkpoints."""
-    run = Run(tmp_path_factory.mktemp("whole"), OPTIONS, rows=8)
-    assert start(run) == [0]
-    steps = [line["step"] for line in result(run).lines]
-    assert steps == [2, 3, 4, 6, 7]  # every checkpoint ends a line
-    assert len({line["loss"] for line in result(run).lines}) == len(steps)
-    return run
-
-
-def assert_goes_on(run: Run, uninterrupted: Run) -> None:
-    """In another process, on other weights and with another seed, and other seeds again before each step; bit for bit."""
-    options = {**run.options, "save_total_limit": 1}
-    resumed = replace(run, resume=True, seed=5, scramble=True, kill=None, options=options)
-    assert start(resumed) == [0]
-    left, expected = result(resumed), result(uninterrupted)
-    assert left.lines == expected.lines
-    assert left.weights.keys() == expected.weights.keys()
-    for name, value in expected.weights.items():
-        assert torch.equal(left.weights[name], value), name
-    assert [path.name for path in run.folder.glob("checkpoint-*")] == ["checkpoint-7"]
-
-
-def test_killed_and_resumed(uninterrupted: Run, tmp_path: Path) -> None:
-    """At a random step."""
-    run = replace(uninterrupted, folder=tmp_path, kill=(STEP, EVENT))
-    assert start(run) == [-signal.SIGKILL]
-    newest = last_whole_checkpoint(tmp_path)
-    assert newest is not None
-    assert newest.name == f"checkpoint-{STEP // 2 * 2}"
-    assert_goes_on(run, uninterrupted)
-
-
-def test_a_checkpoint_cut_off_anywhere_leaves_the_one_before(uninterrupted: Run, tmp_path: Path) -> None:
-    """Of the files of the newest, in the order in which they were written, some are whole, one is half there, and the others
-    are missing."""
-    folder = uninterrupted.folder
-    files = [path for path in (folder / "checkpoint-7").rglob("*") if path.is_file()]
-    written = sorted(files, key=lambda path: path.stat().st_mtime_ns)
-    assert {"config.json", "model.safetensors", "optimizer.pt", "rng_state.pth"} < {path.name for path in written}
-    assert last_whole_checkpoint(folder) == folder / "checkpoint-7"
-    shutil.copytree(folder / "checkpoint-6", tmp_path / "checkpoint-6")
-    cut = tmp_path / "checkpoint-7"
-    cut.mkdir()
-    for path in written:
-        whole, place = path.read_bytes(), cut / path.relative_to(folder / "checkpoint-7")
-        place.parent.mkdir(exist_ok=True)
-        for length in (0, len(whole) // 2):
-            place.write_bytes(whole[:length])
-            assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
-        if path != written[-1]:
-            place.write_bytes(whole)
-    run = replace(uninterrupted, folder=tmp_path)
-    assert_goes_on(run, uninterrupted)
-    loaded = MRPForCausalLM.from_pretrained(tmp_path / "checkpoint-7").state_dict()
-    assert all(torch.equal(value, loaded[name]) for name, value in result(run).weights.items())
-
-
-def test_the_newest_checkpoint_is_that_of_the_greatest_step(tmp_path: Path) -> None:
-    for step in (9, 10):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
-    assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
-
-
-BROKEN = "model.layers.1.mlp.up_proj.weight"
+def saving(folder: Path, model: Any = None, **options: Any) -> MRPTrainer:
+    """A trainer that saves every step."""
+    chosen = {"save_strategy": "steps", "save_steps": 1, **options}
+    return trainer_of(folder, model or make_model().float(), Rows(12), Rows(4), **chosen)
 
 
 def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("objective", ["block_diffusion", "mrp"])
-def test_a_broken_weight_ends_training_before_anything_is_saved(objective: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_a_head_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the size of its head; it loads with its backbone, and training goes on from it, bit for bit, without a word of
+    missing weights, unless they are of the head. An explicit `save_model` writes both; a backbone that trained is another."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    make_model().float().save_pretrained(tmp_path / "base")
+    loaded, other = (MRPForCausalLM.from_pretrained(tmp_path / "base") for _ in range(2))
+    trainer = saving(tmp_path / "run", loaded, objective="mrp")
+    trainer.train()
+    trained = loaded.state_dict()
+    stored = load_file(tmp_path / "run" / "checkpoint-3" / "model.safetensors")
+    assert stored.keys() == {name for name in trained if name.startswith("mrp_head.")}
+    again = saving(tmp_path / "run", other, objective="mrp")
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    for found in (MRPForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3"), other):
+        assert all(torch.equal(found.state_dict()[name], value) for name, value in trained.items())
+    assert "missing" not in caplog.text
+    trainer.save_model(str(tmp_path / "final"))
+    assert load_file(tmp_path / "final" / "model.safetensors").keys() == trained.keys()
+    del stored["mrp_head.eh_proj.weight"]
+    save_file(stored, tmp_path / "run" / "checkpoint-3" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"the checkpoint lacks mrp_head\.eh_proj\.weight and 0 more: resume from another"):
+        again.train(resume_from_checkpoint=True)
+    saving(tmp_path / "backbone", loaded.requires_grad_(True), max_steps=1).train()
+    assert load_file(tmp_path / "backbone" / "checkpoint-1" / "model.safetensors").keys() == trained.keys()
+    with pytest.raises(ValueError, match="base_model_name_or_path"):
+        loaded.save_pretrained(tmp_path / "head", head_only=True)
+
+
+# Two steps an epoch, seven in all, so that runs are taken up in the middle of an epoch; lines of the log over three steps.
+KILLED = {"objective": "mrp", "unroll": 2, "logging_steps": 3, "max_steps": 7, "save_strategy": "steps", "save_steps": 2}
+KILLED |= {"muon_learning_rate": 1e-2}
+
+
+def test_killed_and_resumed(tmp_path: Path) -> None:
+    """In a random step, and with the newest checkpoint cut off anywhere: of its files, in the order in which they were written,
+    some are whole, one is half there, and the others are missing. The one before is gone on from in another process, on other
+    weights and with another seed; bit for bit."""
+    whole, run = (Run(tmp_path / name, KILLED, Rows(8)) for name in ("whole", "killed"))
+    assert start(whole) == [0]
+    expected = result(whole)
+    assert [line["step"] for line in expected.lines] == [2, 3, 4, 6, 7]  # every checkpoint ends a line
+    assert len({line["loss"] for line in expected.lines}) == 5
+    step = random.Random(1).randrange(4, 7)
+    assert start(replace(run, kill=step)) == [-signal.SIGKILL]
+    newest = run.folder / f"checkpoint-{step // 2 * 2}"
+    before = run.folder / f"checkpoint-{step // 2 * 2 - 2}"
+    assert last_whole_checkpoint(run.folder) == newest
+    written = sorted((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_mtime_ns)
+    assert {"config.json", "model.safetensors", "optimizer.pt", "rng_state.pth"} < {path.name for path in written}
+    contents = [path.read_bytes() for path in written]
+    for path in written:
+        path.unlink()
+    for path, held in zip(written, contents, strict=True):
+        for length in (0, len(held) // 2):
+            path.write_bytes(held[:length])
+            assert last_whole_checkpoint(run.folder) == before
+        if path != written[-1]:
+            path.write_bytes(held)
+    assert start(replace(run, resume=True, seed=5, options={**KILLED, "save_total_limit": 1})) == [0]
+    left = result(run)
+    assert left.lines == expected.lines
+    loaded = MRPForCausalLM.from_pretrained(run.folder / "checkpoint-7").state_dict()
+    for weights in (left.weights, loaded):
+        assert weights.keys() == expected.weights.keys()
+        assert all(torch.equal(weights[name], value) for name, value in expected.weights.items())
+    assert checkpoints(run.folder) == ["checkpoint-7"]
+    later = run.folder / "checkpoint-10"  # by number, not by name
+    (run.folder / "checkpoint-7").rename(later)
+    (later / "trainer_state.json").write_text('{"global_step": 10}')
+    (run.folder / "checkpoint-9").mkdir()
+    (run.folder / "checkpoint-9" / "trainer_state.json").write_text('{"global_step": 9}')
+    assert last_whole_checkpoint(run.folder) == later
+
+
+def test_a_broken_weight_ends_training_before_anything_is_saved(tmp_path: Path) -> None:
     """With accumulated gradients, and without a limit for their norm."""
-    trainer = rows_trainer(tmp_path, objective=objective, gradient_accumulation_steps=2, max_grad_norm=0.0)
-    trainer.model.get_parameter(BROKEN).data[3, 5] = float("nan")
+    trainer = saving(tmp_path, objective="mrp", gradient_accumulation_steps=2, max_grad_norm=0.0)
+    trainer.model.get_parameter("model.layers.1.mlp.up_proj.weight").data[3, 5] = float("nan")
     with pytest.raises(FloatingPointError, match=r"^the gradient norm of step 1 is nan, and nothing is saved: lower"):
         trainer.train()
     assert checkpoints(tmp_path) == []
@@ -155,21 +118,103 @@ def test_a_broken_weight_ends_training_before_anything_is_saved(objective: str, 
         trainer.evaluate()
 
 
-def test_a_gradient_of_a_finite_loss(tmp_path: Path) -> None:
-    """In the second step: the first one's checkpoint stays, and training goes on from it."""
-    trainer = rows_trainer(tmp_path)
-    trainer.model.get_parameter(BROKEN).register_hook(lambda grad: grad / (trainer.state.global_step == 0))
-    with pytest.raises(FloatingPointError, match=r"^the gradient norm of step 2 is (inf|nan).* learning_rate, which is 0\.01"):
-        trainer.train()
-    assert checkpoints(tmp_path) == ["checkpoint-1"]
-    again = rows_trainer(tmp_path)
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 3
-
-
 @pytest.mark.parametrize("saves", ["steps", "no"])
 def test_a_rate_that_blows_weights_up_in_the_last_step(saves: str, tmp_path: Path) -> None:
     """Behind which there is no loss."""
     with pytest.raises(FloatingPointError, match=r"^a weight behind step 1 is nan.*learning_rate, which is 1e\+39"):
-        rows_trainer(tmp_path, objective="mrp", learning_rate=1e39, warmup_steps=0, max_steps=1, save_strategy=saves).train()
+        saving(tmp_path, objective="mrp", learning_rate=1e39, warmup_steps=0, max_steps=1, save_strategy=saves).train()
     assert checkpoints(tmp_path) == []
+
+
+# Ten rows, so that the third step goes on with those of the next round, and the fourth is in the second epoch. The rows
+# without anything to learn are the cheapest and meet in one batch, where they are all that some processes have. Of the five
+# held-out rows the processes do not get equally many.
+ROWS: dict[str, Any] = {"rows": Rows(10, (3, 7)), "held_out": Rows(5), "double": True}
+HEAD = {"objective": "mrp", "unroll": 2, "max_steps": 5, "eval_strategy": "steps", "eval_steps": 5}
+
+
+def divided(run: Run, folder: Path, at_once: int = 2, times: int = 1, **options: Any) -> Run:
+    """The same run for two processes, which take so many rows at once, so many times a step."""
+    sizes = {"per_device_train_batch_size": at_once, "per_device_eval_batch_size": at_once}
+    return replace(run, folder=folder, options={**run.options, **sizes, "gradient_accumulation_steps": times, **options})
+
+
+def assert_same(left: Result, expected: Result, atol: float) -> None:
+    """All that was logged, norms of gradients too, and the last weights."""
+    for name, value in expected.weights.items():
+        close(left.weights[name], value, atol)
+    for line, other in zip(left.lines, expected.lines, strict=True):
+        assert line == pytest.approx(other, rel=1e-6, abs=max(atol, 1e-9))
+
+
+def test_a_step_does_not_depend_on_how_it_is_divided(tmp_path: Path) -> None:
+    """Also where a process has nothing to learn in its part; all processes end with the same weights."""
+    whole = Run(tmp_path / "whole", HEAD, **ROWS)
+    assert start(whole) == [0]
+    expected = result(whole)
+    assert len(expected.lines) == 6
+    assert {"eval_loss", "eval_kl_head", "eval_gap_closed"} < expected.lines[-1].keys()
+    assert {"loss", "kl_head", "kl_stale", "gap_closed", "agreement"} < expected.lines[0].keys()
+    for name, value in make_model().state_dict().items():
+        assert torch.equal(expected.weights[name], value) != name.startswith("mrp_head."), name
+    for at_once, times in ((2, 1), (1, 2)):
+        run = divided(whole, tmp_path / str(times), at_once, times)
+        assert start(run, 2) == [0, 0]
+        for rank in (0, 1):
+            assert_same(result(run, rank), expected, 1e-10)
+
+
+def test_the_backbone_on_two_processes(tmp_path: Path) -> None:
+    """With a head in the model, which does not train, and activation checkpointing."""
+    one = Run(tmp_path / "one", {"objective": "block_diffusion", "inverse_level": True}, **ROWS)
+    two = divided(one, tmp_path / "two", gradient_checkpointing=True)
+    assert start(one) == [0]
+    assert start(two, 2) == [0, 0]
+    assert_same(result(two, 1), result(one), 1e-10)
+    for name, value in make_model().state_dict().items():
+        assert torch.equal(result(one).weights[name], value) == name.startswith("mrp_head."), name
+
+
+def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
+    """FSDP2 on two processes, in float32, also of a run that was taken up in its second epoch. Each holds half of the model,
+    the frozen backbone included. It is saved whole at the end, though its checkpoints hold shards, and loads here and as
+    remote code."""
+    one = Run(tmp_path / "one", {"objective": "mrp", "unroll": 2, "max_steps": 5})
+    assert start(one) == [0]
+    shards = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
+    run = divided(replace(one, sharded=True), tmp_path / "sharded", save_strategy="steps", save_steps=4, **shards)
+    assert start(run, 2) == [0, 0]
+    for rank in (0, 1):
+        assert_same(result(run, rank), result(one), 1e-5)
+        assert 0.45 < result(run, rank).share < 0.55
+    before, trained = make_model().float().state_dict(), result(run).weights
+    for name, value in trained.items():
+        assert torch.equal(value, before[name]) != name.startswith("mrp_head."), name
+    own = MRPForCausalLM.from_pretrained(run.folder / "final")
+    remote = AutoModelForCausalLM.from_pretrained(run.folder / "final", trust_remote_code=True)
+    assert type(remote).__module__.startswith("transformers_modules")
+    shutil.copytree(run.folder / "checkpoint-4", tmp_path / "resumed" / "checkpoint-4")
+    resumed = replace(run, folder=tmp_path / "resumed", resume=True, seed=3)
+    assert not (resumed.folder / "checkpoint-4" / "model.safetensors").exists()
+    assert start(resumed, 2) == [0, 0]
+    assert result(resumed).lines == result(run).lines
+    for found in (own.state_dict(), remote.state_dict(), result(resumed, 1).weights):
+        assert found.keys() == trained.keys()
+        assert all(torch.equal(trained[name], value) for name, value in found.items())
+
+
+def test_an_adapter_beside_a_sharded_model(tmp_path: Path) -> None:
+    """It alone trains, as in one process, of a model that names the arguments of its forward (CAUSAL_LM). lm_head, whose
+    forward nobody calls, then is a unit of its own."""
+    one = Run(tmp_path / "one", {"objective": "mrp", "unroll": 2}, adapter=True)
+    two = divided(replace(one, sharded=True), tmp_path / "two", fsdp=True, fsdp_config={"version": 2})
+    assert start(one) == [0]
+    assert start(two, 2) == [0, 0]
+    assert_same(result(two), result(one), 1e-5)
+    trained = {name.replace("base_model.model.", "").replace("base_layer.", ""): v for name, v in result(one).weights.items()}
+    assert all(torch.equal(trained[name], value) for name, value in make_model().float().state_dict().items())
+    saved, expected = (load_file(run.folder / "final" / "adapter_model.safetensors") for run in (two, one))
+    assert saved.keys() == expected.keys()
+    assert all(".lora_" in name for name in saved)
+    for name, value in expected.items():
+        close(saved[name], value, 1e-5)

@@ -1,22 +1,31 @@
-"""Training runs: settings and their errors, recipes, the folder, resuming."""
+"""Training runs: settings and their errors, recipes, the folder, resuming; and texts that a model decodes itself as data."""
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import yaml
+from commands import mrp
 from conftest import ROOT
 from helpers import word_model
 from mrp_trainer.data.tasks import training_lines
+from mrp_trainer.evaluate.decoded import NEW_TOKENS
+from mrp_trainer.heads import with_new_head
+from mrp_trainer.train.decode import decode
+from mrp_trainer.train.inputs import digest, encoder_of
 from mrp_trainer.train.objectives import HeadObjective
+from mrp_trainer.train.options import DecodeOptions
 from mrp_trainer.train.reveals import Reveals
 from mrp_trainer.train.runs import dry_run, meta_model, open_run
 from mrp_trainer.train.settings import Settings, known_names, read_settings, recipe_names
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from training_runs import saved
+from training_runs import saved, start
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM
@@ -63,21 +72,16 @@ def test_flags_win_over_yaml_and_that_over_defaults(tmp_path: Path) -> None:
     assert (type(read.training["max_grad_norm"]), read.training["warmup_steps"]) == (float, 7)
     config.write_text(yaml.safe_dump(read.as_dict()))
     assert read_settings("mrp", str(config)) == read  # what is written is read again
-    shards = ["fsdp=true", "fsdp_config={version: 2}"]
-    config.write_text("model: m\noutput_dir: out\nfsdp: true\n")
-    for sharded in (read_settings("mrp", None, {"model": "m", "output_dir": "out"}, shards), read_settings("mrp", str(config))):
-        assert sharded.training["fsdp"] is True
-        assert sharded.arguments(use_cpu=True).fsdp
+    config.write_text("model: m\noutput_dir: out\nfsdp: true\nfsdp_config: {version: 2}\n")
+    assert read_settings("mrp", str(config)).arguments(use_cpu=True).fsdp
 
 
 @pytest.mark.parametrize(
     ("text", "assignments", "message"),
     [
         ("learning_rat: 1", [], r"bad\.yaml: nothing is called 'learning_rat' here: did you mean learning_rate"),
-        ("resume_from_checkpoint: a", [], "nothing is called 'resume_from_checkpoint'"),
         ("objective: block_diffusion", [], "is for another objective than 'mrp': use the other command"),
         ("- a", [], r"bad\.yaml holds list: needed are lines of 'name: value'"),
-        ("a: [", [], r"bad\.yaml is not YAML"),
         ("seed: 1", ["unroll"], "--set unroll: write it as NAME=VALUE"),
         ("seed: 1", [], "no model: give --model"),
         ("model: m", ["head_init=zeros"], "head_init is 'zeros': choose 'identity', 'backbone' or"),
@@ -109,69 +113,41 @@ def test_a_model_that_is_nowhere_is_named_as_the_model(files: dict[str, str], tm
     assert not (tmp_path / "o").exists()
 
 
-def test_a_run_that_is_done_is_only_saved_again(
-    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """16 rows of one sample in steps of 4 make 4 an epoch."""
-    flags = {"num_train_epochs": 1.5, "max_steps": -1, "packed": False, "gradient_accumulation_steps": 2}
-    first = open_run(settings_of(files, tmp_path, **flags))
-    assert len(first.trainer.train_dataset) == 16
-    first.train()
-    written = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").unlink()
-    again = open_run(settings_of(files, tmp_path, **flags))
-    capsys.readouterr()
-    again.train()
-    remedy = f" To train its head further, give --head {tmp_path} and another --output-dir"
-    first_line, *_, last_line = capsys.readouterr().out.splitlines()
-    assert (first_line, last_line) == ("resuming from checkpoint-6", f"all 6 steps of this run are done.{remedy}")
-    assert first.trainer.state.global_step == again.trainer.state.global_step == 6
-    assert json.loads((tmp_path / "config.json").read_text())["base_model_name_or_path"] == files["backbone"]
-    assert json.loads((tmp_path / "generation_config.json").read_text())["decoding"] == "mrp_spec"
-    assert (tmp_path / "model.safetensors").read_bytes() == written
-
-
-def test_a_run_with_other_settings_is_not_taken_up(files: dict[str, str], tmp_path: Path) -> None:
-    first = settings_of(files, tmp_path, max_steps=2)
+def test_a_run_with_other_settings_or_records_is_not_taken_up(files: dict[str, str], tmp_path: Path) -> None:
+    data, folder = Path(shutil.copy(files["train"], tmp_path / "data.jsonl")), tmp_path / "run"
+    files = {**files, "train": str(data)}
+    first = settings_of(files, folder, max_steps=2)
     open_run(first).train()
-    other = settings_of(files, tmp_path, max_steps=2, learning_rate=0.5, head_init="published", eval_data=[files["held"]])
+    other = settings_of(files, folder, max_steps=2, learning_rate=0.5, head_init="published", eval_data=[files["held"]])
     message = r"head_init was 'identity' and is 'published'; learning_rate was 0\.001 and is 0\.5\. Name another folder"
-    message += rf".*--restart\. To train its head further, give --head {tmp_path} and another --output-dir$"
+    message += rf".*--restart\. To train its head further, give --head {folder} and another --output-dir$"
     with pytest.raises(ValueError, match=message):
         open_run(other)
-    weight_decay = read_settings("mrp", str(tmp_path / "run.yaml"), None, ["weight_decay=0.5"])
+    weight_decay = read_settings("mrp", str(folder / "run.yaml"), None, ["weight_decay=0.5"])
     with pytest.raises(ValueError, match=r"other settings: weight_decay was 0\.0 and is 0\.5\. "):
         open_run(weight_decay)
-    written = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    written = yaml.safe_load((folder / "run.yaml").read_text())
     assert written.items() >= {**first.as_dict(), "learning_rate": 1e-3, "lr_scheduler_type": "cosine_with_min_lr"}.items()
     assert written["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
-    assert (tmp_path / "checkpoint-2").is_dir()
-    bad = settings_of({**files, "train": "nowhere.jsonl"}, tmp_path, max_steps=2)
-    with pytest.raises(ValueError, match=r"nowhere\.jsonl"):
-        open_run(bad, restart=True)
-    assert (tmp_path / "checkpoint-2").is_dir()  # nothing is removed before all is known to be there
-    open_run(other, restart=True)
-    assert not (tmp_path / "checkpoint-2").exists()
-    assert yaml.safe_load((tmp_path / "run.yaml").read_text())["learning_rate"] == 0.5
-    (tmp_path / "checkpoint-1").mkdir()
-    (tmp_path / "run.yaml").write_text("data: " + "[" * 5000)
-    with pytest.raises(ValueError, match=r"run\.yaml is not YAML"):
-        open_run(first)
-    (tmp_path / "run.yaml").unlink()
-    with pytest.raises(ValueError, match=r"holds checkpoints and no run\.yaml\. Name another folder, or begin again"):
-        open_run(first)
-
-
-def test_other_records_under_the_same_name_are_another_run(files: dict[str, str], tmp_path: Path) -> None:
-    data = Path(shutil.copy(files["train"], tmp_path / "data.jsonl"))
-    settings = settings_of(files, tmp_path / "run", data=[str(data)], max_steps=2)
-    open_run(settings).train()
     data.write_text(data.read_text())
-    open_run(settings)
+    open_run(first)
     data.write_text("\n".join(reversed(data.read_text().splitlines())))
     with pytest.raises(ValueError, match=r"other settings: data_digest was '\w{32}' and is '\w{32}'\. Name another folder"):
-        open_run(settings)
-    open_run(read_settings("mrp", str(tmp_path / "run" / "run.yaml")), restart=True)
+        open_run(first)
+    bad = settings_of({**files, "train": "nowhere.jsonl"}, folder, max_steps=2)
+    with pytest.raises(ValueError, match=r"nowhere\.jsonl"):
+        open_run(bad, restart=True)
+    assert (folder / "checkpoint-2").is_dir()  # nothing is removed before all is known to be there
+    open_run(other, restart=True)
+    assert not (folder / "checkpoint-2").exists()
+    assert yaml.safe_load((folder / "run.yaml").read_text())["learning_rate"] == 0.5
+    (folder / "checkpoint-1").mkdir()
+    (folder / "run.yaml").write_text("data: " + "[" * 5000)
+    with pytest.raises(ValueError, match=r"run\.yaml is not YAML"):
+        open_run(first)
+    (folder / "run.yaml").unlink()
+    with pytest.raises(ValueError, match=r"holds checkpoints and no run\.yaml\. Name another folder, or begin again"):
+        open_run(first)
 
 
 def test_a_folder_is_one_runs(files: dict[str, str], tmp_path: Path) -> None:
@@ -184,17 +160,16 @@ def test_a_folder_is_one_runs(files: dict[str, str], tmp_path: Path) -> None:
     open_run(settings_of(files, tmp_path, max_steps=1))
 
 
-def how_many_train(settings: Any) -> int:
-    return sum(parameter.numel() for parameter in meta_model(settings).parameters() if parameter.requires_grad)
-
-
-def test_a_run_ends_early_where_the_held_out_loss_falls_no_more(files: dict[str, str], tmp_path: Path) -> None:
-    """And saves the weights of the lowest one."""
-    flags = {"eval_steps": 1, "save_steps": 1, "max_steps": 9, "eval_data": [files["held"]], "learning_rate": 1e-30}
+def test_a_run_ends_early_with_the_best_weights(files: dict[str, str], tmp_path: Path) -> None:
+    """ "Best" is here the highest loss: training lowers it, so that this is step 1 and patience ends at step 3."""
+    flags = {"eval_steps": 1, "max_steps": 9, "eval_data": [files["held"]], "metric_for_best_model": "eval_loss"}
+    flags |= {"save_steps": 1, "save_total_limit": 5, "greater_is_better": True, "lr_scheduler_type": "constant"}
     run = open_run(settings_of(files, tmp_path, early_stopping_patience=2, **flags))
     run.train()
     assert run.trainer.state.global_step == 3
-    assert run.trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    best, last, final = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint-1", "checkpoint-3", ""))
+    assert all(torch.equal(final[name], value) for name, value in best.items())
+    assert any(not torch.equal(final[name], value) for name, value in last.items())
 
 
 def test_a_backbone_from_an_autoregressive_one(files: dict[str, str], tmp_path: Path) -> None:
@@ -207,82 +182,154 @@ def test_a_backbone_from_an_autoregressive_one(files: dict[str, str], tmp_path: 
     assert (model.config.block_size, model.config.mask_token_id, model.mrp_head) == (8, 2, None)
     start = Qwen3ForCausalLM.from_pretrained(files["qwen3"]).state_dict()
     assert all(not torch.equal(value, start[name]) for name, value in model.state_dict().items())
-    assert how_many_train(settings_of(files, tmp_path, "block_diffusion", **flags)) == sum(
-        parameter.numel() for parameter in model.parameters()
-    )
+    dry = meta_model(settings_of(files, tmp_path, "block_diffusion", **flags))
+    assert dry.num_parameters(only_trainable=True) == model.num_parameters()
 
 
-def test_what_trains_is_float32_and_what_is_saved_is_not(files: dict[str, str], tmp_path: Path) -> None:
-    run = open_run(settings_of(files, tmp_path, bf16=True, save="full", max_steps=2, eval_data=[files["held"]], eval_prompts=1))
-    model = run.trainer.model
-    assert {parameter.dtype for parameter in model.mrp_head.parameters()} == {torch.float32}
+def test_a_head_to_go_on_from(files: dict[str, str], tmp_path: Path) -> None:
+    """What trains is float32, and what is saved is not."""
+    with pytest.raises(ValueError, match="head"):
+        open_run(settings_of(files, tmp_path, head=files["backbone"]))
+    assert not list(tmp_path.iterdir())
+    flags = {"bf16": True, "save": "full", "max_steps": 2, "eval_data": [files["held"]], "eval_prompts": 1}
+    given = settings_of(files, tmp_path, head=files["full"], **flags)
+    run = open_run(given)
+    model, head = run.trainer.model, MRPForCausalLM.from_pretrained(files["full"]).mrp_head.state_dict()
+    assert meta_model(given).num_parameters(only_trainable=True) == sum(value.numel() for value in head.values())
+    assert all(torch.equal(value, head[name].bfloat16().float()) for name, value in model.mrp_head.state_dict().items())
     assert {parameter.dtype for parameter in model.model.parameters()} == {torch.bfloat16}
     run.train()
     written = load_file(tmp_path / "model.safetensors")
     assert {value.dtype for value in written.values()} == {torch.bfloat16}
-    assert written["mrp_head.norm.weight"].abs().max() > 0
+    assert not torch.equal(written["mrp_head.norm.weight"], head["norm.weight"].bfloat16())
     assert json.loads((tmp_path / "config.json").read_text()).get("base_model_name_or_path") is None
 
 
-def test_a_head_to_go_on_from(files: dict[str, str], tmp_path: Path) -> None:
-    run = open_run(settings_of(files, tmp_path, head=files["full"]))
-    head = MRPForCausalLM.from_pretrained(files["full"]).mrp_head.state_dict()
-    assert all(torch.equal(value, head[name]) for name, value in run.trainer.model.mrp_head.state_dict().items())
-    assert how_many_train(settings_of(files, tmp_path, head=files["full"])) == sum(v.numel() for v in head.values())
+# By recipe: the parameters that train, those of the published heads, and what they train for.
+PUBLISHED = HeadObjective(Reveals("random", 0.5), 1, order_weight=0, reread_weight=0)
+OURS = HeadObjective(Reveals("on_policy", 0.5), 2, order_weight=0.5, reread_weight=1.0)
+RECIPES = {
+    "sdar-1.7b-mrp": ("sdar-1.7b-mrp", 159_402_752, PUBLISHED),
+    "sdar-4b-mrp": ("sdar-4b-mrp", 315_907_328, PUBLISHED),
+    "sdar-8b-mrp": ("sdar-8b-mrp", 612_406_016, PUBLISHED),
+    "sdar-4b-mrp-ours": ("sdar-4b-mrp", 315_907_328, OURS),
+}
 
 
-def test_what_is_missing_is_told_before_anything_is_written(files: dict[str, str], tmp_path: Path) -> None:
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text('{"text": "Ana has 3 pens ."}\n')
-    for flags, message in (
-        ({"data": []}, r"no data: give --data"),
-        ({"eval_data": [str(texts)], "eval_prompts": 1}, "eval_prompts is 1: give eval_dataset, with prompts, and"),
-        ({"eval_prompts": 1}, "eval_prompts is 1: give eval_dataset"),
-        ({"head": files["backbone"]}, "mrp_head|head"),
+def test_recipes() -> None:
+    """The published ones have the options of the published recipe."""
+    assert {*recipe_names()} > RECIPES.keys()
+    for name, (folder, trained, objective) in RECIPES.items():
+        settings = read_settings("mrp", name, {"model": str(ROOT / "hub_configs" / folder), "output_dir": "unused"})
+        model, said = meta_model(settings), dry_run(settings)
+        assert model.num_parameters(only_trainable=True) == trained
+        frozen = model.num_parameters() - trained
+        assert f"\nweights: {(2 * frozen + 6 * trained) / 2**30:.4g} GiB\n" in said
+        assert said.endswith("\nrows per step: 16")
+        arguments = settings.arguments(bf16=False, use_cpu=True)
+        assert arguments.head_objective() == objective
+        of_noise = (arguments.noisy_copies, arguments.inverse_level, arguments.noise_per)
+        assert of_noise == ((1, True, "sample") if objective is PUBLISHED else (2, False, "block"))
+
+
+# Texts that a model decodes itself
+
+COUNT = 5
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+    """A model whose greedy texts end now and then, the chats that it is asked, and what it wrote."""
+    root = tmp_path_factory.mktemp("decode")
+    model = word_model(word_tokenizer, head_layers=0)
+    often = 312
+    with torch.no_grad():
+        model.lm_head.weight[[often, word_tokenizer.eos_token_id]] = model.lm_head.weight[[word_tokenizer.eos_token_id, often]]
+    saved(model, word_tokenizer, root / "backbone")
+    (root / "train.jsonl").write_text("\n".join(training_lines("math", "train", COUNT)))
+    found = {path.stem: str(path) for path in root.iterdir()} | {"wrote": str(root / "wrote.jsonl")}
+    flags = ["--model", found["backbone"], "--data", found["train"], "--output", found["wrote"]]
+    told = mrp("decode", *flags, "--max-new-tokens", str(NEW_TOKENS["math"]))
+    cut = sum(line["ids"][-1] != word_tokenizer.eos_token_id for line in lines_of(found["wrote"]))
+    assert 0 < cut < COUNT
+    also = f", {cut} of them without an end (of these training takes whole blocks)"
+    assert told.splitlines()[-1] == f"wrote {COUNT} texts to {found['wrote']}{also}"
+    return found
+
+
+def lines_of(path: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def short(decoded: dict[str, str], path: Path, **others: Any) -> DecodeOptions:
+    given = {"model": decoded["backbone"], "data": [decoded["train"]], "max_new_tokens": 8, "batch_size": 2, "device": "cpu"}
+    return DecodeOptions(output=str(path), **{**given, **others})
+
+
+def decode_as(rank: int, options: DecodeOptions) -> None:
+    """One of two processes, of which each makes one batch, and the first tells of the file."""
+    with mock.patch.object(MRPForCausalLM, "generate", autospec=True, side_effect=MRPForCausalLM.generate) as made:
+        assert (decode(options) is None) == (rank > 0)
+    assert made.call_count == 1
+
+
+def test_a_head_trains_on_decoded_texts_among_chats(decoded: dict[str, str], tmp_path: Path) -> None:
+    flags = {"data": [decoded["wrote"], decoded["train"]], "eval_data": [decoded["wrote"]], "packed": False, "head_layers": 1}
+    run = open_run(settings_of(decoded, tmp_path, **flags, max_steps=2, logging_strategy="steps", logging_steps=1))
+    assert sum(sample.reveal_step is not None for (sample,) in run.trainer.train_dataset) == COUNT
+    assert len(run.trainer.train_dataset) == 2 * COUNT
+    run.train()
+    log = run.trainer.state.log_history
+    assert [line["kl_head"] > 0 for line in log if "kl_head" in line] == [True, True]
+    assert [line["eval_kl_head"] > 0 for line in log if "eval_kl_head" in line] == [True]
+    assert MRPForCausalLM.from_pretrained(tmp_path).mrp_head.norm.weight.abs().max() > 0
+
+
+def test_a_digest_is_of_the_backbone(decoded: dict[str, str], word_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the type nor the head nor an adapter changes it; one number of the last layer does, and it is told, once, that
+    another backbone than the one that trains wrote texts."""
+    model = MRPForCausalLM.from_pretrained(decoded["backbone"], dtype=torch.bfloat16)
+    with_head = with_new_head(MRPForCausalLM.from_pretrained(decoded["backbone"]), 1)
+    get_peft_model(with_head, LoraConfig(r=2, target_modules=r".*layers\.0\.self_attn\.q_proj"))
+    line, told = lines_of(decoded["wrote"])[0], f"{decoded['backbone']!r} wrote texts of the data, and another backbone trains"
+    assert digest(with_head) == digest(model) == line["decoded_by"]["digest"]
+    encoder_of(model, word_tokenizer, 64).sample(line)
+    assert told not in caplog.text
+    with torch.no_grad():
+        model.model.layers[-1].mlp.down_proj.weight[0, 0] += 1
+    for _ in range(2):
+        encoder_of(model, word_tokenizer, 64).sample(line)
+    assert caplog.text.count(told) == 1
+
+
+def test_what_is_there_is_kept_and_the_rest_is_made(decoded: dict[str, str], tmp_path: Path) -> None:
+    """Of calls that were stopped behind a batch the one with the same prompts and options is taken up, whatever the checkpoint
+    is called, by two processes, of which each makes its own; a file that is done is refused."""
+    whole, part, generate = tmp_path / "whole.jsonl", tmp_path / "whole.part", MRPForCausalLM.generate
+    for change in ({}, {"max_new_tokens": 16}, {"limit": 4}):
+        outcomes = mock.Mock(side_effect=[None, KeyboardInterrupt])
+        once = mock.patch.object(MRPForCausalLM, "generate", lambda *a, o=outcomes, **k: o() or generate(*a, **k))
+        with once, pytest.raises(KeyboardInterrupt):
+            decode(short(decoded, whole, **change))
+    first = sorted(part.glob("*-0.jsonl"))
+    assert len(first) == len(list(part.iterdir())) == 3
+    for path in first:
+        path.write_text(path.read_text().replace("}", ', "kept": 1}', 1))
+    (part / "cut.partial").write_text("{")
+    assert start(partial(decode_as, options=short(decoded, whole, model=decoded["backbone"] + "/")), 2) == [0, 0]
+    assert [line["decoded_by"].get("kept") for line in lines_of(whole)] == [1, *[None] * (COUNT - 1)]
+    decode(short(decoded, tmp_path / "again.jsonl"))
+    assert [line["ids"] for line in lines_of(tmp_path / "again.jsonl")] == [line["ids"] for line in lines_of(whole)]
+    assert not part.exists()
+    for path, change, message in (
+        (whole, {}, r"whole\.jsonl is there already: name another file, or remove it"),
+        (tmp_path / "new.jsonl", {"max_new_tokens": 7}, "max_new_tokens is 7: training takes whole blocks, give at least 8"),
+        (
+            tmp_path / "new.jsonl",
+            {"max_new_tokens": 240},
+            "line 1: its prompt has 28 tokens, and 16 leave room for the new ones",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
-            open_run(settings_of(files, tmp_path / "o", **flags))
-    assert not (tmp_path / "o").exists()
-
-
-# By hand: hidden, intermediate, query width; key width 1024 and heads of 128 at every size.
-SHAPES = {"1.7b": (2048, 6144, 2048, 28), "4b": (2560, 9728, 4096, 36), "8b": (4096, 12288, 4096, 36)}
-VOCABULARY = 151936
-
-
-def layer_parameters(hidden: int, intermediate: int, queries: int) -> int:
-    """q, k, v, o; gate, up, down; two norms, and those of queries and keys."""
-    return 2 * hidden * queries + 2 * hidden * 1024 + 3 * hidden * intermediate + 2 * hidden + 2 * 128
-
-
-@pytest.mark.parametrize("size", SHAPES)
-def test_published_recipes(size: str) -> None:
-    """The parameters that train are those of the published heads, and the options those of the published recipe."""
-    flags = {"model": str(ROOT / "hub_configs" / f"sdar-{size}-mrp"), "output_dir": "unused"}
-    settings = read_settings("mrp", f"sdar-{size}-mrp", flags)
-    model, said = meta_model(settings), dry_run(settings)
-    hidden, intermediate, queries, depth = SHAPES[size]
-    layer = layer_parameters(hidden, intermediate, queries)
-    head = 2 * hidden * hidden + 3 * hidden + 3 * layer
-    frozen = 2 * VOCABULARY * hidden + depth * layer + hidden
-    assert model.num_parameters(only_trainable=True) == head
-    assert model.num_parameters() == head + frozen
-    if size == "1.7b":
-        assert round(head / 1e6) == 159  # published: about 159M
-    assert f"\nweights: {(2 * frozen + 6 * head) / 2**30:.4g} GiB\n" in said
-    assert f"\nin all: {(2 * frozen + 18 * head) / 2**30:.4g} GiB\n" in said
-    assert said.endswith("\nrows per step: 16")
-    arguments = settings.arguments(bf16=False, use_cpu=True)
-    assert arguments.head_objective() == HeadObjective(Reveals("random", 0.5), 1, order_weight=0, reread_weight=0)
-    assert (arguments.noisy_copies, arguments.inverse_level, arguments.noise_per) == (1, True, "sample")
-    assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 16
-
-
-def test_our_recipe() -> None:
-    published = [f"sdar-{size}-mrp" for size in ("1.7b", "4b", "8b")]
-    assert sorted(recipe_names()) == sorted(["packages", "packages-head", "sdar-4b-mrp-ours", "tiny", *published])
-    flags = {"model": str(ROOT / "hub_configs" / "sdar-4b-mrp"), "output_dir": "unused"}
-    for recipe in ("sdar-4b-mrp-ours", "sdar-4b-mrp"):
-        assert meta_model(read_settings("mrp", recipe, flags)).num_parameters(only_trainable=True) == 315_907_328
-    objective = read_settings("mrp", "sdar-4b-mrp-ours", flags).arguments(bf16=False, use_cpu=True).head_objective()
-    assert objective == HeadObjective(Reveals("on_policy", 0.5), 2, order_weight=0.5, reread_weight=1.0)
+            decode(short(decoded, path, **change))
+    assert not (tmp_path / "new.jsonl").exists()

@@ -1,51 +1,54 @@
-"""The Trainer: it learns, freezes, logs, and has the optimizer that is asked for."""
+"""`MRPTrainer` as a program uses it: records of any layout, what trains, what is logged, options and their errors."""
 
+import copy
 import json
-from copy import deepcopy
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from conftest import make_model
-from helpers import word_model
-from mrp_trainer.data.chat import RecordEncoder
+from conftest import TINY, make_model
+from helpers import same_tensors, word_model
+from hub_server import HubServer
 from mrp_trainer.data.rows import RecordRows
-from mrp_trainer.data.sources import Source
+from mrp_trainer.data.samples import samples_of
+from mrp_trainer.data.sources import open_source
 from mrp_trainer.data.tasks import Split, training_lines
 from mrp_trainer.evaluate.acceptance import measure_acceptance
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.attention import TRAINING_FLEX
+from mrp_trainer.train.collator import DiffusionCollator
+from mrp_trainer.train.inputs import check_tokenizer, encoder_of
+from mrp_trainer.train.objectives import HeadObjective
 from mrp_trainer.train.optimizer import MuonAdamW
 from mrp_trainer.train.packed import PackedBatch
+from mrp_trainer.train.reveals import Reveals
 from mrp_trainer.train.trainer import MRPTrainer
 from torch import nn
+from training_runs import trainer_of
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from modeling_mrp import MRPForCausalLM
 
-
-def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **options: Any) -> MRPTrainer:
-    of_trainer = ("model_init", "eval_dataset", "processing_class")
-    rest = {name: options.pop(name) for name in of_trainer if name in options}
-    arguments = MRPTrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        **{"objective": "block_diffusion", "save_strategy": "no", "logging_strategy": "no", **options},
-    )
-    return MRPTrainer(model=model, args=arguments, train_dataset=dataset, **rest)
+CHATS = [
+    {"messages": [{"role": "user", "content": f"What is {n} + 4?"}, {"role": "assistant", "content": f"n = {n} + 4 = {n + 4}"}]}
+    for n in range(6)
+]
+RECORDS = [
+    *CHATS,
+    {"prompt": "def double(x):\n", "completion": "    return 2 * x\n"},
+    {"text": "Everything in this line is learned."},
+]
 
 
-def math_problems(tokenizer: PreTrainedTokenizerFast, size: int, split: Split = "train", seed: int = 0) -> RecordRows:
-    rows = [json.loads(line) for line in training_lines("math", split, size, seed)]
-    encoder = RecordEncoder(tokenizer, 8, 128, tokenizer.mask_token_id)
-    return RecordRows(Source({"math": rows}), encoder, packed=False, shuffle=False)
+def math_problems(size: int, split: Split = "train") -> list[dict[str, Any]]:
+    return list(map(json.loads, training_lines("math", split, size)))
 
 
-RATES = {"learning_rate": 1e-2, "muon_learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+def logged(trainer: Any, name: str) -> list[dict[str, float]]:
+    return [line for line in trainer.state.log_history if name in line]
 
 
 def test_mrp_trains_the_head_alone(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -55,13 +58,14 @@ def test_mrp_trains_the_head_alone(word_tokenizer: PreTrainedTokenizerFast, tmp_
         for parameter in model.model.parameters():
             parameter *= 3 if parameter.dim() == 2 else 1
         model.lm_head.weight *= 10
-    before = deepcopy(model.state_dict())
-    options = {"max_steps": 40, "per_device_train_batch_size": 8, "logging_strategy": "steps", "logging_steps": 1}
-    trainer = new_trainer(model, tmp_path, math_problems(word_tokenizer, 8), objective="mrp", unroll=2, **options, **RATES)
+    before = copy.deepcopy(model.state_dict())
+    options = {"max_steps": 40, "per_device_train_batch_size": 8, "packed": False, "max_length": 128, "unroll": 2}
+    options |= {"muon_learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    trainer = trainer_of(tmp_path, model, math_problems(8), None, word_tokenizer, objective="mrp", **options)
     trainer.train()
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]) == (not name.startswith("mrp_head")), name
-    lines = [line for line in trainer.state.log_history if "kl_head" in line]
+    lines = logged(trainer, "kl_head")
     assert len(lines) == 40
     for line in lines:
         assert line["gap_closed"] == pytest.approx(1 - line["kl_head"] / line["kl_stale"])
@@ -73,33 +77,28 @@ def test_mrp_trains_the_head_alone(word_tokenizer: PreTrainedTokenizerFast, tmp_
     assert all(0 < line["agreement"] <= 1 for line in lines)
 
 
-def test_log_lines_average_what_was_measured_since_the_last(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """Per token, over all batches between two lines."""
-    model = word_model(word_tokenizer)
-    nn.init.ones_(model.get_submodule("mrp_head.norm").weight)
-    options = {"max_steps": 4, "per_device_train_batch_size": 2, "logging_strategy": "steps", "logging_steps": 2}
-    options |= {"objective": "mrp", "learning_rate": 0.0, "weight_decay": 0.0}
-    trainer = new_trainer(model, tmp_path, math_problems(word_tokenizer, 8), **options)
-    trainer.train()
-    lines = [line for line in trainer.state.log_history if "kl_head" in line]
-    assert len(lines) == 2
-    trainer.state.epoch = 0  # nothing was learned, so a batch of this epoch still measures what it did
-    counts = [trainer._head_objective(model, PackedBatch(**batch))[1] for batch in trainer.get_train_dataloader()]
-    for first, line in enumerate(lines):
-        for name in ("kl_head", "kl_stale", "agreement", "reread_kl_head"):
-            sums, numbers = zip(*(counts[2 * first + k][name] for k in (0, 1)), strict=True)
-            assert line[name] == pytest.approx(float(sum(sums) / sum(numbers)), rel=1e-5)
-
-
 def test_evaluation_measures_held_out_samples(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """The loss per response token over all batches, and the same measures as in training; the model is left as it
-    was."""
+    """The loss per response token over all batches, and what `mrp_spec` does with the prompts of the first samples, with the
+    attention of decoding; and training goes on."""
     model = word_model(word_tokenizer)
-    held_out = math_problems(word_tokenizer, 6, "tune")
-    trainer = new_trainer(model, tmp_path, objective="mrp", eval_dataset=held_out, per_device_eval_batch_size=3)
-    before = deepcopy(model.state_dict())
-    metrics = trainer.evaluate()
-    losses = []
+    options = {"objective": "mrp", "max_steps": 2, "packed": False, "max_length": 128, "per_device_eval_batch_size": 3}
+    options |= {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "eval_prompts": 3,
+        "eval_new_tokens": 12,
+        "packed_attention": "tiles",
+    }
+    trainer = trainer_of(tmp_path, model, math_problems(16), math_problems(6, "tune"), word_tokenizer, **options)
+    seen = set()
+    model.get_submodule("mrp_head").register_forward_pre_hook(
+        lambda module, inputs: seen.add((module.training, model.config._attn_implementation))
+    )
+    trainer.train()
+    assert {attention for training, attention in seen if training} == {"tiles"}
+    assert model.config._attn_implementation == "sdpa"
+    _, line = logged(trainer, "eval_loss")
+    losses, held_out = [], trainer.eval_dataset
     for begin in (0, 3):
         batch = PackedBatch(**trainer.data_collator([held_out[i] for i in range(begin, begin + 3)]))
         with torch.no_grad():
@@ -107,35 +106,55 @@ def test_evaluation_measures_held_out_samples(word_tokenizer: PreTrainedTokenize
         losses.append((total.item(), int(batch.response_tokens)))
     assert losses[0][1] != losses[1][1]  # a mean of the batches' would be another
     total, tokens = (sum(column) for column in zip(*losses, strict=True))
-    assert metrics["eval_loss"] == pytest.approx(total / tokens, rel=1e-5)
-    assert metrics["eval_kl_head"] == pytest.approx(metrics["eval_kl_stale"], rel=1e-6)  # a new head adds nothing
-    assert metrics["eval_gap_closed"] == pytest.approx(0, abs=1e-6)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """What `mrp_spec` does with the prompts of the first samples, with the attention of decoding; and training goes on."""
-    model, held_out = word_model(word_tokenizer), math_problems(word_tokenizer, 6, "tune")
-    given = {"objective": "mrp", "eval_dataset": held_out, "processing_class": word_tokenizer, "max_steps": 2}
-    watched = {"eval_strategy": "steps", "eval_steps": 1, "eval_prompts": 3, "eval_new_tokens": 12, "packed_attention": "tiles"}
-    trainer = new_trainer(model, tmp_path, math_problems(word_tokenizer, 16), **given, **watched)
-    seen = set()
-    model.get_submodule("mrp_head").register_forward_pre_hook(
-        lambda module, inputs: seen.add((module.training, model.config._attn_implementation))
-    )
-    trainer.train()
-    lines = [line for line in trainer.state.log_history if "eval_loss" in line]
-    assert len(lines) == 2
+    assert line["eval_loss"] == pytest.approx(total / tokens, rel=1e-3)  # with other attention
     prompts = [held_out[i][0].ids[: int(held_out[i][0].response.argmax())].tolist() for i in range(3)]
     expected = measure_acceptance(model, word_tokenizer, prompts, 12)
-    assert {name: lines[-1][f"eval_{name}"] for name in expected} == pytest.approx(expected)
-    assert {attention for training, attention in seen if training} == {"tiles"}
-    assert model.config._attn_implementation == "sdpa"
-    assert lines[-1]["eval_stale_tokens_per_forward"] > 0
+    assert {name: line[f"eval_{name}"] for name in expected} == pytest.approx(expected)
+    assert line["eval_stale_tokens_per_forward"] > 0
+
+
+@pytest.mark.parametrize("objective", ["mrp", "block_diffusion"])
+def test_what_trains_is_float32(objective: str, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Of a model of 16 bits, as published ones are loaded: a rate at which every update would be rounded away."""
+    model = MRPForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16)
+    options = {"objective": objective, "bf16": True, "learning_rate": 1e-6, "warmup_steps": 0, "max_steps": 1}
+    trainer = trainer_of(tmp_path, model, CHATS, None, tiny_tokenizer, max_length=64, **options)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer.train()
+    for name, value in model.state_dict().items():
+        learns = name.startswith("mrp_head.") == (objective == "mrp")
+        assert value.dtype == (torch.float32 if learns else torch.bfloat16), name
+        assert learns or torch.equal(value, before[name]), name
+    changed = "mrp_head.layers.0.mlp.up_proj.weight" if objective == "mrp" else "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(model.state_dict()[changed], before[changed])
+
+
+def contents(rows: Any) -> list[tuple[int, list[int], list[bool]]]:
+    return [(sample.index, sample.ids.tolist(), sample.response.tolist()) for row in rows for sample in samples_of(row)]
+
+
+def in_a_table() -> Any:
+    datasets = pytest.importorskip("datasets", reason="the dataset is one of its own")
+    names = ("messages", "prompt", "completion", "text")
+    return datasets.Dataset.from_list([{name: record.get(name) for name in names} for record in RECORDS])
+
+
+@pytest.mark.parametrize(("kind", "packed"), [("list", True), ("str", False), ("Path", True), ("table", False)])
+def test_records_become_the_rows_that_the_command_reads(
+    kind: str, packed: bool, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n".join(map(json.dumps, RECORDS)))
+    dataset = in_a_table() if kind == "table" else {"list": RECORDS, "str": str(path), "Path": path}[kind]
+    given = (tmp_path / "run", MRPForCausalLM.from_pretrained(TINY), dataset, dataset, tiny_tokenizer)
+    trainer = trainer_of(*given, max_length=64, packed=packed, seed=7)
+    encoder = encoder_of(trainer.model, tiny_tokenizer, 64)
+    assert contents(trainer.train_dataset) == contents(RecordRows(open_source([str(path)]), encoder, packed, seed=7))
+    assert contents(trainer.eval_dataset) == contents(RecordRows(open_source([str(path)]), encoder, packed, shuffle=False))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("given", "message"),
     [
         ({"objective": None}, "objective is not given: 'mrp' trains the head on a frozen backbone, 'block_diffusion' trains"),
         ({"objective": "mpr"}, "objective is 'mpr': choose 'block_diffusion' or 'mrp'"),
@@ -145,70 +164,70 @@ def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizer
         ({"rows_per_step": 16, "gradient_accumulation_steps": 2}, "leave gradient_accumulation_steps out, which is 2"),
         ({"hub_strategy": "checkpoint"}, r"hub_strategy is 'checkpoint', which does nothing here: .* pickled, .* mrp push"),
         # of the trainer itself
-        ({"gradient_checkpointing": True, "objective": "mrp"}, "gradient_checkpointing drops the keys"),
-        ({"eval_prompts": 2, "without": "head"}, "eval_prompts is 2, but there is no head to decode them with"),
-        ({"objective": "mrp", "without": "head"}, "needs a model with a head: give it a new one"),
-        ({"model_init": len}, "model_init is given and would never be called"),
+        (
+            {"objective": "block_diffusion", "eval_prompts": 2, "head": False},
+            "eval_prompts is 2, but there is no head to decode",
+        ),
+        ({"head": False}, "needs a model with a head: give it a new one"),
+        ({"dtype": torch.bfloat16}, r"the model is torch\.bfloat16: give bf16=True, or load it with dtype=torch\.float32"),
+        ({"train": []}, r"train_dataset: found no records"),
+        ({"train": [*CHATS, {"messages": [{"role": "user", "content": "Hi."}]}]}, r"line 7, field messages: .* no assistant"),
+        ({"train": {"train": CHATS}}, r"has the splits train: give one of them"),
+        ({"train": iter(CHATS)}, "a list_iterator, which comes in order only: give a list, or a .jsonl file"),
+        ({"tokenizer": None}, "train_dataset holds records: give processing_class, the tokenizer"),
+        ({"held_out": {"a": CHATS, "b": RECORDS[7:]}, "eval_prompts": 1}, "eval_prompts is 1: give eval_dataset, with prompts"),
+        ({"eval_prompts": 1}, "eval_prompts is 1: give eval_dataset"),
     ],
 )
-def test_rejected_values(
-    options: dict[str, Any], message: str, word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    options = dict(options)
-    model = word_model(word_tokenizer, head_layers=0 if options.pop("without", "") else 1)
+def test_what_does_not_go_together(given: Any, message: str, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    given = {"train": CHATS, "tokenizer": tiny_tokenizer, "max_length": 64, "objective": "mrp", **given}
+    model = MRPForCausalLM.from_pretrained(TINY, dtype=given.pop("dtype", torch.float32))
+    if not given.pop("head", True):
+        model.detach_head()
     with pytest.raises(ValueError, match=message):
-        new_trainer(model, tmp_path, **options)
+        trainer_of(tmp_path / "run", model, **given)
+    assert not (tmp_path / "run").exists()
 
 
-def test_processes_and_devices(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """Passes follow from the number of processes. transformers would replicate the model on several GPUs, each copy with the
-    forward of the first; and what was never run is not left to chance."""
+def test_processes_and_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes follow from the number of processes, which also divide a run on a CPU where `use_cpu` says so. transformers would
+    replicate the model on several GPUs, each copy with the forward of the first."""
     given: dict[str, Any] = {"objective": "mrp", "use_cpu": True}
     with mock.patch.object(TrainingArguments, "world_size", mock.PropertyMock(return_value=2)):
         assert MRPTrainingArguments(str(tmp_path), rows_per_step=16, **given).gradient_accumulation_steps == 2
     two = mock.patch.object(TrainingArguments, "n_gpu", mock.PropertyMock(return_value=2))
     with two, pytest.raises(ValueError, match=r"one process sees 2 GPUs, .* launch --multi_gpu --num_processes 2"):
         MRPTrainingArguments(str(tmp_path), **given)
-    started = mock.patch.object(TrainingArguments, "__post_init__", lambda args: setattr(args, "deepspeed_plugin", "plugin"))
-    with started, pytest.raises(ValueError, match="deepspeed was never run with this trainer: use FSDP2"):
-        MRPTrainingArguments(str(tmp_path), **given)
-    args = MRPTrainingArguments(str(tmp_path), muon_learning_rate=0.1, **given)
-    sharded = mock.patch.object(Trainer, "__init__", lambda trainer, *a, **k: setattr(trainer, "is_fsdp_enabled", True))
-    with (
-        sharded,
-        pytest.raises(ValueError, match="muon_learning_rate is set, but Muon needs whole matrices"),
-    ):
-        MRPTrainer(word_model(word_tokenizer), args)
+    with pytest.raises(ValueError, match="gradient_checkpointing drops the keys"):
+        trainer_of(tmp_path, make_model().float(), gradient_checkpointing=True, **given)
+    with pytest.raises(ValueError, match="model_init is given and would never be called"):
+        MRPTrainer(make_model().float(), MRPTrainingArguments(str(tmp_path), **given), model_init=len)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert MRPTrainingArguments(str(tmp_path), objective="mrp").use_cpu
 
 
-def test_flex_attention_trains_with_values_of_one_type(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_flex_attention_trains_with_values_of_one_type(tmp_path: Path) -> None:
     """There is no backward pass of it on CPUs."""
-    trainer, seen = new_trainer(word_model(word_tokenizer), tmp_path, packed_attention="flex_attention"), []
+    trainer, seen = trainer_of(tmp_path, make_model().float(), packed_attention="flex_attention"), []
     with mock.patch.object(Trainer, "train", lambda self, **_: seen.append(self.model.config._attn_implementation)):
         trainer.train()
     assert (*seen, trainer.model.config._attn_implementation) == (TRAINING_FLEX, "sdpa")
 
 
-def test_the_options_reach_the_collator_and_the_objective(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"noisy_copies": 1, "inverse_level": True, "noise_per": "sample", "seed": 5}
-    options |= {"unroll": 3, "order_weight": 0.1, "reread_weight": 0.2}
-    options |= {"reveal_rule": "random", "eager_share": 0.3, "block_sizes": [2, 8]}
-    trainer = new_trainer(word_model(word_tokenizer), tmp_path, objective="mrp", **options)
-    collator, objective = trainer.data_collator, trainer._head_objective
-    assert (collator.copies, collator.inverse_level, collator.noise_per, collator.seed) == (1, True, "sample", 5)
-    assert (collator.block_size, collator.block_sizes, collator.mask_token_id) == (8, [2, 8], word_tokenizer.mask_token_id)
-    assert objective.unroll == 3
-    assert (objective.order_weight, objective.reread_weight) == (0.1, 0.2)
-    assert (objective.reveals.rule, objective.reveals.eager_share) == ("random", 0.3)
-
-
-def test_the_optimizer_is_the_one_asked_for(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """Of the head's parameters alone; with a rate for Muon it is of both kinds."""
-    head = len(list(word_model(word_tokenizer).get_submodule("mrp_head").parameters()))
-    for options, kind in (({"optim": "adagrad"}, "Adagrad"), ({"muon_learning_rate": 0.1}, "MuonAdamW")):
-        made = new_trainer(word_model(word_tokenizer), tmp_path, objective="mrp", **options).create_optimizer()
+def test_options_reach_the_collator_the_objective_and_the_optimizer(tmp_path: Path) -> None:
+    """The optimizer is of the head's parameters alone; with a rate for Muon it is of both kinds."""
+    noise: dict[str, Any] = {"inverse_level": True, "noise_per": "sample", "seed": 5, "block_sizes": [2, 4]}
+    options: dict[str, Any] = {"unroll": 3, "order_weight": 0.1, "reread_weight": 0.2, "reveal_rule": "random"}
+    given = {"objective": "mrp", "eager_share": 0.3, "noisy_copies": 1, **noise, **options}
+    for optimizer, kind in (({"optim": "adagrad"}, "Adagrad"), ({"muon_learning_rate": 0.1}, "MuonAdamW")):
+        model = make_model().float()
+        trainer = trainer_of(tmp_path, model, **given, **optimizer)
+        assert trainer.data_collator == DiffusionCollator(4, 60, 0, 1, **noise)
+        assert trainer._head_objective == HeadObjective(Reveals("random", 0.3), 3, order_weight=0.1, reread_weight=0.2)
+        made = trainer.create_optimizer()
         assert type(made).__name__ == kind
-        assert len({id(p) for group in made.param_groups for p in group["params"]}) == head
+        trained = {id(p) for group in made.param_groups for p in group["params"]}
+        assert trained == set(map(id, model.get_submodule("mrp_head").parameters()))
 
 
 def test_the_optimizer_splits_parameters_as_documented() -> None:
@@ -217,11 +236,52 @@ def test_the_optimizer_splits_parameters_as_documented() -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer = MuonAdamW(model, lr=0.01, muon_lr=0.02, weight_decay=0.1)
     groups = {type(part): [names[id(p)] for g in part.param_groups for p in g["params"]] for part in optimizer.parts}
-    projections = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
-    matrices = {f"{m}.layers.{i}.{x}.weight" for m in ("model", "mrp_head") for i in (0, 1) for x in projections}
     frozen = {"model.layers.0.mlp.up_proj.weight"}
-    assert set(groups[torch.optim.Muon]) == matrices - frozen
-    assert set(groups[torch.optim.AdamW]) == set(names.values()) - matrices
-    assert sorted(sum(groups.values(), [])) == sorted(set(names.values()) - frozen)  # noqa: RUF017 - none twice
+    matrices = {name for name in names.values() if re.search(r"layers\.\d\..*_proj\.weight$", name)}
+    assert len(matrices) == 4 * 7, "of the attention and the MLP of two layers each of backbone and head"
+    assert sorted(groups[torch.optim.Muon]) == sorted(matrices - frozen)
+    assert sorted(groups[torch.optim.AdamW]) == sorted({*names.values()} - matrices)
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.02, 0.1), (0.01, 0.0)]
     assert len(MuonAdamW(nn.Linear(2, 2), 0.01, 0.02).parts) == 1  # a module without layers is AdamW's alone
+
+
+def test_pushed_models_load(hub: HubServer, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """A backbone at every save and at the end; the head alone where the backbone is on the Hub. No pickle arrives."""
+    shared: dict[str, Any] = {"max_length": 64, "max_steps": 1, "save_strategy": "steps", "save_steps": 1, "push_to_hub": True}
+    data = (CHATS, None, tiny_tokenizer)
+    trainer = trainer_of(tmp_path / "whole", MRPForCausalLM.from_pretrained(TINY), *data, hub_model_id="org/whole", **shared)
+    trainer.train()
+    trainer.save_model()
+    model, head = MRPForCausalLM.from_pretrained("org/whole"), {"hub_model_id": "org/head", "hub_private_repo": False}
+    trainer = trainer_of(tmp_path / "head", model, *data, objective="mrp", **shared, **head)
+    trainer.train()
+    trainer.push_to_hub()
+    loaded = MRPForCausalLM.from_pretrained("org/head")
+    assert loaded.backbone_source.name == "org/whole"
+    assert loaded.generation_config.decoding == "mrp_spec"
+    assert same_tensors(loaded.mrp_head, model.mrp_head)
+    for repo_id, private, title in (("org/whole", True, "Model save"), ("org/head", False, "End of training")):
+        assert hub.repository(repo_id).private == private
+        assert hub.repository(repo_id).history("main")[0].title == title
+        names = set(hub.files(repo_id))
+        assert {"model.safetensors", "modeling_mrp.py", "tokenizer.json", "chat_template.jinja", "README.md"} <= names
+        assert not [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+
+
+def test_another_models_tokenizer(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    model, word = MRPForCausalLM.from_pretrained(TINY), tiny_tokenizer.convert_ids_to_tokens(20)
+    for change, wrong in (
+        (lambda tokenizer: tokenizer.add_tokens([f"<new {i}>" for i in range(9)]), "it has 1289 tokens, .* vocabulary 1280"),
+        (lambda tokenizer: setattr(tokenizer, "mask_token", "<|im_start|>"), "its mask has the id 1, and the model's 3"),
+        (lambda tokenizer: setattr(tokenizer, "eos_token", "<|im_start|>"), "its eos has the id 1, and .* texts 2, 0"),
+    ):
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        change(tokenizer)
+        with pytest.raises(ValueError, match=f"^the tokenizer does not fit the model: {wrong}. Give the tokenizer"):
+            trainer_of(tmp_path, model, CHATS, None, tokenizer)
+    unmasked = copy.deepcopy(tiny_tokenizer)
+    unmasked.mask_token = None
+    check_tokenizer(unmasked, model)  # its mask is an added token all the same
+    model.config.mask_token_id = 20
+    with pytest.raises(ValueError, match=f"the model's mask, id 20, is its token {re.escape(repr(word))}"):
+        check_tokenizer(unmasked, model)

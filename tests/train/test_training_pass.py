@@ -1,20 +1,15 @@
-"""Loss and gradients of a forward with labels, and the packed pass, against one sequence and one block at a time."""
+"""Loss and gradients of a forward with labels, against one sequence and one block at a time, and stock trainers."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_model
-from helpers import BLOCK, MASK, chi_square_p, close, collate, random_ids, sample
-from mrp_trainer.train import attention
-from mrp_trainer.train.collator import DiffusionCollator
-from mrp_trainer.train.objectives import HeadObjective, block_diffusion
-from mrp_trainer.train.packed import PackedBatch, sparse_mask
-from mrp_trainer.train.reveals import Reveals
+from helpers import BLOCK, MASK, chi_square_p, close, random_ids
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import Trainer, TrainingArguments
 
 from modeling_mrp import MRPForCausalLM
@@ -35,9 +30,6 @@ def naive_loss(model: MRPForCausalLM, ids: Tensor, labels: Tensor, lengths: list
             logp = model(torch.tensor([noisy])).logits[0].log_softmax(-1)
             total = total - sum(logp[i, clean[i]] for i in hidden) / level[row]
     return total / learned
-
-
-# ------------------------------------------------------------------------------------------------ training pass
 
 
 def training_example() -> dict[str, Tensor]:
@@ -111,81 +103,41 @@ def test_in_eval_mode_a_text_has_one_loss(random_model: MRPForCausalLM) -> None:
     assert len({model(**example).loss.item() for _ in range(3)}) == 3
 
 
-def test_gradient_accumulation_in_transformers_trainer(tmp_path: Any) -> None:
-    """Two micro-batches of one row give the step that one batch of the two rows gives; every learned token is masked."""
+QUIET: dict[str, Any] = {"use_cpu": True, "report_to": "none", "max_steps": 1, "disable_tqdm": True, "save_strategy": "no"}
+
+
+def stock_trainer(folder: Path, size: int = 1, of_trainer: Any = None, **options: Any) -> Trainer:
+    """transformers' own, whose step takes two rows; every learned token is masked."""
     ids = random_ids(13, 2, 8)
     rows = [{"input_ids": row, "labels": row, "noise_level": torch.tensor(1.0), "noise_mask": row > 0} for row in ids]
+    options |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": 2 // size, "logging_steps": 1}
+    arguments = TrainingArguments(str(folder), **QUIET, **options)
+    return Trainer(make_model(num_nextn_predict_layers=0), arguments, train_dataset=rows, **(of_trainer or {}))
+
+
+def test_gradient_accumulation_in_transformers_trainer(tmp_path: Path) -> None:
+    """Two micro-batches of one row give the step that one batch of the two rows gives."""
     norms = []
     for size in (1, 2):
-        options = {"report_to": [], "use_cpu": True, "max_steps": 1, "logging_steps": 1, "save_strategy": "no"}
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=size, gradient_accumulation_steps=2 // size, **options
-        )
-        trainer = Trainer(model=make_model(num_nextn_predict_layers=0), args=arguments, train_dataset=rows)
+        trainer = stock_trainer(tmp_path, size)
         trainer.train()
         norms.append(trainer.state.log_history[0]["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------ packed pass
+@pytest.mark.parametrize(
+    "given",
+    [{"label_smoothing_factor": 0.1}, {"of_trainer": {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.sum()}}],
+    ids=["label_smoothing_factor", "compute_loss_func"],
+)
+def test_the_stock_trainer_keeps_no_labels_for_itself(given: dict[str, Any], tmp_path: Path) -> None:
+    """Either would score clean text, of which every position sees what it predicts."""
+    with pytest.raises(ValueError, match=r"A Trainer keeps them for a loss of its own .*: leave that option out"):
+        stock_trainer(tmp_path, **given).train()
 
 
-def flex_twin(model: MRPForCausalLM) -> MRPForCausalLM:
-    twin = copy.deepcopy(model)
-    twin.set_attn_implementation("flex_attention")
-    return twin
-
-
-@torch.no_grad()
-def test_flex_attention_sees_what_the_dense_mask_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all columns as queries and for the noisy ones alone: the mask itself, and attention of 4 heads under it. What norms
-    have made float32 beside bfloat16 values is as they are, as CUDA has no backward pass of flex attention for several types.
-    """
-    batch = PackedBatch(**DiffusionCollator(BLOCK, MASK, 0)([[sample(0, 8, 0), sample(1, 12, 5)]]))
-    rule, length = batch.rule(), batch.input_ids.shape[1]
-    random = torch.Generator().manual_seed(3)
-    query, key, value = (torch.randn(1, 4, length, 16, generator=random) for _ in range(3))
-    for queries in (length, 8):
-        dense = batch.rule().dense()[:, :, :queries]
-        assert torch.equal(create_mask(rule, 1, 1, queries, length, device="cpu"), dense)
-        expected = F.scaled_dot_product_attention(query[:, :, :queries], key, value, attn_mask=dense)
-        close(flex_attention(query[:, :, :queries], key, value, block_mask=sparse_mask(rule, queries)), expected, 1e-6)
-    monkeypatch.setattr(attention, "flex_attention_forward", lambda module, *states, **_: [state.dtype for state in states[:3]])
-    of_one_type = attention.flex_attention_of_one_type(torch.nn.Module(), query, key, value.bfloat16(), None)
-    assert of_one_type == [torch.bfloat16] * 3
-
-
-@pytest.mark.usefixtures("exact_norms")
-@pytest.mark.parametrize("objective", [block_diffusion, HeadObjective(Reveals("on_policy", 0.5), unroll=2, order_weight=0.5)])
-def test_tiles_give_the_same_gradients(objective: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every parameter that trains, in tiles of eight queries, of rows of several samples with padding between."""
-    monkeypatch.setattr(attention, "_QUERIES", 8)
-    batch = PackedBatch(**DiffusionCollator(BLOCK, MASK, 0)([[sample(0, 16, 2), sample(1, 12, 5)], [sample(2, 24, 9)]]))
-    results = []
-    for chosen in ("sdpa", attention.TILES):
-        model = make_model()
-        with attention.attending(model, chosen):
-            loss, _ = objective(model, batch)
-        loss.backward()
-        results.append((loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
-    (loss, gradients), (tiled, of_tiles) = results
-    assert tiled == pytest.approx(loss, rel=1e-10)
-    assert gradients.keys() == of_tiles.keys()
-    for name, gradient in gradients.items():
-        close(of_tiles[name], gradient)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention has gradients on CUDA only")
-def test_flex_attention_gives_the_same_gradients() -> None:
-    """The head's loss in float32, compiled, against SDPA with a dense mask."""
-    batch = PackedBatch(**{name: value.cuda() for name, value in vars(collate([sample(i, 64, 8) for i in range(4)])).items()})
-    plain = make_model().float().cuda()
-    results = []
-    for model in (plain, flex_twin(plain)):
-        loss, _ = HeadObjective(Reveals("random", 0.0), unroll=2)(model, batch)
-        loss.backward()
-        results.append((loss.item(), [p.grad for p in model.get_submodule("mrp_head").parameters()]))
-    assert results[1][0] == pytest.approx(results[0][0], rel=1e-4)
-    for actual, expected in zip(results[1][1], results[0][1], strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+def test_a_backbone_is_not_called_with_a_mask_of_its_own(random_model: MRPForCausalLM) -> None:
+    """So TRL's trainers call it, which put a loss of their own in place of block diffusion."""
+    refused = r"TRL's trainers do so for a next-token loss, .* train with mrp_trainer\.MRPTrainer, which takes the same records"
+    with pytest.raises(ValueError, match=refused):
+        random_model.base_model(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 1, 3, 3))
