@@ -186,7 +186,7 @@ def premise(folder: Path = RESULTS) -> str:
     By the number of steps, math and code in a cell; the share is in percent.
     """
     of: dict[tuple[str, int], list[Line]] = {}
-    for line in read_lines(folder / "tiny_premise.jsonl"):
+    for line in read_lines(folder / "tiny_premise.jsonl", embedded=False):  # what measured it is gone
         of.setdefault((line["target"], line["steps"]), []).append(line)
     rows = []
     for (target, steps), pair in of.items():
