@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CHECKED := rules draft bans cache fuzz losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: picture check mutants test test-extras peers test-serving long lint walkthrough docs clean
+.PHONY: picture check mutants test test-extras peers test-serving heads long lint walkthrough docs clean
 
 # The picture of the README and of the embedded checkpoint's card; in float64, so that it is the same everywhere.
 picture: $(VENV)/.demo
@@ -73,6 +73,20 @@ walkthrough: $(VENV)/bin/python
 	$(WALK)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		"$$(echo $(WALK)/*.whl)[train,serve]" openai
 	cd $(WALK)/empty && env -u PYTHONPATH ../venv/bin/python ../../../tests/walkthrough.py
+
+# Three heads of the embedded backbone by one recipe, which differ by their seed, and what they draft: an hour and a half of a core.
+MRP = OMP_NUM_THREADS=1 $(BIN)/python -m mrp_trainer.cli
+
+heads: $(VENV)/.dev
+	mkdir -p runs/heads
+	$(MRP) tasks --family math --family code --count 6400 --output runs/heads/tasks.jsonl
+	$(MRP) decode --model ./hub_configs/sdar-tiny-mrp --data runs/heads/tasks.jsonl --output runs/heads/decoded.jsonl \
+		--max-new-tokens 64
+	for seed in 1 2 3; do \
+		$(MRP) train head --config tiny --seed $$seed --output-dir runs/heads/$$seed || exit 1; \
+		OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.frontier --rules static dynamic sequential entropy_bound --family math code \
+			--model runs/heads/$$seed --output benchmarks/results/tiny_seed_$$seed.jsonl || exit 1; \
+	done
 
 # A small model of long texts, its head, and what it makes of texts of packages that it has never seen: hours on two cores.
 # Each step goes on where it was interrupted.

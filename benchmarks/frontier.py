@@ -8,9 +8,9 @@ alone; the rules of `mrp_remask`; `mrp_direct`; four targets drafted by `self_sp
 With `--rules [NAME ...]` it decodes with reveal rules instead, those from papers as published: alone, and drafted by `mrp_spec`
 with one head pass (`--count 40` shows what differs; `python -m benchmarks.tables rules`).
 
-With `--rivals` it decodes each target with the head's competitors, `self_spec`, draft graphs and PSD as tuned for it
-(`NOTES.md`), and with `mrp_spec` with a shortlist of 16 tokens and one to three passes. No table reads these lines
-yet.
+With `--rivals` it decodes each target with the head's competitors, `self_spec`, draft graphs and PSD as tuned for it, and with
+`mrp_spec` with a shortlist of 16 tokens and one to three passes. With `--sampled` it decodes each target at temperature 1,
+alone and drafted.
 
 Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has a line there, measured with the same
 weights, is skipped. `python -m benchmarks.tables frontier` (`targets`, `break_even`, `headline`, `eager`) prints tables, and
@@ -36,7 +36,7 @@ from transformers import PreTrainedTokenizerFast
 from modeling_mrp.generate.option_table import REMASK_RULES
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.networks.picker import SHORTLIST
+from modeling_mrp.networks.picker import LIKELIEST, SHORTLIST
 from modeling_mrp.rules.reveal import RevealRule
 
 from . import draft_graph, psd
@@ -59,6 +59,7 @@ DRAFTERS = ("self_spec", GRAPH, "mrp_spec")
 # Tuning problems of each family that a graph is calibrated on, as in the paper.
 CALIBRATED_ON = 25
 USED = 500  # the first problems of seed 0 are those of the tables
+SAMPLED: Setting = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 0}
 
 
 def settings(family: Family = "math") -> list[Setting]:
@@ -114,9 +115,22 @@ def rule_settings(rules: Iterable[str] = RULES) -> list[Setting]:
     return measured
 
 
+def sampled_settings() -> list[Setting]:
+    """List the settings of `--sampled`: each target at temperature 1, alone and drafted with two values of K."""
+    measured: list[Setting] = []
+    for target in TARGETS:
+        ways = [alone(target)]
+        for states in WIDTHS:
+            listed = drafted("mrp_spec", target, states, draft_passes=1, draft_shortlist=LIKELIEST)
+            ways += [drafted("self_spec", target, states), listed]
+        measured += [{**way, **SAMPLED} for way in ways]
+    return measured
+
+
 def of_target(setting: Setting) -> dict[str, Setting]:
     """Return the setting of a drafted setting's target."""
-    return {"target": alone(setting["target"])} if "target" in setting else {}
+    sampling = SAMPLED if "do_sample" in setting else {}
+    return {"target": {**alone(setting["target"]), **sampling}} if "target" in setting else {}
 
 
 def setting_name(line: Mapping[str, Any]) -> str:
@@ -127,6 +141,7 @@ def setting_name(line: Mapping[str, Any]) -> str:
     name += f" steps={line['mrp_steps']}" if "mrp_steps" in line else ""
     name += f" list={line['draft_shortlist']}" if "draft_shortlist" in line else ""
     name += f" passes={line['draft_passes']}" if line.get("draft_passes", 1) > 1 else ""
+    name += f" T={line['temperature']}" if "temperature" in line else ""
     return name + (" with a head prefix" if line.get("head_prefix") else "")
 
 
@@ -257,6 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--decoding", nargs="+", default=decodings, help="measure these alone: decodings, or names of settings")
     parser.add_argument("--rivals", action="store_true", help="measure what the head is held against instead")
     parser.add_argument("--rules", nargs="*", choices=list(RULES), help="measure these reveal rules instead; no name: all")
+    parser.add_argument("--sampled", action="store_true", help="measure targets at temperature 1 instead")
     parser.add_argument("--split", choices=SPLITS, default="heldout")
     parser.add_argument("--count", type=int, default=USED, help="problems of a family; half as many of source")
     parser.add_argument("--seed", type=int, default=0, help="of the problems")
@@ -275,6 +291,8 @@ def main(arguments: list[str] | None = None) -> None:
         wanted, compared = (rival_settings(), rivals) if options.rivals else (settings(family), references)
         only = options.decoding
         wanted = [setting for setting in wanted if setting["decoding"] in only or setting_name(setting) in only]
+        if options.sampled:
+            wanted, compared = sampled_settings(), of_target
         if options.rules is not None:
             wanted, compared = rule_settings(options.rules or RULES), of_target
         asked = problems_of(family, options.split, options.count // (2 if family == "source" else 1), options.seed)

@@ -4,10 +4,12 @@
 `frontier` has accuracy and cost of every mode and setting, `undrafted` leaves out the drafted ones; `targets` has every target,
 alone and drafted, `summary` is short for it; `break_even` what a head pass may cost; `aims` what a pass with a shortlist gains,
 beside its aim; `headline` drafts of `static` beside the released reference; `eager` what `mrp_remask` makes of eager reveals.
-From files of their own: `premise` (`tiny_premise.jsonl`) the distance of logits from those of earlier steps; `rules`
-(`tiny_rules.jsonl`) every reveal rule; `lists` (`tiny_lists.jsonl`) the same on lists, with weights of their own; `heldout`
-(`tiny_heldout_{math,code}.jsonl`) the model card's table; `novel` and `published_head` (`tiny_*.jsonl` of these names); `turns`
-(`turns.jsonl`). `provenance` says at which commit each file was measured.
+From files of their own: `fresh` (`tiny_fresh_{math,code}.jsonl`) the same on fresh problems; `sampled` (`tiny_sampled.jsonl`)
+targets at temperature 1; `seeds` (`tiny_seed_*.jsonl`) heads of several training seeds; `premise` (`tiny_premise.jsonl`) the
+distance of logits from those of earlier steps; `rules` (`tiny_rules.jsonl`) every reveal rule; `lists` (`tiny_lists.jsonl`) the
+same on lists, with weights of their own; `heldout` (`tiny_heldout_{math,code}.jsonl`) the model card's table; `novel` and
+`published_head` (`tiny_*.jsonl` of these names); `turns` (`turns.jsonl`). `provenance` says at which commit each file was
+measured.
 
 Tokens are per unit (`mrp_trainer.evaluate.cost`): a backbone forward, with the head's passes charged as at the 4B shape, unless
 a column says otherwise.
@@ -16,6 +18,7 @@ a column says otherwise.
 import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
+from math import hypot
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from mrp_trainer.publish.card import markdown_table, results_table
 from modeling_mrp.networks.picker import SHORTLIST
 
 from .common import RESULTS, parser_of, read_lines
-from .frontier import JUDGED, STATES, WIDTHS, on_frontier, setting_name
+from .frontier import GRAPH, JUDGED, STATES, WIDTHS, graph_of, listed, on_frontier, sampled_settings, setting_name
 from .targets import RULES, TARGETS, alone, drafted
 
 Line = dict[str, Any]
@@ -284,6 +287,69 @@ def lists(folder: Path = RESULTS) -> str:
     return markdown_table(["rule", *head, "texts that differ"], rows)
 
 
+def fresh(folder: Path = RESULTS) -> str:
+    """Tabulate the frontier's numbers beside those of 2,000 fresh problems, whose file names their seed.
+
+    In brackets is the distance of the two in their common standard error; tokens are per forward.
+    """
+    of, rows = by_setting(folder, JUDGED), []
+    again = {
+        (family, setting_name(line)): line for family in JUDGED for line in read_lines(folder / f"tiny_fresh_{family}.jsonl")
+    }
+
+    def apart(old: Line, new: Line, name: str, digits: int) -> str:
+        errors = [(high - low) / 3.92 for low, high in (old[f"{name}_95"], new[f"{name}_95"])]
+        distance = f" ({(new[name] - old[name]) / hypot(*errors):+.1f})" if any(errors) else ""
+        return f"{old[name]:.{digits}f}, {new[name]:.{digits}f}{distance}"
+
+    for target, family in product(TARGETS, JUDGED):
+        pairs = [(setting, setting) for setting in (alone(target), drafted("self_spec", target, 8))]
+        pairs += [(drafted(GRAPH, target, 8), graph_of(target, 8)), (drafted("mrp_spec", target, 8), listed(target, 8, 1))]
+        made = [(of[family, setting_name(old)], again[family, setting_name(new)]) for old, new in pairs]
+        speeds = [apart(*pair, "tokens_per_forward", 2) for pair in made]
+        listing = [charged({**line, "draft_shortlist": SHORTLIST}) for line in made[-1]]
+        best = [max(line["tokens_per_forward"] for line in side[1:3]) for side in zip(*made, strict=True)]
+        over = ", ".join(f"{line['tokens_per_unit'] / other:.2f}x" for line, other in zip(listing, best, strict=True))
+        differ = sum(line["texts_that_differ"] for _, line in made[1:])
+        rows.append([f"`{target}`", family, apart(*made[0], "accuracy", 1), *speeds, over, str(differ)])
+    head = ["solved, %", "alone", "self_spec", "draft_graph", "mrp_spec", "tokens / unit over the best without a head"]
+    return markdown_table(["target", "problems", *head, "texts that differ"], rows)
+
+
+def sampled(folder: Path = RESULTS) -> str:
+    """Tabulate targets at temperature 1: problems solved and tokens per unit, alone and drafted, math and code in one cell."""
+    of = {(line["family"], setting_name(line)): charged(line) for line in read_lines(folder / "tiny_sampled.jsonl")}
+    settings, rows = sampled_settings(), []
+    for target in TARGETS:
+        own = [one for one in settings if one.get("target", one["decoding"]) == target]
+        made = [[of[family, setting_name(one)] for family in JUDGED] for one in own]
+        solved = ", ".join(interval(line, "accuracy", 1) for line in made[0])
+        units = [row_of(pair, "tokens_per_unit") for pair in made]
+        rows.append([f"`{target}`", solved, *units, str(_differ(of, JUDGED, target))])
+    head = [f"`{mode}`, K = {states}" for states in WIDTHS for mode in ("self_spec", "mrp_spec")]
+    return markdown_table(["target", "solved, %", "alone", *head, "texts that differ"], rows)
+
+
+def seeds(folder: Path = RESULTS) -> str:
+    """Tabulate tokens per forward of heads that one recipe trained with several seeds, and of the embedded head.
+
+    Behind the seeds is the largest over the least, and in brackets the half width of the first one's 95 % interval.
+    """
+    paths = sorted(folder.glob("tiny_seed_*.jsonl"))
+    trained = [{(line["family"], setting_name(line)): line for line in read_lines(path, embedded=False)} for path in paths]
+    of, rows = by_setting(folder, JUDGED), []
+    for target, states, family in product(TARGETS, WIDTHS, JUDGED):
+        name = family, setting_name(drafted("mrp_spec", target, states))
+        speeds = [lines[name]["tokens_per_forward"] for lines in trained]
+        low, high = trained[0][name]["tokens_per_forward_95"]
+        spread = f"{max(speeds) / min(speeds) - 1:.1%} ({(high - low) / 2 / speeds[0]:.1%})".replace("%", " %")
+        differ = sum(lines[name]["texts_that_differ"] for lines in trained)
+        cells = [f"{speed:.2f}" for speed in (*speeds, of[name]["tokens_per_forward"])]
+        rows.append([f"`{target}`", str(states), family, *cells[:-1], spread, cells[-1], str(differ)])
+    head = [*(f"seed {path.stem.rsplit('_', 1)[1]}" for path in paths), "spread", "embedded", "texts that differ"]
+    return markdown_table(["target", "K", "problems", *head], rows)
+
+
 def heldout(folder: Path = RESULTS) -> str:
     """Tabulate accuracy and cost of the modes on the model card."""
     return results_table([line for family in JUDGED for line in read_lines(folder / f"tiny_heldout_{family}.jsonl")])
@@ -350,7 +416,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     table.__name__: table
     for table in (
         *(frontier, undrafted, summary, targets, aims, break_even, headline, eager, premise),
-        *(rules, lists, heldout, novel, published_head, turns, provenance),
+        *(fresh, sampled, seeds, rules, lists, heldout, novel, published_head, turns, provenance),
     )
 }
 

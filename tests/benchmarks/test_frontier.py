@@ -14,12 +14,14 @@ from benchmarks.frontier import (
     JUDGED,
     Setting,
     lines,
+    of_target,
     on_frontier,
     problems_of,
     references,
     rival_settings,
     rivals,
     rule_settings,
+    sampled_settings,
     setting_name,
     settings,
 )
@@ -33,6 +35,7 @@ from modeling_mrp.generate.options import MRPGenerationConfig
         (settings, references, {"mrp_remask reread tau=0.5", "mrp_direct steps=2", "psd K=8 tau=0.7"}),
         (settings, references, {"draft_graph of dynamic K=4 tau=0.9", "mrp_spec of entropy_bound K=3 bound=0.35"}),
         (rival_settings, rivals, {"psd dynamic K=8 tau=0.9", "mrp_spec of static K=8 list=16 passes=2"}),
+        (sampled_settings, of_target, {"static T=1.0", "mrp_spec of dynamic K=8 tau=0.9 list=64 T=1.0"}),
         (rule_settings, None, {"klass", "cad tau=0.8", "mrp_spec of eb_sampler K=4", "mrp_spec of dynamic K=8 tau=0.9"}),
     ],
 )
