@@ -7,9 +7,8 @@ import pytest
 import torch
 from conftest import ROOT, make_model
 from mrp_trainer.evaluate import cost
-from mrp_trainer.evaluate.roofline import PUBLISHED, Device, Shape, Work, decoder_layers
+from mrp_trainer.evaluate.roofline import PUBLISHED, Shape, Work, decoder_layers
 
-from benchmarks.cost_model import mrp_seconds, stock_seconds
 from modeling_mrp import MRPConfig, MRPForCausalLM
 
 # One layer of everything, so that sums can be done in the head: q and o 8 x 4, k and v 4 x 4 each, an MLP of 3 x 4 x 6.
@@ -37,14 +36,6 @@ def test_a_layer_by_hand() -> None:
     assert matrices == Work(2 * 184, 2 * 168 * 12)
     # 14 keys a row are read and 4 written, 2 x 4 numbers each; 12 queries of size 8 meet 14 keys in two products.
     assert attention == Work(3 * 18 * 8 * 2, 12 * 14 * 8 * 2 * 2)
-
-
-def test_on_a_device_of_bytes_alone_served_drafts_pay_by_their_tokens() -> None:
-    """With endless FLOPs, and nothing to wait for, what a draft costs is the head and what lies beside the networks."""
-    given = PUBLISHED["8B"], Device("bytes", 1e12, 1e30), 0.0, 0, 1
-    stock, tokens = stock_seconds(*given), 1 + 0.75 + 0.5625 + 0.421875
-    assert stock / mrp_seconds(*given, 1, 0.75) == pytest.approx(17 / 16, rel=2e-2)
-    assert 2 < stock / mrp_seconds(*given, 4, 0.75) < tokens
 
 
 def test_head_share_counts_the_rows_that_picks_read() -> None:
