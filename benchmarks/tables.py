@@ -44,8 +44,8 @@ def frontier_lines(folder: Path = RESULTS) -> list[Line]:
 
 
 def named(lines: Iterable[Line], of: str = "family") -> dict[tuple[str, str], Line]:
-    """Return lines by family and setting name, the last one where a setting was measured again; with tokens per unit."""
-    return {(line[of], setting_name(line)): charged(line) for line in lines}
+    """Return lines by family and setting name, the last one where a setting was measured again."""
+    return {(line[of], setting_name(line)): line for line in lines}
 
 
 def by_setting(folder: Path, families: Sequence[str] = FAMILIES) -> dict[tuple[str, str], Line]:

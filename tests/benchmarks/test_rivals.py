@@ -69,15 +69,18 @@ def test_the_node_that_most_paths_come_to_next_is_taken_next() -> None:
 
 
 def test_states_of_a_graph_by_hand() -> None:
-    """Both picks lead on from the first and from the second, whose scores rise by it: sqrt(0.5 * 0.5) against 0.3."""
-    ranking = Ranking([0.0, 3.0, 2.0, 1.0], [[9, 8, 7], [11, 21, 31], [12, 22, 32], [13, 23, 33]], [[0.5, 0.3, 0.1]] * 4)
+    """Both picks, of 0.52, lead on from the first, whose score rises by it from 0.3 to 0.4 and above the third's 0.35, and from
+    the second, of 0.9."""
+    chances = [[1.0] * 3, [0.3, 0.2, 0.1], [0.9, 0.1, 0.0], [0.35, 0.3, 0.2]]
+    ranking = Ranking([0.0, 3.0, 2.0, 1.0], [[9, 8, 7], [11, 21, 31], [12, 22, 32], [13, 23, 33]], chances)
 
     def states_of(states: int, graph: DraftGraph) -> list[tuple[int, ...]]:
         of = row([50], 7, eos=())
         of.state, of.source = of.opened(0), says([0.0] * 4, [0] * 4)
         return [node.state.ids for node in drafted(graph, of, ranking, states)]
 
-    tree = DraftGraph((FIRST, SECOND, BOTH, OTHER), frozenset({(-1, 0), (-1, 1), (0, 2), (1, 2), (-1, 3)}))
-    assert states_of(4, tree) == [(50, M, M, M), (50, 11, M, M), (50, M, 12, M), (50, 11, 12, M)]
+    third = frozenset({(2, 0)})
+    tree = DraftGraph((FIRST, third, BOTH, SECOND), frozenset({(-1, 0), (-1, 1), (0, 2), (3, 2), (-1, 3)}))
+    assert states_of(4, tree) == [(50, M, M, M), (50, M, 12, M), (50, 11, 12, M), (50, 11, M, M)]
     rare_first = DraftGraph((OTHER, FIRST, BOTH), frozenset({(-1, 0), (-1, 1), (1, 2)}), pruned=False)
     assert states_of(3, rare_first)[1:] == [(50, 21, M, M), (50, 11, M, M)]  # as they come

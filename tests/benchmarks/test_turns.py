@@ -52,7 +52,7 @@ def test_turns_of_a_served_model_are_counted_together() -> None:
 
     def served(forwards: int, token: int) -> Measured:
         cost = {"meta_info": {"mrp": {"accepted": 1, "drafted": 4}}}
-        return Measured([{"output_ids": ids, **cost} for ids in ([5] * 6, [token] * 4)], 1.0, forwards)
+        return Measured([{"output_ids": ids, **cost} for ids in ([5] * 6, [5] * 2, [token] * 2)], 1.0, forwards)
 
-    counts = {"tokens_per_forward": [1.0, 2.5], "ratio": 2.5, "acceptance": 0.25, "texts_that_differ": 1, "texts": 2}
+    counts = {"tokens_per_forward": [1.0, 2.5], "ratio": 2.5, "acceptance": 0.25, "texts_that_differ": 1, "texts": 3}
     assert compared([served(10, 5)] * 3, [served(5, 7), served(4, 5), served(3, 5)]) == counts
