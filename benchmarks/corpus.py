@@ -11,8 +11,10 @@ from importlib.metadata import PackagePath, distributions
 from pathlib import Path
 
 from mrp_trainer.data.tasks import SPLITS, Split, belongs
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from .common import TINY
 
 # Packages by name, the texts of each.
 Packages = dict[str, list[str]]
@@ -29,8 +31,6 @@ _OURS = "modeling-mrp"
 _TELLING, _COPIED = 40, 0.2
 
 PAD, END, MASK = "<|endoftext|>", "<|im_end|>", "<|MASK|>"
-# Words take their leading space or mark with them, numbers are at most two digits, punctuation stands alone.
-_PIECES = r" ?\d{1,2}|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def installed(path: Sequence[str] | None = None) -> Packages:
@@ -100,12 +100,12 @@ def cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[lis
 
 
 def new_tokenizer(texts: Iterator[str], size: int, length: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of `size` tokens, for texts of up to `length` tokens; the same for the same texts."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(_PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    """Train a byte-level BPE tokenizer of `size` tokens, for texts of up to `length` tokens; the same for the same texts.
+
+    Words, numbers and punctuation are split as by the embedded checkpoint's tokenizer.
+    """
+    tokenizer, embedded = Tokenizer(models.BPE()), Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = embedded.pre_tokenizer, embedded.decoder
     special, alphabet = [PAD, END, MASK], pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)

@@ -10,18 +10,18 @@ the state that reveals these beyond the row's next one. Reveals come in any orde
   probabilities, averaged with its children's mean score if it has children; the best connected K - 1 are scored by the model
   together with the row's next state. Without pruning, the first K - 1 of the calibration are.
 - **Tuned** for each target and K (`CHOSEN`): the number of nodes, pruning, and the number of tokens per position that picks may
-  name, by `python -m benchmarks.tuned draft_graph`, on tuning problems that no graph is calibrated on.
+  name, on tuning problems that no graph is calibrated on (`NOTES.md`, Rivals, tuned).
 - **Verified** by this package's own round, which adds two things that the description lacks: a state scored in vain is
   remembered for a round and takes no place in the next, and after a clean state the next block's first one is scored, too.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import takewhile
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise, takewhile
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,7 +55,7 @@ class Build(NamedTuple):
     tokens: int = TOKENS
 
 
-# The best graphs by target and K, from `python -m benchmarks.tuned draft_graph`.
+# The best graphs by target and K (`NOTES.md`, Rivals, tuned).
 CHOSEN = {
     "static": {4: Build(2, True, 1), 8: Build(4, False)},
     "dynamic": {4: Build(2, False), 8: Build()},
@@ -89,32 +89,14 @@ class DraftGraph:
     def calibrated(cls, paths: Sequence[Sequence[Node]], size: int) -> "DraftGraph":
         """Add nodes one by one, always the one that most paths reach next, up to `size`; fewer if the paths end before."""
         nodes: dict[Node, int] = {}
-        depth = [0] * len(paths)
-        for _ in range(size):
-            ahead = Counter(path[at] for path, at in zip(paths, depth, strict=True) if at < len(path))
-            if not ahead:
+        while True:
+            walked = [list(takewhile(nodes.__contains__, path)) for path in paths]
+            ahead = Counter(path[len(walk)] for path, walk in zip(paths, walked, strict=True) if len(walk) < len(path))
+            if not ahead or len(nodes) == size:
                 break
-            best = min(ahead, key=lambda node: (-ahead[node], len(node), sorted(node)))
-            nodes[best] = len(nodes)
-            depth = [_reached(path, at, nodes) for path, at in zip(paths, depth, strict=True)]
-        walked = (path[:at] for path, at in zip(paths, depth, strict=True))
-        steps = ((nodes.get(before, -1), nodes[after]) for path in walked for before, after in _pairs(path))
-        return cls(tuple(nodes), frozenset(steps))
-
-    @cached_property
-    def leading(self) -> list[list[int]]:
-        """List the parents of each node: numbers of nodes, and -1 for the row's next state."""
-        return [[parent for parent, child in sorted(self.edges) if child == node] for node in range(len(self.nodes))]
-
-
-def _reached(path: Sequence[Node], at: int, nodes: dict[Node, int]) -> int:
-    while at < len(path) and path[at] in nodes:
-        at += 1
-    return at
-
-
-def _pairs(path: Sequence[Node]) -> Iterable[tuple[Node, Node]]:
-    return zip((frozenset(), *path), path, strict=False)
+            nodes[min(ahead, key=lambda node: (-ahead[node], len(node), sorted(node)))] = len(nodes)
+        steps = (step for walk in walked for step in pairwise((frozenset[Pick](), *walk)))
+        return cls(tuple(nodes), frozenset((nodes.get(before, -1), nodes[after]) for before, after in steps))
 
 
 @dataclass(frozen=True)
@@ -159,29 +141,23 @@ def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[
 
 
 def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tuple[State, float]]:
-    """Make the states of nodes after a row's next one, each with the geometric mean of its tokens' probabilities.
+    """Make the states of nodes after a row's next one, by number, with their scores.
 
-    Left out are nodes with a pick of a column that does not exist any more, and those that leave nothing to reveal.
+    A leaf's score is the geometric mean of its tokens' probabilities, another node's the mean of that and its children's mean
+    score. Left out are nodes with a pick of a column that does not exist any more, and those that leave nothing to reveal.
     """
-    left, found = ranking.columns(row.state), {}
-    for number, node in enumerate(graph.nodes):
+    left, found = ranking.columns(row.state), dict[int, tuple[State, float]]()
+    for number, node in sorted(enumerate(graph.nodes), key=lambda one: -len(one[1])):  # children before their parents
         if all(rank < len(left) for rank, _ in node):
             picked = {left[rank]: (ranking.token[left[rank]][j], ranking.chance[left[rank]][j]) for rank, j in node}
             tokens = [picked[column][0] if column in picked else 0 for column in range(row.block_size)]
             made = row.after(row.state, sorted(picked), tokens)
             if not row.ends(made):
                 logs = [math.log(chance) if chance else -math.inf for _, chance in picked.values()]
-                found[number] = made, math.exp(sum(logs) / len(logs))
+                children = [found[one][1] for one in sorted(found) if (number, one) in graph.edges]
+                score = math.exp(sum(logs) / len(logs))
+                found[number] = made, math.sqrt(score * sum(children) / len(children)) if children else score
     return found
-
-
-def scores(graph: DraftGraph, local: dict[int, float]) -> dict[int, float]:
-    """Score nodes: a leaf by its own geometric mean `local`, another by the mean of that and its children's mean score."""
-    score = dict(local)
-    for node in sorted(local, key=lambda node: -len(graph.nodes[node])):
-        if children := [score[child] for child in local if node in graph.leading[child]]:
-            score[node] = math.sqrt(local[node] * sum(children) / len(children))
-    return score
 
 
 def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -> list[draft.Node]:
@@ -196,13 +172,12 @@ def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -
     nodes = draft.target_nodes(row, states < 2)
     behind = row.opened(row.state.start + row.block_size)
     made = {} if ranking is None else instantiated(graph, row, ranking)
-    score = scores(graph, {number: local for number, (_, local) in made.items()})
     reached = {-1} | {number for number, (state, _) in made.items() if state.key in row.memory}
     for _ in range(min(states - 1, len(graph.nodes))):
-        open_ = [one for one in made if one not in reached and reached.intersection(graph.leading[one])]
+        open_ = [one for one in made if one not in reached and any((before, one) in graph.edges for before in reached)]
         if not open_ or len(nodes) >= states:
             break
-        best = max(open_, key=lambda one: (score[one] if graph.pruned else 0.0, -one))
+        best = max(open_, key=lambda one: (made[one][1] if graph.pruned else 0.0, -one))
         reached.add(best)
         nodes.append(draft.Node(made[best][0], -1, row.source))
         if not made[best][0].masks and behind.masks and len(nodes) < states:
@@ -211,9 +186,11 @@ def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -
 
 
 class GraphDecoder(Decoder):
-    """Rounds whose drafts come from a graph."""
+    """Rounds whose drafts come from a graph; further arguments are those of `Decoder`."""
 
-    graph: DraftGraph
+    def __init__(self, graph: DraftGraph, *given: Any) -> None:
+        super().__init__(*given)
+        self.graph = graph
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[draft.Node]]:
         """See `Decoder.draft`."""
@@ -223,74 +200,40 @@ class GraphDecoder(Decoder):
 
 def graph_drafts(rule: RevealRule, graph: DraftGraph, states: int) -> Loop:
     """Make a loop that drafts for a target by a graph calibrated for it, with K states scored per forward."""
-
-    def decoder(mode: Mode, networks: Networks, budget: Fixed) -> GraphDecoder:
-        made = GraphDecoder(mode, networks, budget)
-        made.graph = graph
-        return made
-
-    return loop_of(rule, states, decoder)
+    return loop_of(rule, states, partial(GraphDecoder, graph))
 
 
 # --------------------------------------------------------------------------------------------------------------- calibration
 
 
-@dataclass(frozen=True)
-class Watched:
-    """The rows' next states and the rankings that they were revealed by, in each round of a plain decode.
-
-    Attributes:
-        networks: Backbone and picks on the device.
-        rule: The target's.
-        seen: By round and unfinished row, its state and ranking; None for a state before the first ranking.
-    """
-
-    networks: Networks
-    rule: RevealRule
-    seen: list[dict[int, tuple[State, Ranking | None]]] = field(default_factory=list)
-
-    def note(self, rows: Sequence[Row]) -> None:
-        """Note the rows' states and rankings."""
-        ranked = rankings(self.networks, self.rule, rows)
-        self.seen.append({row.place: (row.state, ranked.get(row.place)) for row in rows if row.stop is None})
-
-    def paths(self) -> list[list[Node]]:
-        """List, for each next state of a row, the nodes that it passed from there to the end of the block."""
-        found = []
-        for turn, going in enumerate(self.seen):
-            for row, (first, ranking) in going.items():
-                if ranking is None:
-                    continue
-                path: list[Node] = []
-                for later in self.seen[turn + 1 :]:
-                    if row not in later or later[row][0].start != first.start:
-                        break
-                    node = node_of(first, later[row][0], ranking)
-                    if node is None:
-                        break
-                    path.append(node)
-                found.append(path)
-        return found
-
-
-def node_of(first: State, later: State, ranking: Ranking) -> Node | None:
-    """Name the node of a state relative to an earlier one; None if a token is not among the likeliest."""
-    place, picks = {column: rank for rank, column in enumerate(ranking.columns(first))}, []
-    for column, (before, token) in enumerate(zip(first.ids, later.ids, strict=True)):
-        if before != token:
-            if token not in ranking.token[column]:
-                return None
-            picks.append((place[column], ranking.token[column].index(token)))
-    return frozenset(picks)
+def passed(first: State, ranking: Ranking, later: Iterable[State]) -> Iterator[Node]:
+    """Name the later states of a state's block relative to it, up to one with a token that is not among the likeliest."""
+    place = {column: rank for rank, column in enumerate(ranking.columns(first))}
+    for state in takewhile(lambda one: one.start == first.start, later):
+        new = [column for column, (a, b) in enumerate(zip(first.ids, state.ids, strict=True)) if a != b]
+        if any(state.ids[column] not in ranking.token[column] for column in new):
+            return
+        yield frozenset((place[column], ranking.token[column].index(state.ids[column])) for column in new)
 
 
 @torch.inference_mode()
 def recorded_paths(
     model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], new_tokens: int, eos: list[int]
 ) -> list[list[Node]]:
-    """Decode prompts with a target and record its paths."""
+    """Decode prompts with a target: for each next state of a row, list the nodes that it passed from there in its block."""
     networks, rows = greedy_decode(model, Mode(rule), prompts, new_tokens, eos, 2)
-    watched = Watched(networks, rule)
-    decoder = Decoder(Mode(rule), networks, Fixed(Amount()), watches=[watched.note], least_rows=len(prompts))
-    decoder.decode(rows, [0] * len(rows))
-    return watched.paths()
+    walks: dict[int, list[tuple[State, Ranking | None]]] = {row.place: [] for row in rows}
+
+    def note(rows: Sequence[Row]) -> None:
+        ranked = rankings(networks, rule, rows)
+        for row in rows:
+            if row.stop is None:
+                walks[row.place].append((row.state, ranked.get(row.place)))
+
+    Decoder(Mode(rule), networks, Fixed(Amount()), [note], len(prompts)).decode(rows, [0] * len(rows))
+    return [
+        list(passed(state, ranking, (later for later, _ in walk[at + 1 :])))
+        for walk in walks.values()
+        for at, (state, ranking) in enumerate(walk)
+        if ranking is not None
+    ]

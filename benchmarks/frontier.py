@@ -83,9 +83,9 @@ def settings(family: Family = "math") -> list[Setting]:
     return lossless + [setting for setting in changing if setting not in lossless]
 
 
-def graph_of(target: str, states: int, build: draft_graph.Build | None = None) -> Setting:
-    """Return the setting of a target drafted by a draft graph, by default the tuned one."""
-    return drafted(GRAPH, target, states, graph=[*(build or draft_graph.CHOSEN[target][states])])
+def graph_of(target: str, states: int) -> Setting:
+    """Return the setting of a target drafted by the draft graph that is tuned for it."""
+    return drafted(GRAPH, target, states, graph=[*draft_graph.CHOSEN[target][states]])
 
 
 def listed(target: str, states: int, passes: int) -> Setting:
@@ -93,10 +93,10 @@ def listed(target: str, states: int, passes: int) -> Setting:
     return drafted("mrp_spec", target, states, draft_passes=passes, draft_shortlist=SHORTLIST)
 
 
-def psd_of(policy: str, states: int, reading: psd.Reading | None = None) -> Setting:
-    """Return the setting of PSD with a target as its policy, by default in the tuned reading."""
-    chosen = [*(reading or psd.CHOSEN.get(policy, psd.Reading()))]
-    return {"decoding": PSD, "policy": policy, **RULES[policy], "num_draft_states": states, "reading": chosen}
+def psd_of(policy: str, states: int) -> Setting:
+    """Return the setting of PSD with a target as its policy, in the tuned reading."""
+    reading = [0, False, psd.LEAST.get(policy, 0.0)]  # the first two are of readings that were tried and not taken
+    return {"decoding": PSD, "policy": policy, **RULES[policy], "num_draft_states": states, "reading": reading}
 
 
 def rival_settings() -> list[Setting]:
@@ -207,13 +207,12 @@ class Decoder:
         elif options["decoding"] == RELEASED:
             loop = Released(states, options["head_prefix"])
         elif options["decoding"] == PSD:
-            policy, reading = options.get("policy", "dynamic"), psd.Reading(*options.get("reading", ()))
+            policy, (*_, least) = options.get("policy", "dynamic"), options.get("reading", [0.0])
             rule = rule_of(policy, **{name: options[name] for name in RULES[policy]})
-            loop = psd.parallel_speculative(rule, states, reading)
+            loop = psd.parallel_speculative(rule, states, least)
         else:
             return measure(self.model, self.tokenizer, asked, self.batch_size, **options)
-        alone = options["decoding"] == RELEASED  # since its batches wait for the slowest row
-        return measure_loop(loop, self.model, self.tokenizer, asked, 1 if alone else self.batch_size)
+        return measure_loop(loop, self.model, self.tokenizer, asked, self.batch_size)
 
     def _paths(self, target: str) -> list[list[Node]]:
         """Record the paths of a target on tuning problems of all families."""

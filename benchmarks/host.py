@@ -9,7 +9,9 @@ an iteration; `loop_ns` is the time here, measured just before and after. Packin
 
 import gc
 import time
+import timeit
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,25 +23,20 @@ from modeling_mrp.generate.loop import Decoder, Drafting, Mode
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.networks import Networks
 from modeling_mrp.rules.draft import BRANCHES, CROWD
-from modeling_mrp.rules.reveal import Dynamic, RevealRule, Sequential, Static, logit, schedule_of
-from modeling_mrp.rules.state import Row
+from modeling_mrp.rules.reveal import RevealRule
 
 from .common import TINY, emit, greedy_decode, header, load, parser_of
+from .frontier import rule_of
 
 NEW, LOOP_NS = 64, 27.0
 SAID = ("prefill", "score", "head", "pick")  # methods of networks whose results are recorded
 
 
 class Recording:
-    """The networks of a decode, recording their results.
+    """The networks of a decode, with their results so far in `said`, in order."""
 
-    Args:
-        networks: The real ones.
-        said: Their results so far, in order.
-    """
-
-    def __init__(self, networks: Networks, said: list[Any]) -> None:
-        self.networks, self.said = networks, said
+    def __init__(self, networks: Networks) -> None:
+        self.networks, self.said = networks, list[Any]()
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(self.networks, name)
@@ -51,36 +48,23 @@ class Recording:
         return noting if name in SAID else real
 
 
-class Replay:
-    """Networks that return the recorded results of a decode.
+def replayed(said: Sequence[Any]) -> SimpleNamespace:
+    """Make networks that return the recorded results of a decode, in order."""
+    again = iter(said)
 
-    Args:
-        said: The results, in order.
-    """
+    def following(*_: Any, **__: Any) -> Any:
+        return next(again)
 
-    picker = drafter = None
+    def nothing(*_: Any) -> None:
+        pass
 
-    def __init__(self, said: Sequence[Any]) -> None:
-        again = iter(said)
-        self.prefill = self.score = self.head = self.pick = lambda *_, **__: next(again)
-        self.commit = self.widen = lambda *_: None
-
-    def narrow(self, rows: list[Row], size: int) -> list[Row]:
-        """See `Networks`."""
-        return sorted(rows, key=lambda row: row.stop is not None)[:size]
+    return SimpleNamespace(picker=None, drafter=None, commit=nothing, widen=nothing, **dict.fromkeys(SAID, following))
 
 
 def loop_ns(count: int = 1_000_000) -> float:
     """Time an iteration of a bare loop, in nanoseconds."""
-
-    def bare(count: int) -> None:
-        total = 0
-        for one in range(count):
-            total += one
-
-    begun = time.process_time()
-    bare(count)
-    return (time.process_time() - begun) / count * 1e9
+    loop = "for one in range(count): total += one"
+    return timeit.timeit(loop, f"total, count = 0, {count}", time.process_time, 1) / count * 1e9
 
 
 def measured(model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], states: int, repeats: int) -> float:
@@ -102,14 +86,14 @@ def measured(model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], 
         return Decoder(mode, networks, Fixed(amount), least_rows=len(prompts))
 
     networks, rows = greedy_decode(model, mode, prompts, NEW, [], max(2, states))
-    said: list[Any] = []
+    recording = Recording(networks)
     with torch.inference_mode():
-        decoder(Recording(networks, said)).decode(rows, [0] * len(rows))
+        decoder(recording).decode(rows, [0] * len(rows))
     rounds, texts = sum(row.counts.forwards for row in rows) - len(rows), [row.text for row in rows]
     best = float("inf")
     for _ in range(repeats):
         _, rows = greedy_decode(model, mode, prompts, NEW, [], max(2, states))
-        again = decoder(Replay(said))
+        again = decoder(replayed(recording.said))
         gc.collect()
         begun = time.process_time()
         again.decode(rows, [0] * len(rows))
@@ -132,11 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
         model, tokenizer = load(TINY)
         model.config.block_size = block
         asked = [encode(problem, tokenizer)[0] for problem in problems("math", "tune", max(options.batches))]
-        rules: dict[str, RevealRule] = {
-            "static": Static(schedule_of(block, None)),
-            "dynamic": Dynamic(logit(0.9)),
-            "sequential": Sequential((1,)),
-        }
+        rules = {name: rule_of(name) for name in ("static", "dynamic", "sequential")}
         for batch in options.batches:
             for states in options.states:
                 before = loop_ns()

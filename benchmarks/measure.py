@@ -66,8 +66,7 @@ class Measured:
         line: dict[str, Any] = {}
         if judged := [one for one in self.right if one is not None]:
             share = wilson(sum(judged), len(judged))
-            ends = [round(100 * share.low, 1), round(100 * share.high, 1)]
-            line |= {"accuracy": round(100 * share.value, 1), "accuracy_95": ends}
+            line |= {"accuracy": round(100 * share.value, 1), "accuracy_95": share.rounded(1, 100)}
         line |= {
             "tokens_per_forward": round(self.speed.value, 3),
             "tokens_per_forward_95": self.speed.rounded(),
@@ -80,32 +79,25 @@ class Measured:
         return {name: getattr(self, name)[:SAMPLE] for name in ("tokens", "forwards", "head_forwards")}
 
     def over(self, **others: "Measured") -> dict[str, Any]:
-        """Compute `over_NAME` and `over_NAME_95` for each other way: the ratio of tokens per forward on the same problems."""
+        """Compute `over_NAME` and `over_NAME_95` for each other way: the ratio of tokens per forward on the same problems.
+
+        The interval is that of a paired bootstrap: a resample draws both ways' counts of a problem, whose difficulty cancels.
+
+        Raises:
+            ValueError: if a way has not the same number of problems.
+        """
         fields: dict[str, Any] = {}
         for name, other in others.items():
-            interval = ratio(self, other)
+            columns = np.stack([self.tokens, self.forwards, other.tokens, other.forwards], 1)
+            sums = np.concatenate([resampled_sums(columns, RESAMPLES, 0), columns.sum(0)[None]])
+            ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
+            interval = percentiles(float(ratios[-1]), ratios[:-1])
             fields |= {f"over_{name}": round(interval.value, 3), f"over_{name}_95": interval.rounded()}
         return fields
 
     def differ(self, other: "Measured") -> int:
         """Count the texts that differ from another way's."""
         return sum(a != b for a, b in zip(self.ids, other.ids, strict=True))
-
-
-def ratio(ours: Measured, theirs: Measured) -> Interval:
-    """Divide the tokens per forward of two ways, with a paired bootstrap interval over problems.
-
-    A resample draws both ways' counts of a problem, so that its difficulty cancels.
-
-    Raises:
-        ValueError: if the two have not the same number of problems.
-    """
-    if len(ours.ids) != len(theirs.ids):
-        raise ValueError(f"{len(ours.ids)} problems against {len(theirs.ids)}: compare ways on the same problems")
-    columns = np.stack([ours.tokens, ours.forwards, theirs.tokens, theirs.forwards], 1)
-    sums = np.concatenate([resampled_sums(columns, RESAMPLES, 0), columns.sum(0)[None]])
-    ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
-    return percentiles(float(ratios[-1]), ratios[:-1])
 
 
 def measure(

@@ -7,94 +7,72 @@ speculative tokens all agree with the updated predictions. Where they say no mor
 
 - K states a forward are the policy's own next state (depth 0) and drafts of depths 1 to K - 1;
 - at the kept draft the policy goes on with the predictions made there;
-- agreement is of tokens, whether or not the policy would reveal them next.
+- agreement is of tokens, whether or not the policy would reveal them next;
+- a depth adds what the policy would reveal, and its tokens must agree with the predictions at the depth before.
 
-`Reading` holds what is still open. For each policy it is the reading with the most tokens a forward among those that solve as
-many tuning problems as the policy alone, but for one in a hundred, as the paper reports (`python -m benchmarks.tuned psd`).
+Of what the descriptions leave open, these are for each policy the readings with the most tokens a forward among those that
+solve as many tuning problems as the policy alone, but for one in a hundred, as the paper reports (`NOTES.md`, Rivals, tuned).
 Blocks end as in this package: their keys and values cost no forward of their own.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-from modeling_mrp.generate.budget import Amount, Fixed
-from modeling_mrp.generate.loop import Decoder, Mode
-from modeling_mrp.networks.networks import Networks
+from modeling_mrp.generate.budget import Amount
+from modeling_mrp.generate.loop import Decoder
 from modeling_mrp.rules.draft import Node, build_draft
-from modeling_mrp.rules.reveal import Columns, Guesses, RevealRule, by_odds, logit
+from modeling_mrp.rules.reveal import Columns, Guesses, RevealRule, logit
 from modeling_mrp.rules.state import Key, Row, Scores, State
 
 from .measure import Loop, loop_of
 
-
-class Reading(NamedTuple):
-    """An interpretation of what the descriptions leave open.
-
-    Attributes:
-        adds: Positions that each depth adds, the most confident ones; 0: those that the policy would reveal.
-        first: Whether drafts must agree with the predictions at depth 0; else each depth's tokens with those at the depth
-            before.
-        least: Probability below which a prediction agrees with nothing.
-    """
-
-    adds: int = 0
-    first: bool = False
-    least: float = 0.0
-
-
-# The best readings by policy (`python -m benchmarks.tuned psd`), where these are not the default.
-CHOSEN = {"entropy_bound": Reading(least=0.5)}
+# The probability below which a prediction agrees with nothing, by policy; 0 for others.
+LEAST = {"entropy_bound": 0.5}
 
 
 class Consistent(RevealRule):
-    """A policy that continues at the deepest draft after a state whose added tokens all agree with the predictions.
+    """A policy that goes on to the draft after a state if the tokens that it adds agree with the predictions.
 
     Args:
         policy: Decides what is revealed elsewhere.
-        reading: What agreement means.
+        least: Probability below which a prediction agrees with nothing.
 
     Attributes:
-        behind: By state, the drafts after it that its predictions are compared with, by depth; of the last two rounds.
+        behind: By state, the draft after it, of the last two rounds.
     """
 
-    def __init__(self, policy: RevealRule, reading: Reading) -> None:
-        self.policy, self.reading, self.least = policy, reading, logit(reading.least)
-        self.behind: dict[Key, Sequence[State]] = {}
-        self._last: dict[Key, Sequence[State]] = {}
+    def __init__(self, policy: RevealRule, least: float) -> None:
+        self.policy, self.least = policy, logit(least)
+        self.behind: dict[Key, State] = {}
+        self._last: dict[Key, State] = {}
 
     def follow(self, chain: Sequence[Node]) -> None:
         """Take up a round's chain of drafts, and forget all but it and the one before."""
-        states = [node.state for node in chain if node.parent < 0]
-        new: dict[Key, Sequence[State]] = {one.key: [two] for one, two in pairwise(states)}
-        if self.reading.first:
-            new = {one.key: states[1:] for one in states[:1]}
+        new = {one.key: two for one, two in pairwise(node.state for node in chain if node.parent < 0)}
         self.behind, self._last = self._last | new, new
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        deepest: Columns = ()
-        for draft in self.behind.get(state.key, ()):
-            if draft.start != state.start:
-                break
+        draft = self.behind.get(state.key)
+        if draft is not None and draft.start == state.start:
             added = tuple([column for column, (a, b) in enumerate(zip(state.ids, draft.ids, strict=True)) if a != b])
-            if not all(scores.token[one] == draft.ids[one] and scores.odds[one] >= self.least for one in added):
-                break
-            deepest = added
-        return (deepest, memo) if deepest else self.policy.reveal(state, scores, memo)
+            if added and all(scores.token[one] == draft.ids[one] and scores.odds[one] >= self.least for one in added):
+                return added, memo
+        return self.policy.reveal(state, scores, memo)
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`."""
-        if not self.reading.adds:
-            return self.policy.likely(state, odds, count)
-        return [(tuple(sorted(by_odds(state.free, odds)[: self.reading.adds])), 1.0)]
+        return self.policy.likely(state, odds, count)
 
 
 class PSDecoder(Decoder):
-    """Rounds in which a row's drafts are a chain, and the deepest consistent one is taken."""
+    """Rounds in which a row's drafts are a chain, and the deepest consistent one is taken; more arguments are `Decoder`'s."""
 
-    reading: Reading
-    rules: dict[int, Consistent]
+    def __init__(self, least: float, *given: Any) -> None:
+        super().__init__(*given)
+        self.least, self.rules = least, dict[int, Consistent]()
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
         """See `Decoder.draft`."""
@@ -102,7 +80,7 @@ class PSDecoder(Decoder):
             return super().draft(rows, amount)
         drafts = []
         for row in rows:
-            rule = self.rules.setdefault(row.place, Consistent(self.mode.rule, self.reading))
+            rule = self.rules.setdefault(row.place, Consistent(self.mode.rule, self.least))
             nodes = build_draft(row, rule, amount.states, 1, {}) if row.stop is None else []
             rule.follow(nodes)
             drafts.append(nodes)
@@ -113,12 +91,6 @@ class PSDecoder(Decoder):
         return self.rules.get(row.place, self.mode.rule)
 
 
-def parallel_speculative(rule: RevealRule, states: int, reading: Reading) -> Loop:
-    """Make a loop of PSD with a policy and K states scored per forward."""
-
-    def decoder(mode: Mode, networks: Networks, budget: Fixed) -> PSDecoder:
-        made = PSDecoder(mode, networks, budget)
-        made.reading, made.rules = reading, {}
-        return made
-
-    return loop_of(rule, states, decoder)
+def parallel_speculative(rule: RevealRule, states: int, least: float = 0.0) -> Loop:
+    """Make a loop of PSD with a policy and K states scored per forward; `least` is as in `Consistent`."""
+    return loop_of(rule, states, partial(PSDecoder, least))

@@ -97,7 +97,6 @@ class Server:
         flags: Further flags.
         environment: Variables added to this process's own.
         max_running_requests: `--max-running-requests`.
-        module: The module that starts the engine.
     """
 
     def __init__(
@@ -109,7 +108,6 @@ class Server:
         flags: Sequence[str] = CPU_FLAGS,
         environment: Mapping[str, str] = CPU_ENVIRONMENT,
         max_running_requests: int = 64,
-        module: str = "sglang.launch_server",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "log.txt"
@@ -117,7 +115,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        self._command = [sys.executable, "-m", module, "--model-path", str(model)]
+        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
         self._command += ["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], "--enable-metrics", "--sleep-on-idle"]
         self._command += ["--max-running-requests", str(max_running_requests), "--dllm-algorithm", algorithm]
         self._command += ["--dllm-algorithm-config", str(folder / "options.yaml"), *flags]
@@ -202,15 +200,15 @@ class Server:
         forwards = (after[name] - before[name]) / (1 if name.startswith("mrp_") else block)
         return Measured(replies, seconds, round(forwards + cached) - blocks, worked)
 
-    def cpu_seconds(self) -> float:
-        """Sum the CPU time so far of the processes in the engine's session."""
+    def processes(self) -> list[psutil.Process]:
+        """List the engine's processes."""
         assert self._process is not None
-        ticks = 0
-        for file in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # the process has ended
-                fields = file.read_text().rpartition(") ")[2].split()  # the third field and those after it
-                ticks += int(fields[11]) + int(fields[12]) if int(fields[3]) == self._process.pid else 0
-        return ticks / os.sysconf("SC_CLK_TCK")
+        engine = psutil.Process(self._process.pid)
+        return [engine, *engine.children(recursive=True)]
+
+    def cpu_seconds(self) -> float:
+        """Sum the CPU time so far of the engine's processes."""
+        return sum(sum(process.cpu_times()[:2]) for process in self.processes())
 
     def metrics(self) -> defaultdict[str, float]:
         """Read the counters and gauges, each summed over its labels but `mode`: "realtime_tokens_total/decode"."""
@@ -224,9 +222,7 @@ class Server:
 
     def resident_bytes(self) -> int:
         """Sum the memory of the engine's processes that is not shared with other processes."""
-        assert self._process is not None
-        engine = psutil.Process(self._process.pid)
-        return sum(process.memory_full_info().uss for process in (engine, *engine.children(recursive=True)))
+        return sum(process.memory_full_info().uss for process in self.processes())
 
     def load(self) -> dict[str, Any]:
         """Read the engine's state: `num_running_reqs`, `num_waiting_reqs`, `num_used_tokens` and more."""

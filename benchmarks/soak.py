@@ -9,9 +9,8 @@ batch with
 - `reference`: single rows of it by the slow decoder without a cache, `tests/reference.py`;
 - `reuse`: its rows cut somewhere, sometimes changed, and continued from `past_key_values` and without.
 
-Cases are functions of the seed, their number and `--mode`: `--first N --cases 1` repeats one. The last line has the counts,
-with the resident memory at the start, after 100 cases and at the end; `tokens_drafted` counts, by target, tokens of drafted
-texts that were compared with the target's.
+Cases are functions of the seed, their number and `--mode`: `--first N --cases 1` repeats one. The last line has the counts;
+`tokens_drafted` counts, by target, tokens of drafted texts that were compared with the target's.
 """
 
 import time
@@ -63,36 +62,27 @@ def soak(
 ) -> Iterator[dict[str, Any]]:
     """Compare case after case; yield a line for each mismatch, one a minute, and a last one with all counts."""
     begin = told = time.monotonic()
-    tokens, pairs, drafted = Counter[str](), Counter[str](), Counter[str]()
-    calls = mismatches = 0
-    number = first
+    kinds, drafted, total = Counter[str](), Counter[str](), Counter[str](tokens=0, rows=0, cases=0, calls=0, mismatches=0)
 
     def counts() -> dict[str, Any]:
-        return {
-            "tokens": tokens.total(),
-            "rows": pairs.total(),
-            "cases": number - first,
-            "calls": calls,
-            "mismatches": mismatches,
-            "tokens_by_kind": dict(tokens),
-            "tokens_drafted": dict(sorted(drafted.items())),
-            "seconds": round(time.monotonic() - begin, 1),
-            "seed": seed,
-        }
+        by = {"tokens_by_kind": dict(kinds), "tokens_drafted": dict(sorted(drafted.items()))}
+        return {**total, **by, "seconds": round(time.monotonic() - begin, 1), "seed": seed}
 
-    while time.monotonic() - begin < 60 * minutes and (cases is None or number < first + cases):
+    while time.monotonic() - begin < 60 * minutes and (cases is None or total["cases"] < cases):
+        number = first + total["cases"]
         case = Case(f"{seed}/{number}", sizes, modes)
         kind, mode = "decode", case.mode
         try:
             for kind, one, other in compared(case):
                 assert_same_text(one, other, kind)
-                tokens[kind] += (count := sum(step >= 0 for step in one["steps"]))
+                count = sum(step >= 0 for step in one["steps"])
+                total.update(tokens=count, rows=1)
+                kinds[kind] += count
                 drafted[mode] += count * (kind == "mode" and mode in TARGETS)
-                pairs[kind] += 1
         except Exception as error:  # a crash is a finding like any other; go on with the next case
-            mismatches += 1
+            total["mismatches"] += 1
             yield {"mismatch": kind, "case": number, "mode": case.mode, "error": f"{type(error).__name__}: {error}"[:500]}
-        calls, number = calls + case.calls, number + 1
+        total.update(cases=1, calls=case.calls)
         if time.monotonic() - told > REPORT_EVERY:
             told = time.monotonic()
             yield {"so_far": counts()}

@@ -43,10 +43,14 @@ def frontier_lines(folder: Path = RESULTS) -> list[Line]:
     return sorted(lines, key=lambda line: FAMILIES.index(line["family"]))
 
 
+def named(lines: Iterable[Line], of: str = "family") -> dict[tuple[str, str], Line]:
+    """Return lines by family and setting name, the last one where a setting was measured again."""
+    return {(line[of], setting_name(line)): line for line in lines}
+
+
 def by_setting(folder: Path, families: Sequence[str] = FAMILIES) -> dict[tuple[str, str], Line]:
-    """Return the frontier's lines by family and setting name; the last one where a setting was measured again."""
-    lines = frontier_lines(folder)
-    return {(line["family"], setting_name(line)): line for line in lines if line["family"] in families}
+    """Return the frontier's lines as `named` does, those of some families."""
+    return named(line for line in frontier_lines(folder) if line["family"] in families)
 
 
 def interval(line: Line, name: str, digits: int) -> str:
@@ -189,7 +193,7 @@ def premise(folder: Path = RESULTS) -> str:
     By the number of steps, math and code in a cell; the share is in percent.
     """
     of: dict[tuple[str, int], list[Line]] = {}
-    for line in read_lines(folder / "tiny_premise.jsonl"):
+    for line in read_lines(folder / "tiny_premise.jsonl", embedded=False):  # what measured it is gone
         of.setdefault((line["target"], line["steps"]), []).append(line)
     rows = []
     for (target, steps), pair in of.items():
@@ -261,11 +265,11 @@ def eager(folder: Path = RESULTS) -> str:
 
 def rules(folder: Path = RESULTS) -> str:
     """Tabulate the problems that each reveal rule solves, with 95 % intervals, and its tokens per unit, alone and drafted."""
-    of, rows = {(line["family"], setting_name(line)): line for line in read_lines(folder / "tiny_rules.jsonl")}, []
+    of, rows = named(read_lines(folder / "tiny_rules.jsonl")), []
     for target in RULES:
         ways = [alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in WIDTHS)]
         made = [[of[family, setting_name(way)] for family in JUDGED] for way in ways]
-        pairs = [", ".join(f"{charged(line)['tokens_per_unit']:.2f}" for line in pair) for pair in made]
+        pairs = [row_of(pair, "tokens_per_unit") for pair in made]
         differ = sum(line["texts_that_differ"] for pair in made[1:] for line in pair)
         rows.append([f"`{target}`", *(interval(line, "accuracy", 1) for line in made[0]), *pairs, str(differ)])
     head = [*(f"{family} %" for family in JUDGED), "alone", *(f"K = {states}" for states in WIDTHS)]
@@ -274,14 +278,13 @@ def rules(folder: Path = RESULTS) -> str:
 
 def lists(folder: Path = RESULTS) -> str:
     """Tabulate the lists that each reveal rule gets right, with 95 % intervals for shuffled ones, and tokens per forward."""
-    lines = read_lines(folder / "tiny_lists.jsonl", embedded=False)
-    of, rows = {(line["kind"], setting_name(line)): line for line in lines}, []
+    of, rows = named(read_lines(folder / "tiny_lists.jsonl", embedded=False), "kind"), []
     kinds = ("copy", "reverse", "replace", "shuffle")
     for target in RULES:
         ways = [alone(target), drafted("self_spec", target, 4)]
         own, draft = ([of[kind, setting_name(way)] for kind in kinds] for way in ways)
         solved = [*(f"{line['accuracy']:.1f}" for line in own[:-1]), interval(own[-1], "accuracy", 1)]
-        speeds = [", ".join(f"{line['tokens_per_forward']:.2f}" for line in way) for way in (own, draft)]
+        speeds = [row_of(way, "tokens_per_forward") for way in (own, draft)]
         rows.append([f"`{target}`", *solved, *speeds, str(sum(line["texts_that_differ"] for line in draft))])
     head = [*(f"{kind} %" for kind in kinds), f"alone ({', '.join(kinds)})", "drafted, K = 4"]
     return markdown_table(["rule", *head, "texts that differ"], rows)
@@ -293,9 +296,7 @@ def fresh(folder: Path = RESULTS) -> str:
     In brackets is the distance of the two in their common standard error; tokens are per forward.
     """
     of, rows = by_setting(folder, JUDGED), []
-    again = {
-        (family, setting_name(line)): line for family in JUDGED for line in read_lines(folder / f"tiny_fresh_{family}.jsonl")
-    }
+    again = named(line for family in JUDGED for line in read_lines(folder / f"tiny_fresh_{family}.jsonl"))
 
     def apart(old: Line, new: Line, name: str, digits: int) -> str:
         errors = [(high - low) / 3.92 for low, high in (old[f"{name}_95"], new[f"{name}_95"])]
@@ -318,8 +319,7 @@ def fresh(folder: Path = RESULTS) -> str:
 
 def sampled(folder: Path = RESULTS) -> str:
     """Tabulate targets at temperature 1: problems solved and tokens per unit, alone and drafted, math and code in one cell."""
-    of = {(line["family"], setting_name(line)): charged(line) for line in read_lines(folder / "tiny_sampled.jsonl")}
-    settings, rows = sampled_settings(), []
+    of, settings, rows = named(read_lines(folder / "tiny_sampled.jsonl")), sampled_settings(), []
     for target in TARGETS:
         own = [one for one in settings if one.get("target", one["decoding"]) == target]
         made = [[of[family, setting_name(one)] for family in JUDGED] for one in own]
@@ -336,7 +336,7 @@ def seeds(folder: Path = RESULTS) -> str:
     Behind the seeds is the largest over the least, and in brackets the half width of the first one's 95 % interval.
     """
     paths = sorted(folder.glob("tiny_seed_*.jsonl"))
-    trained = [{(line["family"], setting_name(line)): line for line in read_lines(path, embedded=False)} for path in paths]
+    trained = [named(read_lines(path, embedded=False)) for path in paths]
     of, rows = by_setting(folder, JUDGED), []
     for target, states, family in product(TARGETS, WIDTHS, JUDGED):
         name = family, setting_name(drafted("mrp_spec", target, states))

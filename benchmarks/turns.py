@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -33,10 +33,11 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 from .common import TINY, emit, header, now, parser_of
 from .targets import TARGETS, alone, drafted
 
+Name = TypeVar("Name")
 CLOCKS: dict[str, Callable[[torch.device], float]] = {"cpu": lambda device: time.process_time(), "wall": now}
 
 
-def take_turns(ways: Mapping[str, Callable[[int], float]], turns: int, warm_ups: int = 1) -> dict[str, list[float]]:
+def take_turns(ways: Mapping[Name, Callable[[int], float]], turns: int, warm_ups: int = 1) -> dict[Name, list[float]]:
     """Call every way once per turn, a different one first each time.
 
     Args:
@@ -44,7 +45,7 @@ def take_turns(ways: Mapping[str, Callable[[int], float]], turns: int, warm_ups:
         turns: Number of turns that count, from 0 on.
         warm_ups: Turns before these, with negative numbers.
     """
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+    taken: dict[Name, list[float]] = {name: [] for name in ways}
     names = list(ways)
     for turn in range(-warm_ups, turns):
         first = turn % len(names)
@@ -142,8 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
                 for place, model in enumerate(models)
                 for states in options.states
             }
-            names = {f"{place} {states}": way for (place, states), way in ways.items()}
-            taken = dict(zip(ways, take_turns(names, options.turns or len(batches)).values(), strict=True))
+            taken = take_turns(ways, options.turns or len(batches))
             for (place, states), way in ways.items():
                 line: dict[str, Any] = {"checkpoint": Path(options.folders[place]).name, "rows": rows, "target": target}
                 line |= {"folder": place, "states": states, "seconds": spread(taken[place, states], 4)}
@@ -159,7 +159,9 @@ def options_of(target: str, states: str) -> dict[str, Any]:
     """Return the options of a `Way` for one of `--states`."""
     if states == "rests":
         return drafted("self_spec", target, "auto", most=1)
-    return alone(target) if states == "alone" else drafted("mrp_spec", target, int(states) if states != "auto" else states)
+    if states == "alone":
+        return alone(target)
+    return drafted("mrp_spec", target, states if states == "auto" else int(states))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,14 @@
-"""Bytes, FLOPs and times of a round, against numbers derived by hand and the parameter count of the model itself."""
+"""Bytes, FLOPs and times of a round, against numbers derived by hand and the parameter count of the model itself.
 
-from typing import Any
+`test_claims.py` compares the tables of predictions, with experts and without, to the digit.
+"""
 
 import pytest
 import torch
 from conftest import ROOT, make_model
 from mrp_trainer.evaluate import cost
-from mrp_trainer.evaluate.roofline import (
-    PUBLISHED,
-    Counts,
-    Shape,
-    Work,
-    backbone_forward,
-    decoder_layers,
-    head_forward,
-)
+from mrp_trainer.evaluate.roofline import PUBLISHED, Shape, Work, decoder_layers
 
-from benchmarks.cost_model import counts_at
 from modeling_mrp import MRPConfig, MRPForCausalLM
 
 # One layer of everything, so that sums can be done in the head: q and o 8 x 4, k and v 4 x 4 each, an MLP of 3 x 4 x 6.
@@ -44,32 +36,6 @@ def test_a_layer_by_hand() -> None:
     assert matrices == Work(2 * 184, 2 * 168 * 12)
     # 14 keys a row are read and 4 written, 2 x 4 numbers each; 12 queries of size 8 meet 14 keys in two products.
     assert attention == Work(3 * 18 * 8 * 2, 12 * 14 * 8 * 2 * 2)
-
-
-def test_experts_by_hand() -> None:
-    """Four, two a token, of 3 x 4 x 5 numbers in place of an MLP of 72: one token reads two of them, two tokens
-    4 (1 - 1/4) = 3, and each computes with two. The head's layers are dense."""
-    sparse = Shape("sparse", 4, 6, 1, 2, 1, 4, 10, 2, 1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=5)
-    assert [sparse.experts_read(tokens) for tokens in (0, 1, 2)] == [0, 2, 3]
-    assert sparse.backbone == 184 - 72 + 16 + 4 * 60 + 4
-    matrices = backbone_forward(sparse, 1, 1, 0)[1]
-    assert matrices == Work(2 * (184 - 72 + 16 + 3 * 60), 2 * 2 * (168 - 72 + 16 + 2 * 60))
-    assert head_forward(sparse, 1, 1, 0) == head_forward(SMALL, 1, 1, 0)
-    assert SMALL.experts_read(7) == SMALL.with_experts(3) == 0
-
-
-def test_counts_are_taken_from_results() -> None:
-    one: dict[str, Any] = {"family": "math", "batch_size": 1, "mode": "mrp_spec", "states": 4, "tokens_per_forward": 2.5}
-    one |= {"states_per_forward": 4.0, "head_passes_per_round": 2.0, "states_per_head_pass": 1.2}
-    more = {**one, "batch_size": 8, "states_per_forward": 3.9, "head_passes_per_round": 1.5, "states_per_head_pass": 2.0}
-    static = {"family": "math", "batch_size": 1, "mode": "static", "tokens_per_forward": 0.95}
-    lines = [one, more, static, {**static, "batch_size": 8, "tokens_per_forward": 0.9}, {**more, "batch_size": 64}]
-    lines += [{**more, "axis": "prompt", "batch_size": 16}, {**more, "family": "code"}]
-    lines += [{**one, "mode": "self_spec", "head_passes_per_round": 0.0, "states_per_head_pass": 0.0}]
-    assert counts_at(lines, "math", "mrp_spec", 4, 1, 16) == Counts(2.5, 4.0, 2.0, 1.2)
-    assert counts_at(lines, "math", "mrp_spec", 4, 32, 16) == Counts(2.5, 3.9, 1.5, 2.0)
-    assert counts_at(lines, "math", "self_spec", 4, 1, 16) == Counts(2.5, 4.0, 0.0, 1.0)
-    assert counts_at(lines, "math", "static", 4, 32, 16) == Counts(0.95, 17 / 16)
 
 
 def test_head_share_counts_the_rows_that_picks_read() -> None:

@@ -12,19 +12,16 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import longtext, plots
 from benchmarks.common import load
-from benchmarks.longtext import BLOCKS, PROMPT, WINDOW, decode, judged, settings
-from benchmarks.targets import TARGETS, alone, drafted
+from benchmarks.longtext import PROMPT, WINDOW, decode, judged
+from benchmarks.targets import alone, drafted
 
 PROMPTS = torch.randint(2, 50, (3, PROMPT), generator=torch.Generator().manual_seed(1))
 
 
-def test_settings_are_each_target_alone_and_drafted() -> None:
-    groups = list(settings())
-    assert len(groups) == len(BLOCKS) * 2 * len(TARGETS)
-    for first, *others in groups:
-        assert "target" not in first
-        assert {one["target"] for one in others} == {first["decoding"]}
-        assert len({(one["block_size"], one["do_sample"]) for one in (first, *others)}) == 1
+def judge(vocab_size: int, **more: Any) -> Qwen3ForCausalLM:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=vocab_size, num_key_value_heads=1, **sizes, **more)).eval()
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -45,15 +42,13 @@ def test_counts_along_a_text(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_another_model_says() -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
-    torch.manual_seed(0)
-    judge = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, num_key_value_heads=1, initializer_range=1.0, **sizes)).eval()
+    model = judge(64, initializer_range=1.0)
     texts = torch.cat([PROMPTS[:2], PROMPTS[:2], torch.arange(64).expand(2, -1)], 1)
     texts[1, PROMPT : PROMPT + WINDOW] = 7
-    said = judged(judge, texts)
+    said = judged(model, texts)
     with torch.no_grad():
         losses = [
-            [-judge(text[None, :at]).logits[0, -1].log_softmax(-1)[text[at]].item() for at in range(PROMPT, len(text))]
+            [-model(text[None, :at]).logits[0, -1].log_softmax(-1)[text[at]].item() for at in range(PROMPT, len(text))]
             for text in texts
         ]
     nats = torch.tensor(losses)
@@ -69,9 +64,7 @@ def test_measured_lines_become_tables_and_a_figure(
     text = "\n".join(problem.answer for problem in problems("source", "tune", 40))
     (tmp_path / "heldout.jsonl").write_text("".join(f"{json.dumps({'package': name, 'text': text})}\n" for name in "ab"))
     (tmp_path / "head").symlink_to(TINY)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
-    vocab_size = load(TINY)[0].config.vocab_size
-    Qwen3ForCausalLM(Qwen3Config(vocab_size=vocab_size, num_key_value_heads=1, **sizes)).save_pretrained(tmp_path / "causal")
+    judge(load(TINY)[0].config.vocab_size).save_pretrained(tmp_path / "causal")
     monkeypatch.setattr(longtext, "BLOCKS", (16,))
     monkeypatch.setattr(longtext, "TARGETS", {"static": {}})
     path = tmp_path / "long.jsonl"
@@ -82,10 +75,8 @@ def test_measured_lines_become_tables_and_a_figure(
     (missing,) = (line for line in lines if '"mrp_spec"' in line and '"do_sample": false' in line)
     path.write_text("".join(f"{line}\n" for line in lines if line != missing))
     longtext.main(["measure", *asked])
-    again = path.read_text().splitlines()
-    assert sorted(line for line in again if "benchmark" not in line) == sorted(
-        line for line in lines if "benchmark" not in line
-    )
+    again, before = (sorted(line for line in of if "benchmark" not in line) for of in (path.read_text().splitlines(), lines))
+    assert again == before
     assert json.loads(missing)["texts_that_differ"] == 0
     capsys.readouterr()
     longtext.main(["tables", *asked])

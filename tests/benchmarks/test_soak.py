@@ -13,9 +13,7 @@ from tests import random_cases
 def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     output = folder / "soak.jsonl"
     code = soak.main(["--output", str(output), "--minutes", "2", "--rows", "1", "3", "--seed", "3", *arguments])
-    header, *lines = [json.loads(line) for line in output.read_text().splitlines()]
-    assert header["benchmark"] == "soak"
-    return code, lines
+    return code, [json.loads(line) for line in output.read_text().splitlines()[1:]]
 
 
 def test_a_difference_is_found_and_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

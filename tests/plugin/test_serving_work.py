@@ -14,7 +14,7 @@ from mrp_serving.rounds import Rounds
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from benchmarks.serving_cost import ALONE, DRAFTED
+from benchmarks.cost_model import ALONE, DRAFTED
 from modeling_mrp import MRPForCausalLM
 
 LAUNCHES, COPIES, READS, FORWARDS, SHORTLISTS, OTHERS = "launches", "copies", "reads", "forwards", "shortlists", "others"
