@@ -5,9 +5,9 @@
 
 A checkpoint's folder carries its code, so two checkouts can be compared, each run as a user of its folder would run it. The
 first way of `--states` is the one that the others of a folder are compared with: `alone` is the target without drafts, a number
-or `auto` is `mrp_spec` with that K. `rests` is the target with the schedule of `auto` and no drafts: where only some rows end a
-block, the clock decides whether these alone are scored, in a narrower forward, or all rows beside their next blocks' first
-states.
+or `auto` is `mrp_spec` with that K, and `bare` decodes single rows of `dynamic` in the minimal loop of `bare_loop`. `rests` is
+the target with the schedule of `auto` and no drafts: where only some rows end a block, the clock decides whether these alone
+are scored, in a narrower forward, or all rows beside their next blocks' first states.
 
 Greedy, problems of math from the tuning split. Times are CPU time of this process, or with `--clock wall` wall clock, which a
 GPU and several threads need. Ratios are of speed, over the turns of a cell: the median, the least and most, and the quartiles.
@@ -30,6 +30,7 @@ from mrp_trainer.data.tasks import problems
 from mrp_trainer.evaluate.decoded import NEW_TOKENS, pad_left
 from transformers import AutoModel, PreTrainedTokenizerFast
 
+from .bare_loop import decoded
 from .common import TINY, emit, header, now, parser_of
 from .targets import TARGETS, alone, drafted
 
@@ -97,14 +98,30 @@ class Way:
         code = sys.modules[type(self.model).__module__]  # the code of its folder: a bundle of one file
         with patch.object(code, "WIDTHS", (self.most,)) if self.most else nullcontext():
             begun = self.clock(self.model.device)
-            out = self.model.generate(**inputs, **self.options, return_dict_in_generate=True)
-            seconds = self.clock(self.model.device) - begun
-        self.texts[place], self.forwards[place] = out.sequences, int(out.stats.row_forwards.sum())
-        return seconds
+            self.texts[place], self.forwards[place] = self.decode(inputs)
+            return self.clock(self.model.device) - begun
+
+    def decode(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        """Decode a batch; return its ids, prompts included, and the forwards of all rows."""
+        out = self.model.generate(**inputs, **self.options, return_dict_in_generate=True)
+        return out.sequences, int(out.stats.row_forwards.sum())
 
     def same(self, other: "Way") -> bool:
         """Tell if all texts are equal to another way's."""
         return all(torch.equal(text, other.texts[place]) for place, text in self.texts.items())
+
+
+class Bare(Way):
+    """The minimal loop, of single rows and a target with a threshold; it counts no forwards."""
+
+    def decode(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        """See `Way.decode`."""
+        prompt, options = inputs["input_ids"][0].tolist(), self.options
+        ids = decoded(self.model, prompt, options["max_new_tokens"], options["confidence_threshold"])
+        return torch.tensor([ids]), 0
+
+
+WAYS = {"bare": Bare}  # in place of `generate`
 
 
 def batches_of(tokenizer: PreTrainedTokenizerFast, split: Any, count: int, rows: int) -> list[dict[str, torch.Tensor]]:
@@ -119,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folders", nargs="*", default=[str(TINY)], help="checkpoints of the same weights, each with its code")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64], help="rows of a batch")
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
-    parser.add_argument("--states", nargs="+", default=["alone", "4", "8"], help="`alone`, `rests`, numbers, `auto`")
+    parser.add_argument("--states", nargs="+", default=["alone", "4", "8"], help="`alone`, `rests`, `bare`, numbers, `auto`")
     parser.add_argument("--count", type=int, default=16, help="problems of a cell, or two batches where these are more")
     parser.add_argument("--turns", type=int, default=0, help="of a cell; each batch once by default")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
@@ -127,6 +144,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=list(CLOCKS), default="cpu")
     options = parser.parse_args(arguments)
+    if "bare" in options.states and (options.batches, options.targets) != ([1], ["dynamic"]):
+        parser.error("bare is a loop of `dynamic` and one row: --batches 1 --targets dynamic")
     torch.set_num_threads(options.threads)
     models = [
         AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=getattr(torch, options.dtype)).to(options.device).eval()
@@ -139,7 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
         batches = batches_of(tokenizer, "tune", max(2, options.count // rows) * rows, rows)
         for target in options.targets:
             ways = {
-                (place, states): Way(model, batches, CLOCKS[options.clock], **options_of(target, states))
+                (place, states): WAYS.get(states, Way)(model, batches, CLOCKS[options.clock], **options_of(target, states))
                 for place, model in enumerate(models)
                 for states in options.states
             }
@@ -159,7 +178,7 @@ def options_of(target: str, states: str) -> dict[str, Any]:
     """Return the options of a `Way` for one of `--states`."""
     if states == "rests":
         return drafted("self_spec", target, "auto", most=1)
-    if states == "alone":
+    if states in ("alone", *WAYS):
         return alone(target)
     return drafted("mrp_spec", target, states if states == "auto" else int(states))
 

@@ -1,0 +1,58 @@
+"""`dynamic` in a minimal loop of sixty lines: the least code that decodes, which `turns` times beside `generate`:
+``python -m benchmarks.turns --batches 1 --targets dynamic --states bare alone --dtype float64``.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from modeling_mrp.generate.option_table import ids_of
+
+
+@torch.inference_mode()
+def decoded(model: Any, prompt: Sequence[int], new_tokens: int, tau: float) -> list[int]:
+    """Decode one prompt block by block, revealing all columns above tau in each step, at least the most confident one."""
+    config, cache, ids = model.config, DynamicCache(), list(prompt)
+    block, mask_id, limit = config.block_size, config.mask_token_id, len(prompt) + new_tokens
+    eos = ids_of(model.generation_config.eos_token_id)
+
+    def forward(tokens: list[int], begin: int, keep: bool) -> torch.Tensor:
+        positions = torch.arange(begin, begin + len(tokens))
+        seen = (torch.arange(begin + len(tokens)) // block <= positions[:, None] // block)[None, None]
+        out = model.model(
+            input_ids=torch.tensor([tokens]),
+            position_ids=positions[None],
+            attention_mask={"full_attention": seen},
+            past_key_values=cache,
+            use_cache=True,
+        )
+        if not keep:
+            cache.crop(-len(tokens))
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
+
+    start = len(ids) // block * block
+    if start:
+        forward(ids[:start], 0, keep=True)
+    while True:
+        state = (ids[start:] + [mask_id] * block)[:block]
+        end = block
+        while free := [column for column in range(end) if state[column] == mask_id]:
+            logits = model.lm_head(forward(state, start, keep=False)[free])
+            logits[:, mask_id] = -torch.inf
+            best, token = logits.softmax(-1).max(-1)
+            sure, tokens = best.tolist(), token.tolist()
+            top = max(range(len(free)), key=lambda place: sure[place])
+            for place, column in enumerate(free):
+                if sure[place] > tau or place == top:
+                    state[column] = tokens[place]
+                    if tokens[place] in eos:
+                        end = min(end, column)
+        ids[start:] = state
+        stops = [at for at in range(len(prompt), len(ids)) if ids[at] in eos]
+        if stops or len(ids) >= limit:
+            return ids[: min([limit, *(at + 1 for at in stops)])]
+        forward(state, start, keep=True)
+        start += block
