@@ -97,6 +97,7 @@ class Server:
         flags: Further flags.
         environment: Variables added to this process's own.
         max_running_requests: `--max-running-requests`.
+        module: The module that starts the engine.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Server:
         flags: Sequence[str] = CPU_FLAGS,
         environment: Mapping[str, str] = CPU_ENVIRONMENT,
         max_running_requests: int = 64,
+        module: str = "sglang.launch_server",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "log.txt"
@@ -115,7 +117,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+        self._command = [sys.executable, "-m", module, "--model-path", str(model)]
         self._command += ["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], "--enable-metrics", "--sleep-on-idle"]
         self._command += ["--max-running-requests", str(max_running_requests), "--dllm-algorithm", algorithm]
         self._command += ["--dllm-algorithm-config", str(folder / "options.yaml"), *flags]

@@ -3,9 +3,16 @@
 Two SGLang engines with the same weights answer the same prompts in turns, each with an empty prefix cache; the other one sleeps
 meanwhile. The answers are those of `LowConfidence`, token for token, except for near ties. Needs the engine: on a CPU that is
 the environment of `make test-serving`; on a GPU give each engine a share of it: `--flag=--mem-fraction-static --flag=0.4`.
+
+With `--shape` the model has published layer shapes, cut to a few layers, with random weights in `--dtype`. Both engines reveal
+one token a step (threshold 1), and drafts are right as often as published, by a seeded coin (`forced_engine`): 2.7 tokens a
+round of three drafts at 0.75 each. The head is cut as well; the vocabulary is not, so it weighs more than in the whole model.
 """
 
+import json
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,48 +21,110 @@ import torch
 from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import FAMILIES, problems
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
+from transformers import PreTrainedTokenizerFast
 
-from .common import TINY, emit, header, load, parser_of
-from .server import CPU_ENVIRONMENT, CPU_FLAGS, Measured, Server, backbone_for_stock
+from modeling_mrp import MRPForCausalLM
+
+from .common import HUB_CONFIGS, TINY, emit, header, parser_of
+from .forced_engine import ACCEPTANCE
+from .server import CPU_ENVIRONMENT, CPU_FLAGS, HEAD_FIELDS, Measured, Server, backbone_for_stock
 from .turns import faster, take_turns
 
 WARM_UPS = 1  # turns
+RANDOM = ("--context-length", "1024", "--max-total-tokens", "16384", "--load-format", "dummy")
+Asked = tuple[list[list[int]], list[int]]  # prompts, and the most new tokens of each
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The models to compare, and their prompts.
+
+    Attributes:
+        mrp, stock: Checkpoints, with a head and without.
+        asked: Makes the prompts for a number of clients.
+        threshold: Confidence threshold of stock.
+        server: Further arguments of `Server`.
+    """
+
+    mrp: Path
+    stock: Path
+    asked: Callable[[int], Asked]
+    threshold: float
+    server: dict[str, Any]
+
+
+def trained(options: Any, folder: Path) -> Compared:
+    """Compare a trained model on the problems that it was trained for."""
+    backbone = Path(options.backbone) if options.backbone else backbone_for_stock(Path(options.model), folder / "backbone")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
+    chosen = [problem for family in FAMILIES for problem in problems(family, "heldout", options.count)]
+    asked = [encode(problem, tokenizer)[0] for problem in chosen], [NEW_TOKENS[problem.family] for problem in chosen]
+    return Compared(Path(options.model), backbone, lambda clients: asked, options.threshold, {"flags": CPU_FLAGS})
+
+
+def shaped(options: Any, folder: Path) -> Compared:
+    """Compare a published shape, with fewer layers and random weights, on random prompts: one per client."""
+    config = json.loads((HUB_CONFIGS / f"sdar-{options.shape}-mrp" / "config.json").read_text())
+    config |= {"num_hidden_layers": options.layers, "num_nextn_predict_layers": options.head_layers}
+    # The shape is Qwen3's; `sdar` would need code from the checkpoint.
+    backbone = {name: value for name, value in config.items() if name not in HEAD_FIELDS}
+    backbone |= {"architectures": ["SDARForCausalLM"], "model_type": "qwen3"}
+    made = folder / "with_head", folder / "backbone"
+    for at, fields in zip(made, (config, backbone), strict=True):
+        at.mkdir()
+        (at / "config.json").write_text(json.dumps(fields))
+        for name in ("tokenizer.json", "tokenizer_config.json"):  # any tokenizer will do: requests are ids
+            (at / name).write_bytes((TINY / name).read_bytes())
+    draw = torch.Generator().manual_seed(0)
+
+    def asked(clients: int) -> Asked:
+        return torch.randint(5, 151000, (clients, 16), generator=draw).tolist(), [options.new_tokens] * clients
+
+    server = {"flags": (*CPU_FLAGS, *RANDOM, "--dtype", options.dtype), "module": "benchmarks.forced_engine"}
+    return Compared(*made, asked, 1.0, {**server, "environment": {ACCEPTANCE: str(options.acceptance)}})
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: a JSON line for each number of clients."""
     parser = parser_of("serving", __doc__)
     parser.add_argument("--model", default=str(TINY), help="a checkpoint with a head")
-    parser.add_argument("--backbone", type=Path, help="the same without, for stock; left out: written from a model of one file")
+    parser.add_argument("--backbone", help="the same without, for stock; left out: written from a model of one file")
     parser.add_argument("--threshold", type=float, default=0.9)
     parser.add_argument("--states", default="4", help="K, or auto")
     parser.add_argument("--count", type=int, default=60, help="problems of each family")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--flag", action="append", default=[], help="a flag of both engines, in place of those for a CPU")
+    parser.add_argument("--flag", action="append", help="a flag of both engines, in place of those for a CPU")
+    parser.add_argument("--shape", choices=("1.7b", "4b", "8b"), help="in place of a model")
+    parser.add_argument("--layers", type=int, default=4, help="of a shape")
+    parser.add_argument("--head-layers", type=int, default=1, help="of a shape")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of a shape")
+    parser.add_argument("--acceptance", type=float, default=0.75, help="chance of a draft, of a shape")
+    parser.add_argument("--new-tokens", type=int, default=16, help="of a shape's texts")
     parser.add_argument("--learn", type=int, default=0, help="tokens of each text before, by which `auto` learns")
     options = parser.parse_args(arguments)
-    model, tokenizer = load(options.model)
-    emit(header("serving", options, model))
-    asked = [problem for family in FAMILIES for problem in problems(family, "heldout", options.count)]
-    prompts, budgets = [encode(problem, tokenizer)[0] for problem in asked], [NEW_TOKENS[problem.family] for problem in asked]
-    drafted: dict[str, Any] = {"decoding": "mrp_spec", "target": "static" if options.threshold == 1 else "dynamic"}
-    drafted |= {"confidence_threshold": options.threshold}
-    drafted |= {"num_draft_states": options.states if options.states == "auto" else int(options.states)}
+    emit(header("serving", options, None if options.shape else MRPForCausalLM.from_pretrained(options.model)))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        backbone = options.backbone or backbone_for_stock(Path(options.model), folder / "backbone")
-        more: dict[str, Any] = {"flags": options.flag or CPU_FLAGS, "max_running_requests": max(options.concurrency)}
-        more["environment"] = {} if torch.cuda.is_available() else CPU_ENVIRONMENT
+        both = shaped(options, folder) if options.shape else trained(options, folder)
+        block = json.loads((both.mrp / "config.json").read_text())["block_size"]
+        drafted = {"decoding": "mrp_spec", "target": "dynamic", "confidence_threshold": both.threshold}
+        drafted |= {"target": "static"} if both.threshold == 1 else {}
+        drafted["num_draft_states"] = options.states if options.states == "auto" else int(options.states)
+        drafted |= {"draft_branches": 1} if options.shape else {}  # forced drafts are chains
+        more = {**both.server, "max_running_requests": max(options.concurrency)}
+        more["flags"] = options.flag or more["flags"]
+        more["environment"] = {**({} if torch.cuda.is_available() else CPU_ENVIRONMENT), **more.get("environment", {})}
         with (
-            Server(backbone, folder / "of_stock", "LowConfidence", {"threshold": options.threshold}, **more) as stock,
-            Server(options.model, folder / "of_mrp", "MRP", drafted, **more) as mrp,
+            Server(both.stock, folder / "of_stock", "LowConfidence", {"threshold": both.threshold}, **more) as stock,
+            Server(both.mrp, folder / "of_mrp", "MRP", drafted, **more) as mrp,
         ):
             for clients in options.concurrency:
-                given = prompts, budgets, clients, model.config.block_size
+                prompts, budgets = both.asked(clients)
                 if options.learn:
-                    mrp.measure(prompts, [options.learn] * len(prompts), clients, model.config.block_size)
+                    mrp.measure(prompts, [options.learn] * len(prompts), clients, block)
                 made: dict[str, list[Measured]] = {"stock": [], "mrp": []}
+                given = prompts, budgets, clients, block
                 ways = {name: partial(ask, name, server, given, made) for name, server in (("stock", stock), ("mrp", mrp))}
                 taken = take_turns(ways, options.rounds, WARM_UPS)
                 turns = [made[name][WARM_UPS:] for name in ("stock", "mrp")]

@@ -1,0 +1,76 @@
+"""An SGLang engine in which a seeded coin decides whether a draft is right: `sglang.launch_server`, for `serving --shape`.
+
+With random weights, drafts are right never or always; so time at a published acceptance is measured by forcing it. The
+networks compute as usual: only their scores of drafts are overwritten before acceptance. The engine's processes are spawned
+and import this module again.
+"""
+
+import os
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import mrp_serving.rounds
+from mrp_serving.rounds import EngineDecoder
+
+from modeling_mrp.rules.draft import Node
+from modeling_mrp.rules.state import Frontier, Row, Scores, State
+
+ACCEPTANCE = "MRP_FORCED_ACCEPTANCE"  # environment variable with the chance that a draft is right
+SURE = 1e6  # log-odds above all others
+
+
+def followed(state: State, drafted: State, mask_id: int) -> int | None:
+    """Find the column whose reveal turns a state into a drafted one; None if no single one does."""
+    if state.start != drafted.start:
+        return None
+    changed = [column for column, ids in enumerate(zip(state.ids, drafted.ids, strict=True)) if ids[0] != ids[1]]
+    return changed[0] if len(changed) == 1 and state.ids[changed[0]] == mask_id else None
+
+
+def force(nodes: Sequence[Node], scores: Sequence[Scores], mask_id: int, chance: float, coin: random.Random) -> None:
+    """Overwrite the scores at the states of a chain so that each draft is right with a given chance if all before it are.
+
+    Args:
+        nodes: The states of a row, its own first.
+        scores: The backbone's scores at each.
+        mask_id: The mask's id.
+        chance: That a draft is right.
+        coin: Source of randomness.
+    """
+    at = 0
+    for place in range(1, len(nodes)):
+        drafted = nodes[place]
+        column = followed(nodes[at].state, drafted.state, mask_id) if drafted.parent < 0 else None
+        if column is None:
+            continue
+        token, right = drafted.state.ids[column], coin.random() < chance
+        scores[at].odds[column] = SURE
+        scores[at].token[column] = token if right else next(other for other in (1, 2, 3) if other not in (token, mask_id))
+        if not right:
+            return
+        at = place
+
+
+class ForcedDecoder(EngineDecoder):
+    """Accepts drafts by a coin."""
+
+    coin = random.Random(0)
+
+    def accept(
+        self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], scores: Sequence[Sequence[Scores]], drafted: bool
+    ) -> list[Frontier | None]:
+        """See `Decoder.accept`."""
+        for row, nodes, said in zip(rows, drafts, scores, strict=True):
+            force(nodes, said, row.mask_id, float(os.environ[ACCEPTANCE]), self.coin)
+        return super().accept(rows, drafts, scores, drafted)
+
+
+if ACCEPTANCE in os.environ:  # in the engine's processes
+    module: Any = mrp_serving.rounds
+    module.EngineDecoder = ForcedDecoder
+
+if __name__ == "__main__":
+    import runpy
+
+    runpy.run_module("sglang.launch_server", run_name="__main__")
