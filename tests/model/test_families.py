@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, make_model
-from families import FAMILIES, LLADA2, SDAR_MOE, Twin, loaded, slow_decode, twin_of
+from families import FAMILIES, LLADA2, Twin, slow_decode, twin_of
 from fresh import Fresh
 from helpers import close, generate, left_padded, same_tensors, sample
 from mrp_trainer.heads import new_head
@@ -104,7 +104,7 @@ def test_a_head_is_trained_saved_and_loaded(name: str, tmp_path: Path) -> None:
 
 def test_sdar_moe(tmp_path: Path) -> None:
     """A head's layers are no copies of experts, and processes do not divide these."""
-    model, _ = loaded(tmp_path, SDAR_MOE, FAMILIES["sdar_moe"].shapes(SDAR_MOE), 0)
+    model = twin_of("sdar_moe", 4, tmp_path, head_layers=0).model
     with pytest.raises(ValueError, match="layers are Qwen3MoeDecoderLayers and a head's Qwen3DecoderLayers: use 'identity'"):
         new_head(model, 1, "backbone")
     model.config.distributed_config = {"tp_size": 2}
