@@ -26,8 +26,6 @@ def published_config(**changes: Any) -> dict[str, Any]:
     """The config of a published checkpoint with a head, as transformers 4.52 wrote it; at a small size."""
     return {
         "architectures": ["SDARMRPForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         "auto_map": {
             "AutoConfig": "configuration_sdar.SDARConfig",
             "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
@@ -38,9 +36,7 @@ def published_config(**changes: Any) -> dict[str, Any]:
         "eos_token_id": 1,
         "fuse_cross_entropy": True,
         "head_dim": WIDTH,
-        "hidden_act": "silu",
         "hidden_size": HIDDEN,
-        "initializer_range": 0.02,
         "intermediate_size": INTERMEDIATE,
         "mask_token_id": MASK,
         "max_position_embeddings": 512,
@@ -59,7 +55,6 @@ def published_config(**changes: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "transformers_version": "4.52.4",
-        "use_cache": True,
         "use_sliding_window": False,
         "vocab_size": VOCAB,
         **changes,
