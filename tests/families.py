@@ -2,7 +2,7 @@
 transformers' own class for such layers, over the whole text under a dense block-causal mask."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -227,18 +227,3 @@ def twin_of(name: str, block: int | None, folder: Path, head_layers: int = 2) ->
             head.norm.weight.fill_(0.05)
         model.attach_head(head)
     return Twin(name, model, logits)
-
-
-def slow_decode(logits: Logits, prompt: Sequence[int], new: int, block: int, mask: int, rule: str) -> list[int]:
-    """`static` (one token a step) or `sequential`, each step over the whole text; the mask itself is never picked."""
-    ids = list(prompt)
-    while len(ids) < len(prompt) + new:
-        ids += [mask] * (block - len(ids) % block)
-        while mask in ids:
-            scores = logits(ids)
-            scores[:, mask] = -torch.inf
-            confidence, token = scores.softmax(-1).max(-1)
-            where = [i for i in range(len(ids)) if ids[i] == mask]
-            at = where[0] if rule == "sequential" else max(where, key=lambda i: confidence[i].item())
-            ids[at] = int(token[at])
-    return ids[len(prompt) : len(prompt) + new]

@@ -210,11 +210,7 @@ def test_an_autoregressive_checkpoint_as_a_backbone(tmp_path: Path, caplog: Any)
         expected = source(PROMPT).logits
         torch.testing.assert_close(model(PROMPT, attention_mask=causal).logits, expected, rtol=0, atol=1e-6)
         assert (model(PROMPT).logits - expected).abs().max() > 1e-3  # a block sees itself from both sides
-    model.save_pretrained(tmp_path / "ours")
-    again = MRPForCausalLM.from_pretrained(tmp_path / "ours")
-    assert same_tensors(again, model)
-    for one in (model, again):
-        assert one.lm_head.weight is one.model.embed_tokens.weight
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_a_head_that_cannot_be_saved_alone(folders: dict[str, Path], tmp_path: Path) -> None:
