@@ -1,7 +1,8 @@
 """The published families: tiny twins with tensors by published names, and what each model computes, written anew or by
 transformers' own class for such layers, over the whole text under a dense block-causal mask."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ from published import (
     Shapes,
     attended,
     backbone_config,
-    decoder_shapes,
-    mlp_shapes,
     norm,
     random_tensors,
     rotate,
@@ -39,14 +38,12 @@ class Family:
 
     Attributes:
         twin: The config of a tiny model, with the published fields.
-        shapes: The published tensors of a config.
-        logits: Of a twin's folder, config and tensors what it computes.
+        made: Writes a twin with random weights, in shards, as its config is published; and what it computes.
         block_field: The field that says the size of its blocks; None: always 4.
     """
 
     twin: dict[str, Any]
-    shapes: Callable[[dict[str, Any]], Shapes]
-    logits: Callable[[Path, dict[str, Any], dict[str, Tensor]], Logits]
+    made: Callable[[Path, dict[str, Any]], Logits]
     block_field: str | None = "block_size"
 
 
@@ -56,18 +53,19 @@ def block_causal(length: int, block: int) -> Tensor:
     return (of <= of[:, None])[None, None]
 
 
-def of_stock(kind: Any, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], model_type: str) -> Any:
-    """transformers' own model of the tensors."""
-    write(folder / "stock", {**config, "model_type": model_type, "architectures": [kind.__name__]}, tensors)
-    options: dict[str, Any] = {"experts_implementation": "eager"} if "moe" in model_type else {}
-    return kind.from_pretrained(folder / "stock", dtype=torch.float64, attn_implementation="sdpa", **options)
+def stock(kind: Any, block: str | int, shifted: bool = False) -> Callable[[Path, dict[str, Any]], Logits]:
+    """transformers' own model, as it saves it; where `shifted`, it says of every position what it says at the one before."""
 
-
-def stock_logits(kind: Any, model_type: str, block: str | int, shifted: bool = False) -> Any:
-    """What transformers' own model says at each position; where `shifted`, of every position what the one before it says."""
-
-    def made(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Logits:
-        model = of_stock(kind, folder, config, tensors, model_type)
+    def made(folder: Path, config: dict[str, Any]) -> Logits:
+        torch.manual_seed(0)
+        model = kind(kind.config_class.from_dict({**config, "model_type": kind.config_class.model_type})).eval()
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, mean=float(weight.dim() == 1), std=0.25)
+        model.save_pretrained(folder, max_shard_size="50KB")
+        (folder / "config.json").write_text(json.dumps(config))
+        model.double()
+        if "num_experts" in config:
+            model.set_experts_implementation("eager")
 
         @torch.no_grad()
         def logits(ids: list[int]) -> Tensor:
@@ -80,7 +78,12 @@ def stock_logits(kind: Any, model_type: str, block: str | int, shifted: bool = F
     return made
 
 
-# ------------------------------------------------------------------------------------------------- tensors
+# ------------------------------------------------------------------------------------------------- LLaDA2.0 written anew
+
+
+def mlp_shapes(name: str, hidden: int, inner: int) -> Shapes:
+    shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    return {f"{name}.{part}_proj.weight": shape for part, shape in shapes.items()}
 
 
 def llada2_shapes(config: dict[str, Any]) -> Shapes:
@@ -105,9 +108,6 @@ def llada2_shapes(config: dict[str, Any]) -> Shapes:
     return shapes
 
 
-# ------------------------------------------------------------------------------------------------- LLaDA2.0 written anew
-
-
 def experts_of(config: dict[str, Any], tensors: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     """Token by token: of the best groups, by the sum of their two best corrected scores, the best experts."""
     out = []
@@ -124,9 +124,11 @@ def experts_of(config: dict[str, Any], tensors: dict[str, Tensor], name: str, x:
     return torch.stack(out)
 
 
-def llada2_logits(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Logits:
+def llada2(folder: Path, config: dict[str, Any]) -> Logits:
     heads, kv_heads, width = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    tensors = {name: tensor.double() for name, tensor in tensors.items()}
+    stored = random_tensors(llada2_shapes(config))
+    write(folder, config, stored, shards=2)
+    tensors = {name: tensor.double() for name, tensor in stored.items()}
 
     def logits(ids: list[int]) -> Tensor:
         x = tensors["model.word_embeddings.weight"][ids]
@@ -193,70 +195,35 @@ DIFFCODER |= {
 }
 
 FAMILIES: dict[str, Family] = {
-    "sdar_moe": Family(
-        SDAR_MOE,
-        lambda config: decoder_shapes(config, norms=True, experts=True),
-        stock_logits(Qwen3MoeForCausalLM, "qwen3_moe", "block_size"),
-    ),
-    "llada2_moe": Family(LLADA2, llada2_shapes, llada2_logits),
-    "fast_dllm_v2": Family(
-        FAST,
-        lambda config: decoder_shapes(config, bias=True),
-        stock_logits(Qwen2ForCausalLM, "qwen2", "bd_size", shifted=True),
-        "bd_size",
-    ),
-    "stable_diffcoder": Family(DIFFCODER, decoder_shapes, stock_logits(LlamaForCausalLM, "llama", 4), None),
+    "sdar_moe": Family(SDAR_MOE, stock(Qwen3MoeForCausalLM, "block_size")),
+    "llada2_moe": Family(LLADA2, llada2),
+    "fast_dllm_v2": Family(FAST, stock(Qwen2ForCausalLM, "bd_size", shifted=True), "bd_size"),
+    "stable_diffcoder": Family(DIFFCODER, stock(LlamaForCausalLM, 4), None),
     # Of docs/own_backbone.md: a Llama made block-causal.
-    "my_llama": Family(
-        {**DIFFCODER, "architectures": ["LlamaForCausalLM"], "head_dim": 8},
-        decoder_shapes,
-        stock_logits(LlamaForCausalLM, "llama", 8),
-        None,
-    ),
+    "my_llama": Family({**DIFFCODER, "architectures": ["LlamaForCausalLM"], "head_dim": 8}, stock(LlamaForCausalLM, 8), None),
 }
 
 
 @dataclass(frozen=True)
 class Twin:
-    """A tiny model in float64 of random tensors by published names, with a random head, and what it has to compute."""
+    """A tiny model in float64 with random weights and a random head, and what it has to compute."""
 
     name: str
-    folder: Path
     model: Any
     logits: Logits
 
 
-def loaded(folder: Path, config: dict[str, Any], shapes: Shapes, head_layers: int) -> tuple[Any, dict[str, Tensor]]:
-    """A model of random tensors, which lie in two shards, and these."""
-    tensors = random_tensors(shapes)
-    model = MRPForCausalLM.from_pretrained(write(folder, config, tensors, shards=2), dtype=torch.float64).eval()
+def twin_of(name: str, block: int | None, folder: Path, head_layers: int = 2) -> Twin:
+    """Load a twin of a family, from the folder's `twin`, with blocks of a size or of the family's only one."""
+    family = FAMILIES[name]
+    logits = family.made(
+        folder / "twin", {**family.twin, **({} if family.block_field is None else {family.block_field: block})}
+    )
+    model: Any = MRPForCausalLM.from_pretrained(folder / "twin", dtype=torch.float64).eval()
     if head_layers:
         torch.manual_seed(0)
         head = new_head(model, head_layers, "published")
         with torch.no_grad():
             head.norm.weight.fill_(0.05)
         model.attach_head(head)
-    return model, tensors
-
-
-def twin_of(name: str, block: int | None, folder: Path, head_layers: int = 2) -> Twin:
-    """Load a twin of a family with blocks of a size, or of the family's only one."""
-    family = FAMILIES[name]
-    config = {**family.twin, **({} if family.block_field is None else {family.block_field: block})}
-    model, tensors = loaded(folder / "twin", config, family.shapes(config), head_layers)
-    return Twin(name, folder / "twin", model, family.logits(folder, config, tensors))
-
-
-def slow_decode(logits: Logits, prompt: Sequence[int], new: int, block: int, mask: int, rule: str) -> list[int]:
-    """`static` (one token a step) or `sequential`, each step over the whole text; the mask itself is never picked."""
-    ids = list(prompt)
-    while len(ids) < len(prompt) + new:
-        ids += [mask] * (block - len(ids) % block)
-        while mask in ids:
-            scores = logits(ids)
-            scores[:, mask] = -torch.inf
-            confidence, token = scores.softmax(-1).max(-1)
-            where = [i for i in range(len(ids)) if ids[i] == mask]
-            at = where[0] if rule == "sequential" else max(where, key=lambda i: confidence[i].item())
-            ids[at] = int(token[at])
-    return ids[len(prompt) : len(prompt) + new]
+    return Twin(name, model, logits)

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, WIDTH = 32, 48, 2, 4, 2, 8
 VOCAB, BLOCK, MASK, EPS, THETA = 101, 4, 97, 1e-6, 1e6
 HEAD_LAYERS = 2
 HEAD = "mrp_modules.0.model"
-MLP = ("gate", "up", "down")
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -26,8 +26,6 @@ def published_config(**changes: Any) -> dict[str, Any]:
     """The config of a published checkpoint with a head, as transformers 4.52 wrote it; at a small size."""
     return {
         "architectures": ["SDARMRPForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         "auto_map": {
             "AutoConfig": "configuration_sdar.SDARConfig",
             "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
@@ -38,9 +36,7 @@ def published_config(**changes: Any) -> dict[str, Any]:
         "eos_token_id": 1,
         "fuse_cross_entropy": True,
         "head_dim": WIDTH,
-        "hidden_act": "silu",
         "hidden_size": HIDDEN,
-        "initializer_range": 0.02,
         "intermediate_size": INTERMEDIATE,
         "mask_token_id": MASK,
         "max_position_embeddings": 512,
@@ -59,7 +55,6 @@ def published_config(**changes: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "transformers_version": "4.52.4",
-        "use_cache": True,
         "use_sliding_window": False,
         "vocab_size": VOCAB,
         **changes,
@@ -72,42 +67,17 @@ def backbone_config(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in ("num_mrp_heads", "num_nextn_predict_layers")}
 
 
-def mlp_shapes(name: str, hidden: int, inner: int) -> Shapes:
-    return {f"{name}.{part}_proj.weight": (hidden, inner) if part == "down" else (inner, hidden) for part in MLP}
-
-
-def decoder_shapes(config: dict[str, Any], bias: bool = False, norms: bool = False, experts: bool = False) -> Shapes:
-    """A decoder of transformers' layout."""
-    hidden, inner, width = config["hidden_size"], config["intermediate_size"], config.get("head_dim")
-    width = width or hidden // config["num_attention_heads"]
-    sizes = {"q": config["num_attention_heads"] * width, "k": config["num_key_value_heads"] * width}
-    sizes["v"] = sizes["k"]
-    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    for layer in (f"model.layers.{at}" for at in range(config["num_hidden_layers"])):
-        shapes |= {f"{layer}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        shapes |= {f"{layer}.self_attn.{name}_proj.weight": (size, hidden) for name, size in sizes.items()}
-        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, sizes["q"])
-        shapes |= {f"{layer}.self_attn.{name}_proj.bias": (size,) for name, size in sizes.items() if bias}
-        shapes |= {f"{layer}.self_attn.{name}_norm.weight": (width,) for name in "qk" if norms}
-        if not experts:
-            shapes |= mlp_shapes(f"{layer}.mlp", hidden, inner)
-            continue
-        shapes[f"{layer}.mlp.gate.weight"] = (config["num_experts"], hidden)
-        for expert in range(config["num_experts"]):
-            shapes |= mlp_shapes(f"{layer}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
-    return shapes
-
-
-def backbone_shapes() -> Shapes:
-    return decoder_shapes(backbone_config(), norms=True)
+def backbone_shapes(layers: int = LAYERS) -> Shapes:
+    """Those of transformers' Qwen3, whose names the published layouts have."""
+    config = Qwen3Config.from_dict(backbone_config(model_type="qwen3", num_hidden_layers=layers))
+    with torch.device("meta"):
+        tensors = Qwen3ForCausalLM(config).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def head_shapes() -> Shapes:
-    layers = decoder_shapes(backbone_config(num_hidden_layers=HEAD_LAYERS), norms=True)
     shapes: Shapes = {f"{HEAD}.{norm}.weight": (HIDDEN,) for norm in ("enorm", "hnorm", "norm")}
-    shapes |= {name.replace("model", HEAD): shape for name, shape in layers.items() if ".layers." in name}
+    shapes |= {name.replace("model", HEAD): shape for name, shape in backbone_shapes(HEAD_LAYERS).items() if ".layers." in name}
     return {**shapes, f"{HEAD}.eh_proj.weight": (HIDDEN, 2 * HIDDEN)}
 
 

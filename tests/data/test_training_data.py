@@ -215,8 +215,6 @@ def test_levels() -> None:
 def test_noise_is_a_function_of_seed_and_index() -> None:
     samples = [sample(i, 16, 3) for i in range(6)]
     batch = collate(samples, seed=7)
-    again = collate(list(reversed(samples)), seed=7)
-    assert torch.equal(again.input_ids.flip(0), batch.input_ids)
     assert torch.equal(collate(samples[2:3], seed=7).input_ids[0], batch.input_ids[2])
     assert torch.equal(collate(samples, seed=7, copies=1).input_ids[:, :16], batch.input_ids[:, :16])
     assert not torch.equal(collate(samples, seed=8).supervised, batch.supervised)

@@ -56,7 +56,6 @@ def test_what_is_read(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -
 @pytest.mark.parametrize(
     ("lines", "judge", "told"),
     [
-        ([GOOD, {"messages": [{**USER, "role": "robot"}]}], "exact", ", line 2, field messages[0].role: found 'rob"),
         ([GOOD, {**GOOD, "answer": ["5"]}], "exact", ", line 2, field answer: found ['5']"),
         ([{**GOOD, "answer": "five"}], "last_number", ", line 1, field answer: 'five' holds no number"),
         ([{"messages": [USER]}], "exact", ", line 1: the tokenizer has no chat template"),
@@ -117,11 +116,8 @@ def test_a_line_for_every_setting_whose_intervals_hold_its_values(capsys: pytest
     for name in ("accuracy", "tokens_per_forward", "mean_accepted_length", "identical_to_first"):
         low, high = spec[f"{name}_95"]
         assert low <= spec[name] <= high
-    for rate, (low, high) in zip(spec["acceptance_by_depth"], spec["acceptance_by_depth_95"], strict=True):
-        assert low <= rate <= high
     accepted = sum(n * rate / 100 for n, rate in zip(spec["offered_by_depth"], spec["acceptance_by_depth"], strict=True))
     assert accepted == pytest.approx(spec["accepted"], abs=0.1)
-    assert spec["offered_by_depth"] == sorted(spec["offered_by_depth"], reverse=True)
     assert not {"mean_accepted_length", "acceptance_by_depth"} & set(remask)
     assert remask["revoked"] > 0
 

@@ -80,22 +80,12 @@ def test_a_head_on_a_backbone_that_is_spread_over_devices(folders: dict[str, Pat
 
 
 def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path: Path) -> None:
-    """As downloaded, in shards: the commit is remembered, and a pinned one is loaded though the branch has moved on."""
-    MRPForCausalLM.from_pretrained(folders["backbone"]).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
-    in_hub_cache(tmp_path / "sharded", tmp_path, "org/backbone")
+    """The commit of a backbone as downloaded is remembered. That a pinned one is loaded is in `test_trust.py`."""
+    in_hub_cache(folders["backbone"], tmp_path, "org/backbone")
     model = MRPForCausalLM.from_backbone("org/backbone", head=folders["full"], cache_dir=tmp_path)
     assert model.backbone_source == ("org/backbone", SHA)
     model.save_pretrained(tmp_path / "head", head_only=True)
     assert [config_of(tmp_path / "head")[name] for name in BASE] == ["org/backbone", SHA]
-    in_hub_cache(tmp_path / "head", tmp_path, "org/head", "1" * 40)
-    (tmp_path / "models--org--backbone" / "refs" / "main").write_text("2" * 40)
-    loaded = MRPForCausalLM.from_pretrained("org/head", cache_dir=tmp_path)
-    assert same_tensors(loaded, model)
-    assert loaded.backbone_source == ("org/backbone", SHA)
-    shutil.rmtree(tmp_path / "models--org--backbone")
-    with pytest.raises(OSError, match=r"'org/backbone' is no folder here, and as a repository it could not be read.*connect"):
-        MRPForCausalLM.from_pretrained("org/head", cache_dir=tmp_path)
 
 
 def test_names_of_backbones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +156,6 @@ def test_heads_that_do_not_fit(folders: dict[str, Path], tmp_path: Path) -> None
             model.attach_head(head)
     with pytest.raises(ValueError, match=r"revison: attach_head takes .*revision.*spelling"):
         model.attach_head(folders["full"], revison="main")
-    with pytest.raises(ValueError, match=r"the head of .* is not whole"):
-        MRPForCausalLM.from_pretrained(tmp_path / "cut")
     assert model.mrp_head is before
     of_itself = json.dumps({**config_of(folders["head"]), BASE[0]: str(tmp_path / "short")})
     (tmp_path / "short" / "config.json").write_text(of_itself)
@@ -222,11 +210,7 @@ def test_an_autoregressive_checkpoint_as_a_backbone(tmp_path: Path, caplog: Any)
         expected = source(PROMPT).logits
         torch.testing.assert_close(model(PROMPT, attention_mask=causal).logits, expected, rtol=0, atol=1e-6)
         assert (model(PROMPT).logits - expected).abs().max() > 1e-3  # a block sees itself from both sides
-    model.save_pretrained(tmp_path / "ours")
-    again = MRPForCausalLM.from_pretrained(tmp_path / "ours")
-    assert same_tensors(again, model)
-    for one in (model, again):
-        assert one.lm_head.weight is one.model.embed_tokens.weight
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_a_head_that_cannot_be_saved_alone(folders: dict[str, Path], tmp_path: Path) -> None:
