@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import main
+from commands import mrp
 from conftest import TINY
 from mrp_trainer.data.tasks import problems
 from mrp_trainer.evaluate.cost import charged
@@ -94,15 +94,16 @@ def measured(path: Path) -> list[dict[str, Any]]:
     return [line for _, line in with_headers(map(json.loads, path.read_text().splitlines()))]
 
 
-def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+def lines_of(*arguments: str) -> list[dict[str, Any]]:
     """What the command prints; arguments may hold several words."""
-    main(["evaluate", "--model", str(TINY), "--json", *" ".join(arguments).split()])
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    shown = mrp("evaluate", "--model", str(TINY), "--json", *" ".join(arguments).split())
+    return [json.loads(line) for line in shown.splitlines()]
 
 
-def test_a_line_for_every_setting_whose_intervals_hold_its_values(capsys: pytest.CaptureFixture[str]) -> None:
-    modes = "--decoding static mrp_spec mrp_remask --target static --states 2 4 --branches 1 3 --tau 0.3 0.9"
-    lines = lines_of(capsys, "--family math --count 4", modes)
+def test_a_line_for_every_setting_whose_intervals_hold_its_values() -> None:
+    modes = "--decoding static --decoding mrp_spec --decoding mrp_remask --target static"
+    several = "--states 2 --states 4 --branches 1 --branches 3 --tau 0.3 --tau 0.9"
+    lines = lines_of("--family math --count 4", modes, several)
     names = ("decoding", "num_draft_states", "draft_branches", "confidence_threshold")
     assert [tuple(map(line.get, names)) for line in lines] == [
         ("static", None, None, None),
@@ -122,29 +123,25 @@ def test_a_line_for_every_setting_whose_intervals_hold_its_values(capsys: pytest
     assert remask["revoked"] > 0
 
 
-def test_what_is_drafted_by_default_is_the_checkpoints_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_drafted_by_default_is_the_checkpoints_own(tmp_path: Path) -> None:
     """Its target, and 4 states where its number is `auto`, 8 in a picture; whatever is asked for goes before."""
     path = tmp_path / "own" / "generation_config.json"
     shutil.copytree(TINY, path.parent)
     path.write_text(json.dumps({**json.loads(path.read_text()), "target": "dynamic", "num_draft_states": "auto"}))
     common = f"evaluate --model {path.parent} --json --family math --count 1 --max-new-tokens 16 --decoding mrp_spec"
     for asked, target, width in (("", "dynamic", 4), ("--target static --states 3", "static", 3)):
-        main([*common.split(), *asked.split()])
-        line = json.loads(capsys.readouterr().out)
+        line = json.loads(mrp(*common.split(), *asked.split()))
         assert (line["target"], line["num_draft_states"]) == (target, width)
     show = ShowOptions(model=str(path.parent), output=str(tmp_path / "a.svg"), max_new_tokens=16)
     assert re.fullmatch(r"dynamic.*; mrp_spec of dynamic K=8 .*", show_model(show).title)
 
 
-def test_a_table_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     """Its cells are the fields of the lines that the file gets, from where what is on a whole line is read again."""
     path = tmp_path / "out.jsonl"
-    asked = (
-        f"--model {TINY} --family math --count 2 --max-new-tokens 16 --target static --states auto 2 --output {path}".split()
-    )
-    asked = ["evaluate", *asked, "--decoding", "static", "mrp_spec"]
-    main([*asked, "--show", "1"])
-    shown = capsys.readouterr().out
+    asked = f"evaluate --model {TINY} --family math --count 2 --max-new-tokens 16 --target static --output {path}".split()
+    asked += ["--states", "auto", "--states", "2", "--decoding", "static", "--decoding", "mrp_spec"]
+    shown = mrp(*asked, "--show", "1")
     assert shown.count("--- ") == 3, "an answer of each"
     header = json.loads(path.read_text().splitlines()[0])
     assert header.items() >= digests(load_model(str(TINY))).items()
@@ -157,18 +154,16 @@ def test_a_table_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.Capt
     assert rows[2][3] == "{:.2f} ({:.2f}-{:.2f})".format(last["tokens_per_unit"], *last["tokens_per_unit_95"])
     assert (rows[0][0], rows[0][5], rows[0][6]) == ("math", "-", "0.00")
     path.write_bytes(path.read_bytes()[:-40])
-    main(asked)
-    assert capsys.readouterr().out.count("mrp_spec of static") == 2
+    assert mrp(*asked).count("mrp_spec of static") == 2
     *first, again = measured(path)
     assert first == lines[:2]
     assert {**again, "seconds": 0} == {**lines[2], "seconds": 0}
-    main([*asked, "--json"])
-    assert capsys.readouterr().out == ""
-    main([*asked, "--json", "--count", "1"])
+    assert mrp(*asked, "--json") == ""
+    mrp(*asked, "--json", "--count", "1")
     assert len(measured(path)) == 6, "another question"
 
 
-def test_a_file_of_prompts_and_other_options_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_prompts_and_other_options_of_generate(tmp_path: Path) -> None:
     """The problems of a family, from a file: the second has another answer there, the third none, and the fourth lies behind
     the limit. Options reach `generate` in every mode, and are part of what a line measures."""
     asked = problems("math", "heldout", 4)
@@ -176,15 +171,15 @@ def test_a_file_of_prompts_and_other_options_of_generate(tmp_path: Path, capsys:
     records = ({"prompt": problem.prompt, **answer} for problem, answer in zip(asked, answers, strict=True))
     path = written(tmp_path, *records)
     common = "--count 3 --max-new-tokens 64 --target static --decoding mrp_spec"
-    (known,) = lines_of(capsys, common, "--family math")
+    (known,) = lines_of(common, "--family math")
     of_file = ["evaluate", "--model", str(TINY), "--json", "--prompts", path, "--chat", "--judge", "last_number", "--show", "1"]
-    main([*of_file, *common.split()])
-    line, *shown = capsys.readouterr().out.splitlines()
+    line, *shown = mrp(*of_file, *common.split()).splitlines()
     found = json.loads(line)
     assert (shown[0], shown[-1]) == (f"--- {asked[0].prompt}", "[right]")
     assert (found["file"], found["accuracy"]) == (path, 50)
     assert found["tokens_per_forward"] == known["tokens_per_forward"]
-    sampled = lines_of(capsys, common, "static --family source --set do_sample=true seed=3 temperature=8e-1 top_k=0")
+    sampling = (f"--set {name}" for name in ("do_sample=true", "seed=3", "temperature=8e-1", "top_k=0"))
+    sampled = lines_of(common, "--decoding static --family source", *sampling)
     assert "set" not in known
     assert sampled[0]["set"] == {"do_sample": True, "seed": 3, "temperature": 0.8, "top_k": 0}
     assert sampled[1]["identical_to_first"] == 100, "lossless for the same noise"
@@ -204,9 +199,7 @@ def test_a_file_of_prompts_and_other_options_of_generate(tmp_path: Path, capsys:
         ("--set num_return_sequences=2", "--set num_return_sequences=2: this command decides on num_return_sequences"),
     ],
 )
-def test_what_the_command_refuses(
-    arguments: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_command_refuses(arguments: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it reads the weights, of which there are none."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(TINY, "without", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -215,8 +208,6 @@ def test_what_the_command_refuses(
     Path("good.jsonl").write_text('{"prompt": "2 + 3"}\n')
     Path("notes.jsonl").write_text("notes without an end")
     words = arguments.replace("NOTES", "notes.jsonl").replace("BAD", "bad.jsonl").replace("GOOD", "good.jsonl").split()
-    with pytest.raises(SystemExit) as exited:
-        main(["evaluate", *([] if "--model" in words else ["--model", "without"]), *words])
-    assert exited.value.code in (1, 2)
-    assert told in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    said = mrp("evaluate", "--model", "without", *words, fails=True)
+    assert told in " ".join(said.replace("│", " ").split())
     assert Path("bad.jsonl").read_text() == held

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import main
+from commands import mrp
 from conftest import ROOT, TINY, make_model
 from huggingface_hub import ModelCard
 from mrp_trainer.evaluate.cost import charged
@@ -45,8 +45,8 @@ def test_the_embedded_card_is_what_the_command_prints_and_complete(
 ) -> None:
     """And its code runs."""
     monkeypatch.chdir(ROOT)
-    main(["card", "hub_configs/sdar-tiny-mrp", "--results", *RESULTS, "--about", ABOUT])
-    text = capsys.readouterr().out
+    results = [word for path in RESULTS for word in ("--results", path)]
+    text = mrp("card", "hub_configs/sdar-tiny-mrp", *results, "--about", ABOUT)
     assert text == (TINY / "README.md").read_text()
     data = yaml.safe_load(text.split("---")[1])
     assert (data["library_name"], data["pipeline_tag"], data["license"]) == ("transformers", "text-generation", "apache-2.0")

@@ -268,6 +268,18 @@ def decode_as(rank: int, options: DecodeOptions) -> None:
     assert made.call_count == 1
 
 
+def test_a_head_trains_on_decoded_texts_among_chats(decoded: dict[str, str], tmp_path: Path) -> None:
+    flags = {"data": [decoded["wrote"], decoded["train"]], "eval_data": [decoded["wrote"]], "packed": False, "head_layers": 1}
+    run = open_run(settings_of(decoded, tmp_path, **flags, max_steps=2, logging_strategy="steps", logging_steps=1))
+    assert sum(sample.reveal_step is not None for (sample,) in run.trainer.train_dataset) == COUNT
+    assert len(run.trainer.train_dataset) == 2 * COUNT
+    run.train()
+    log = run.trainer.state.log_history
+    assert [line["kl_head"] > 0 for line in log if "kl_head" in line] == [True, True]
+    assert [line["eval_kl_head"] > 0 for line in log if "eval_kl_head" in line] == [True]
+    assert MRPForCausalLM.from_pretrained(tmp_path).mrp_head.norm.weight.abs().max() > 0
+
+
 def test_a_digest_is_of_the_backbone(decoded: dict[str, str], word_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Neither the type nor the head nor an adapter changes it; one number of the last layer does, and it is told, once, that
     another backbone than the one that trains wrote texts."""
