@@ -24,9 +24,9 @@ test: $(VENV)/.dev
 mutants: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(ONLY)
 
-# What needs the other extras: quantized weights, the server, notebooks, the Space, TRL's trainers, a picture as PNG; and kernels
+# What needs the other extras: quantized weights, the server, notebooks, the Space, a picture as PNG; and kernels
 # compiled for four GPUs.
-EXTRAS := quantized serve docs notebooks space other_trainers picture compiled
+EXTRAS := quantized serve docs notebooks space picture compiled
 
 test-extras: $(VENV)/.extras
 	$(PYTEST) -rs $(wildcard $(EXTRAS:%=tests/*/test_%.py))
