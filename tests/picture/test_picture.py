@@ -105,6 +105,7 @@ def test_a_picture_is_whole_in_itself(animated: bool, drawn: Decode) -> None:
     assert all(found.startswith("url(#mrp-") for found in re.findall(r"url\([^)]*\)", picture.svg))
     assert not any(name.startswith("on") or "href" in name for one in root.iter() for name in one.attrib)
     assert ("@keyframes" in picture.svg) == animated
+    assert " g *{color:inherit}" in picture.svg, "colours stay in a page that has its own for everything"
     name = root.attrib["id"]
     style = root.findtext(f"{SVG}style") or ""
     rules = re.findall(r"[{}]\s*([^{}@]+)\{", style)
