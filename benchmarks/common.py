@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
@@ -83,26 +82,11 @@ def read_lines(path: Path, embedded: bool = True) -> list[dict[str, Any]]:
     stale = [place for place, part in others.items() if part is not None]
     if stale and other_weights(measured[-1][0], {}, weights):
         first, part = measured[stale[0]][0], str(others[stale[0]])
-        again = f": measure again with `{measuring_command(first, path)}`" if "options" in first else ""
         whose = "today's" if part == "deciding" else f"that of {TINY.name}"
         what = "deciding code" if part == "deciding" else part
-        raise ValueError(
-            f"{path}: measured with the {what} {first.get(part, 'unknown')}, and {whose} is {weights[part]}{again}"
-        )
+        told = f"{path}: measured with the {what} {first.get(part, 'unknown')}, and {whose} is {weights[part]}"
+        raise ValueError(f"{told}: measure again with {first['benchmark']} and {first.get('options')}")
     return [line for place, (_, line) in enumerate(measured) if others[place] is None]
-
-
-def measuring_command(header: Mapping[str, Any], path: Path) -> str:
-    """Reconstruct the command that wrote a header, with its options, writing to a path."""
-    name = header["benchmark"]
-    ours = name in ("mrp evaluate", "mrp_trainer.evaluate")  # the second is its former name
-    parts = ["mrp evaluate" if ours else f"python -m benchmarks.{name}"]
-    for name, value in header["options"].items():
-        if value is None or value is False or value == [] or name == "output":
-            continue
-        flag, values = f"--{name.replace('_', '-')}", list(map(str, value)) if isinstance(value, list) else [str(value)]
-        parts += [flag] if value is True else [f"{flag} {one}" for one in values] if ours else [" ".join([flag, *values])]
-    return " ".join([*parts, "--output" if "output" in header["options"] else ">", str(path)])
 
 
 def now(device: torch.device) -> float:

@@ -1,23 +1,18 @@
-"""When drafting pays at the published shapes, predicted from a device's roofline: over `static`, or behind SGLang.
+"""When drafting pays at the published shapes, predicted from a device's roofline.
 
     python -m benchmarks.cost_model --device H200 --batch 1 2 4 --states 4 8
-    python -m benchmarks.cost_model --served
 
-The first prints the best mode at each shape, batch size and K, `static` where no draft pays. Tokens per forward, states per
-forward and head passes per round come from `results/tiny_sweep.jsonl`, measured by commit 27b9ad0 with the embedded toy
-checkpoint; the bandwidth is ideal. So predictions hold for a model whose drafts are accepted as often, on a device that never
-waits. `--shape 30b-a3b` is SDAR-30B-A3B; a round reads only the experts that some token chooses (`Shape.experts_read`).
-
-The second prints the best K and its speed over `LowConfidence` by concurrent requests, for drafts that are each right with the
-same chance if those before were. Added to the roofline are what a forward of the engine takes beyond its bytes, as published,
-and launches outside of graphs, copies and reads, as counted (`tests/plugin/test_serving_work.py`). Stock takes one more forward
-per block, to store its keys and values. The seconds of a launch, a copy and a read are assumptions.
+Prints the best mode and its speed over `static` at each shape, batch size and K; `static` where no draft pays. Tokens per
+forward, states per forward and head passes per round come from `results/tiny_sweep.jsonl`, measured by commit 8fadb4d with the
+embedded toy checkpoint; the bandwidth is ideal. So predictions hold for a model whose drafts are accepted as often, on a device
+that never waits. `--shape 30b-a3b` is SDAR-30B-A3B; a round reads only the experts that some token chooses
+(`Shape.experts_read`).
 """
 
 import json
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from mrp_trainer.data.tasks import FAMILIES
 from mrp_trainer.evaluate.roofline import PUBLISHED, Counts, Device, Shape, round_seconds
@@ -37,28 +32,8 @@ EXPERTS = Shape(
     "30B-A3B", 2048, 6144, 48, 32, 4, 128, 151936, 16, 3, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
 )
 SPECULATING = ("self_spec", "mrp_spec")
-# Bandwidth and dense bf16 peak as its maker gives them.
-RTX_PRO = Device("RTX PRO 6000", 1.79e12, 503e12)
-PUBLISHED_FORWARD = 19.6e-3  # seconds of SDAR-8B at batch 1 on it, in SGLang
-LAUNCH, CROSSING = 6e-6, 20e-6  # assumed seconds of a launch outside of graphs, and of a copy or a read
-REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 COUNTS = RESULTS / "tiny_sweep.jsonl"
 Line = dict[str, Any]
-
-
-class Beside(NamedTuple):
-    """The work of a served round beside the networks and their picks, at most, as a test counts it: kernels launched, copies to
-    the device, and reads that the host waits for."""
-
-    launches: int
-    copies: int
-    reads: int
-
-
-# With a head pass for drafts and one for a clean block; and without drafts.
-DRAFTED, ALONE = Beside(30, 4, 2), Beside(12, 1, 1)
-# Assumed launches of a head pass in a graph: its inputs and metadata are written, and its result is copied.
-HEAD_PASS = 12
 
 
 def counts_at(lines: Sequence[Line], family: str, mode: str, states: int, batch: int, block_size: int) -> Counts:
@@ -98,56 +73,6 @@ def table(device: Sequence[str], shape: Sequence[str], batch: Sequence[int], sta
     return markdown_table(["device", "shape", "batch", *(f"{family} K={k}" for family, k in columns)], choices)
 
 
-def stock_seconds(shape: Shape, device: Device, waits: float, prefix: int, batch: int) -> float:
-    """Predict the seconds per token of each row under stock's static decoding, which stores each block by an extra forward.
-
-    Args:
-        shape: Of the model.
-        device: The device.
-        waits: Seconds of a forward beyond its bytes or FLOPs.
-        prefix: Committed tokens of each request.
-        batch: Concurrent requests.
-    """
-    return (round_seconds(shape, device, Counts(1, 1), batch, prefix) + waits) * (1 + 1 / shape.block_size)
-
-
-def mrp_seconds(shape: Shape, device: Device, waits: float, prefix: int, batch: int, width: int, chance: float) -> float:
-    """Predict the seconds per token of each row under MRP with K = `width`, where each draft is right with a chance.
-
-    Other arguments are those of `stock_seconds`.
-    """
-    tokens, block = sum(chance**place for place in range(width)), shape.block_size
-    counts, beside = Counts(1, 1 + 1 / block), ALONE
-    if width > 1:  # a head pass for drafts, and one per clean block
-        counts, beside = Counts(tokens, width, 1 + tokens / block, width - 1), DRAFTED
-    seconds = round_seconds(shape, device, counts, batch, prefix) + waits
-    seconds += (beside.launches + counts.head_passes * HEAD_PASS) * LAUNCH
-    return (seconds + (beside.copies + beside.reads) * CROSSING) / tokens
-
-
-def served(chance: float, prefix: int) -> str:
-    """Predict the best K and its speed by concurrent requests, on devices that wait as published and that never wait."""
-    waits = PUBLISHED_FORWARD - round_seconds(PUBLISHED["8B"], RTX_PRO, Counts(1, 1), 1, prefix)
-    cases: dict[str, tuple[Shape, Device, float]] = {
-        "8B, RTX PRO 6000, as published": (PUBLISHED["8B"], RTX_PRO, waits),
-        "8B, RTX PRO 6000, no waits": (PUBLISHED["8B"], RTX_PRO, 0.0),
-        "4B, H200, no waits": (PUBLISHED["4B"], DEVICES["H200"], 0.0),
-        "1.7B, H200, no waits": (PUBLISHED["1.7B"], DEVICES["H200"], 0.0),
-    }
-    lines = []
-    for name, case in cases.items():
-        cells = []
-        for batch in REQUESTS:
-            speeds = {
-                width: stock_seconds(*case, prefix, batch) / mrp_seconds(*case, prefix, batch, width, chance)
-                for width in (1, 2, 3, 4)
-            }
-            best = max(speeds, key=speeds.__getitem__)
-            cells.append(f"{f'K={best}' if best > 1 else 'rests'} {speeds[best]:.2f}x")
-        lines.append([name, *cells])
-    return markdown_table(["predicted", *(str(batch) for batch in REQUESTS)], lines)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Command line: a Markdown table."""
     parser = parser_of("cost_model", __doc__)
@@ -156,11 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8])
     parser.add_argument("--states", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="K: what was measured")
     parser.add_argument("--prefix", type=int, default=512, help="committed tokens of a row")
-    parser.add_argument("--served", action="store_true", help="behind SGLang, by concurrent requests")
-    parser.add_argument("--acceptance", type=float, default=0.75, help="chance of a draft that is served")
-    given = vars(parser.parse_args(arguments))
-    chance = given.pop("acceptance")
-    print(served(chance, given["prefix"]) if given.pop("served") else table(**given))
+    print(table(**vars(parser.parse_args(arguments))))
 
 
 if __name__ == "__main__":

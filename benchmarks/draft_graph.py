@@ -137,9 +137,6 @@ def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[
     return {row.place: Ranking(*part) for row, part in zip(seeded, parts, strict=True)}
 
 
-# ------------------------------------------------------------------------------------------------------ drafting by a graph
-
-
 def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tuple[State, float]]:
     """Make the states of nodes after a row's next one, by number, with their scores.
 
@@ -201,9 +198,6 @@ class GraphDecoder(Decoder):
 def graph_drafts(rule: RevealRule, graph: DraftGraph, states: int) -> Loop:
     """Make a loop that drafts for a target by a graph calibrated for it, with K states scored per forward."""
     return loop_of(rule, states, partial(GraphDecoder, graph))
-
-
-# --------------------------------------------------------------------------------------------------------------- calibration
 
 
 def passed(first: State, ranking: Ranking, later: Iterable[State]) -> Iterator[Node]:

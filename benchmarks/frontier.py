@@ -13,7 +13,7 @@ With `--rivals` it decodes each target with the head's competitors, `self_spec`,
 alone and drafted.
 
 Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has a line there, measured with the same
-weights, is skipped. `python -m benchmarks.tables frontier` (`targets`, `break_even`, `headline`, `eager`) prints tables, and
+weights, is skipped. `python -m benchmarks.tables frontier` (`targets`, `break_even`, `headline`) prints tables, and
 `python -m benchmarks.plots` draws the figure, from all of `tiny_frontier*.jsonl`: several processes may each take a family and
 a file.
 

@@ -3,13 +3,11 @@
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From `tiny_frontier*.jsonl`:
 `frontier` has accuracy and cost of every mode and setting, `undrafted` leaves out the drafted ones; `targets` has every target,
 alone and drafted, `summary` is short for it; `break_even` what a head pass may cost; `aims` what a pass with a shortlist gains,
-beside its aim; `headline` drafts of `static` beside the released reference; `eager` what `mrp_remask` makes of eager reveals.
+beside its aim; `headline` drafts of `static` beside the released reference.
 From files of their own: `fresh` (`tiny_fresh_{math,code}.jsonl`) the same on fresh problems; `sampled` (`tiny_sampled.jsonl`)
-targets at temperature 1; `seeds` (`tiny_seed_*.jsonl`) heads of several training seeds; `premise` (`tiny_premise.jsonl`) the
-distance of logits from those of earlier steps; `rules` (`tiny_rules.jsonl`) every reveal rule; `lists` (`tiny_lists.jsonl`) the
-same on lists, with weights of their own; `heldout` (`tiny_heldout_{math,code}.jsonl`) the model card's table; `novel` and
-`published_head` (`tiny_*.jsonl` of these names); `turns` (`turns.jsonl`). `provenance` says at which commit each file was
-measured.
+targets at temperature 1; `seeds` (`tiny_seed_*.jsonl`) heads of several training seeds; `rules` (`tiny_rules.jsonl`) every
+reveal rule; `heldout` (`tiny_heldout_{math,code}.jsonl`) the model card's table. `provenance` says at which commit each file
+was measured.
 
 Tokens are per unit (`mrp_trainer.evaluate.cost`): a backbone forward, with the head's passes charged as at the 4B shape, unless
 a column says otherwise.
@@ -17,6 +15,7 @@ a column says otherwise.
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import product
 from math import hypot
 from pathlib import Path
@@ -34,7 +33,6 @@ from .frontier import GRAPH, JUDGED, STATES, WIDTHS, graph_of, listed, on_fronti
 from .targets import RULES, TARGETS, alone, drafted
 
 Line = dict[str, Any]
-EAGER_TAUS = (0.5, 0.6)
 
 
 def frontier_lines(folder: Path = RESULTS) -> list[Line]:
@@ -43,9 +41,9 @@ def frontier_lines(folder: Path = RESULTS) -> list[Line]:
     return sorted(lines, key=lambda line: FAMILIES.index(line["family"]))
 
 
-def named(lines: Iterable[Line], of: str = "family") -> dict[tuple[str, str], Line]:
+def named(lines: Iterable[Line]) -> dict[tuple[str, str], Line]:
     """Return lines by family and setting name, the last one where a setting was measured again."""
-    return {(line[of], setting_name(line)): line for line in lines}
+    return {(line["family"], setting_name(line)): line for line in lines}
 
 
 def by_setting(folder: Path, families: Sequence[str] = FAMILIES) -> dict[tuple[str, str], Line]:
@@ -83,7 +81,10 @@ _OTHERS = [shape for shape in HEAD_SHARES if shape != CHARGED]
 
 
 def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
-    """Tabulate accuracy and tokens per unit of every setting, with 95 % intervals; a star where no other is better at both."""
+    """Tabulate accuracy and tokens per unit of every setting, or of those that draft nothing, with 95 % intervals.
+
+    A star is where no other is better at both.
+    """
     of, rows = by_setting(folder, JUDGED), []
     best = {key for key, line in of.items() if on_frontier(line, [of[other] for other in of if other[0] == key[0]])}
     for name in dict.fromkeys(name for _, name in of):
@@ -99,11 +100,6 @@ def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
         rows.append([name, *cells, *units, row_of(made, "tokens_per_forward"), row_of(made, "head_per_token"), differ])
     head = [*(f"at {shape}" for shape in _OTHERS), "tokens / forward", "head / token", "texts that differ"]
     return markdown_table(["mode", *SOLVED_AND_SPEED, *(f"{title} ({', '.join(JUDGED)})" for title in head)], rows)
-
-
-def undrafted(folder: Path = RESULTS) -> str:
-    """Tabulate the targets alone, and the modes that change a target's text."""
-    return frontier(folder, drafted=False)
 
 
 def ways(target: str, states: int) -> dict[str, Line]:
@@ -187,23 +183,6 @@ def break_even(folder: Path = RESULTS) -> str:
     return markdown_table(["target", "problems", "K=4", "K=8", "K=8, two passes"], rows)
 
 
-def premise(folder: Path = RESULTS) -> str:
-    """Tabulate KL from the backbone's logits to guesses from earlier steps, in nats, and the share of equal likeliest tokens.
-
-    By the number of steps, math and code in a cell; the share is in percent.
-    """
-    of: dict[tuple[str, int], list[Line]] = {}
-    for line in read_lines(folder / "tiny_premise.jsonl", embedded=False):  # what measured it is gone
-        of.setdefault((line["target"], line["steps"]), []).append(line)
-    rows = []
-    for (target, steps), pair in of.items():
-        apart = [", ".join(f"{line['kl'][guess]:.2f}" for line in pair) for guess in pair[0]["kl"]]
-        same = [", ".join(f"{100 * line['same'][guess]:.1f}" for line in pair) for guess in pair[0]["same"]]
-        rows.append([f"`{target}`", str(steps), *apart, *same, ", ".join(f"{100 * line['missed']:.1f}" for line in pair)])
-    head = ["KL: stale", "KL: head", "same token, %: stale", "same token, %: head", "missed by 16 tokens, %"]
-    return markdown_table(["target", "steps apart", *head], rows)
-
-
 def _differ(of: dict[tuple[str, str], Line], families: Sequence[str], target: str) -> int:
     """Count the texts of a target's drafts that differ from its own."""
     drafts = (line for (family, _), line in of.items() if family in families and line.get("target") == target)
@@ -251,18 +230,6 @@ def headline(folder: Path = RESULTS) -> str:
     return markdown_table(["mode", *FAMILIES, f"tokens / forward ({', '.join(FAMILIES)})"], rows)
 
 
-def eager(folder: Path = RESULTS) -> str:
-    """Tabulate `static`, and `dynamic` beside `mrp_remask`, where eager reveals are often wrong; 95 % intervals in brackets."""
-    dynamic: list[Line] = [{"decoding": "dynamic", "confidence_threshold": tau} for tau in EAGER_TAUS]
-    again = [{**one, "decoding": "mrp_remask", "remask_rule": "reread"} for one in dynamic]
-    names, of = map(setting_name, [alone("static"), *dynamic, *again]), by_setting(folder)
-    rows = []
-    for name in names:
-        made = [of[family, name] for family in JUDGED]
-        rows.append([name, *solved_and_speed(made), row_of(made, "tokens_per_forward")])
-    return markdown_table(["mode", *SOLVED_AND_SPEED, f"tokens / forward ({', '.join(JUDGED)})"], rows)
-
-
 def rules(folder: Path = RESULTS) -> str:
     """Tabulate the problems that each reveal rule solves, with 95 % intervals, and its tokens per unit, alone and drafted."""
     of, rows = named(read_lines(folder / "tiny_rules.jsonl")), []
@@ -273,20 +240,6 @@ def rules(folder: Path = RESULTS) -> str:
         differ = sum(line["texts_that_differ"] for pair in made[1:] for line in pair)
         rows.append([f"`{target}`", *(interval(line, "accuracy", 1) for line in made[0]), *pairs, str(differ)])
     head = [*(f"{family} %" for family in JUDGED), "alone", *(f"K = {states}" for states in WIDTHS)]
-    return markdown_table(["rule", *head, "texts that differ"], rows)
-
-
-def lists(folder: Path = RESULTS) -> str:
-    """Tabulate the lists that each reveal rule gets right, with 95 % intervals for shuffled ones, and tokens per forward."""
-    of, rows = named(read_lines(folder / "tiny_lists.jsonl", embedded=False), "kind"), []
-    kinds = ("copy", "reverse", "replace", "shuffle")
-    for target in RULES:
-        ways = [alone(target), drafted("self_spec", target, 4)]
-        own, draft = ([of[kind, setting_name(way)] for kind in kinds] for way in ways)
-        solved = [*(f"{line['accuracy']:.1f}" for line in own[:-1]), interval(own[-1], "accuracy", 1)]
-        speeds = [row_of(way, "tokens_per_forward") for way in (own, draft)]
-        rows.append([f"`{target}`", *solved, *speeds, str(sum(line["texts_that_differ"] for line in draft))])
-    head = [*(f"{kind} %" for kind in kinds), f"alone ({', '.join(kinds)})", "drafted, K = 4"]
     return markdown_table(["rule", *head, "texts that differ"], rows)
 
 
@@ -355,51 +308,6 @@ def heldout(folder: Path = RESULTS) -> str:
     return results_table([line for family in JUDGED for line in read_lines(folder / f"tiny_heldout_{family}.jsonl")])
 
 
-def novel(folder: Path = RESULTS) -> str:
-    """Tabulate accuracy on problems of a kind that training never had, beside the others, with 95 % intervals."""
-    cells: dict[tuple[str, str], list[str]] = {}
-    for line in read_lines(folder / "tiny_novel.jsonl"):
-        cells.setdefault((line["family"], line["mode"]), []).extend(
-            [*solved_and_speed([charged(line)]), f"{line['tokens_per_forward']:.2f}"]
-        )
-    columns = ("%", "tokens / unit", "tokens / forward")
-    head = [f"{part}: {what}" for part in ("novel", "known") for what in columns]
-    return markdown_table(["problems", "mode", *head], [[family, f"`{mode}`", *of] for (family, mode), of in cells.items()])
-
-
-def published_head(folder: Path = RESULTS) -> str:
-    """Tabulate tokens per unit of a head trained by the published recipe and of the embedded one, in both loops.
-
-    In brackets each over the first of its row.
-    """
-    rows: dict[tuple[str, int], dict[tuple[str, str], Line]] = {}
-    for line in read_lines(folder / "tiny_published_head.jsonl"):
-        of = rows.setdefault((line["family"], line["num_draft_states"]), {})
-        of[line["decoding"], line["head"]] = charged(line)
-    columns = list(product(("released", "mrp_spec"), ("published", "embedded")))
-    cells = []
-    for (family, states), of in sorted(rows.items(), key=lambda row: (FAMILIES.index(row[0][0]), row[0][1])):
-        first, *others = (of[column] for column in columns)
-        ratios = (f"{line['tokens_per_unit']:.2f} ({ratio(line, first, 'over_published')})" for line in others)
-        differ = sum(line["texts_that_differ"] for line in of.values())
-        plain = row_of([first, *others], "tokens_per_forward")
-        cells.append([family, str(states), interval(first, "tokens_per_unit", 2), *ratios, plain, str(differ)])
-    head = [f"{loop}, {head} head" for loop, head in columns]
-    return markdown_table(["family", "K", *head, "tokens / forward", "texts that differ"], cells)
-
-
-def turns(folder: Path = RESULTS) -> str:
-    """Tabulate the speed of each way to draft over the target alone, by rows: median, and least and most in brackets."""
-    cells: dict[tuple[str, str], dict[str, str]] = {}
-    for line in read_lines(folder / "turns.jsonl"):
-        if (over := line.get("over_first")) is not None:
-            shown = "{:.2f}x ({:.2f}-{:.2f})".format(over["median"], *over["range"])
-            cells.setdefault((str(line["rows"]), line["states"]), {})[line["target"]] = shown
-    columns = list(dict.fromkeys(target for row in cells.values() for target in row))
-    rows = [[*row, *(of.get(column, "") for column in columns)] for row, of in cells.items()]
-    return markdown_table(["rows", "K", *(f"`{target}`" for target in columns)], rows)
-
-
 def provenance(folder: Path = RESULTS) -> str:
     """Tabulate the commits at which each file of results was measured, and whether its decoding code was noted."""
     rows = []
@@ -412,13 +320,9 @@ def provenance(folder: Path = RESULTS) -> str:
     return markdown_table(["results", "commit", "deciding code"], rows)
 
 
-TABLES: dict[str, Callable[[Path], str]] = {
-    table.__name__: table
-    for table in (
-        *(frontier, undrafted, summary, targets, aims, break_even, headline, eager, premise),
-        *(fresh, sampled, seeds, rules, lists, heldout, novel, published_head, turns, provenance),
-    )
-}
+TABLES: dict[str, Callable[..., str]] = {"undrafted": partial(frontier, drafted=False)}
+for _table in (frontier, summary, targets, aims, break_even, headline, fresh, sampled, seeds, rules, heldout, provenance):
+    TABLES[_table.__name__] = _table
 
 
 def main(arguments: list[str] | None = None) -> None:

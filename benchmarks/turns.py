@@ -1,6 +1,6 @@
 """Time of the same texts decoded in several ways, which take turns in one process: drafts over their target, or two versions.
 
-    python -m benchmarks.turns --states alone 1 2 4 8 auto > benchmarks/results/turns.jsonl
+    python -m benchmarks.turns --states alone 1 2 4 8 auto
     python -m benchmarks.turns ../before/hub_configs/sdar-tiny-mrp ./hub_configs/sdar-tiny-mrp --batches 1 16
 
 A checkpoint's folder carries its code, so two checkouts can be compared, each run as a user of its folder would run it. The
@@ -11,7 +11,6 @@ are scored, in a narrower forward, or all rows beside their next blocks' first s
 
 Greedy, problems of math from the tuning split. Times are CPU time of this process, or with `--clock wall` wall clock, which a
 GPU and several threads need. Ratios are of speed, over the turns of a cell: the median, the least and most, and the quartiles.
-`python -m benchmarks.tables turns` prints what drafts with `auto` gain.
 """
 
 import argparse

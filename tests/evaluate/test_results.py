@@ -122,7 +122,7 @@ def test_lines_of_other_weights_or_code_are_measured_again(tmp_path: Path, part:
     path.write_text("".join(json.dumps(line) + "\n" for line in (old, ALONE, DRAFTED)))
     what = "deciding code" if part == "deciding" else part
     told = f"{path}: measured with the {what} 0123456789ab, and {whose} is {today[part]}: "
-    told += f"measure again with `python -m benchmarks.sweep --count 200 --batch-size 1 8 > {path}`"
+    told += f"measure again with sweep and {old['options']}"
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
         read_lines(path)
     results = ResultsFile(path, "asked")
@@ -181,7 +181,7 @@ def test_every_committed_result_says_what_it_measured() -> None:
     """Also those that no table shows; training logs are none."""
     for path in sorted(tables.RESULTS.glob("*.jsonl")):
         if not path.stem.endswith("_log"):
-            kept = path.stem not in ("tiny_lists", "long") and "seed" not in path.stem
+            kept = path.stem != "long" and "seed" not in path.stem
             assert read_lines(path, embedded=kept), path
             first = json.loads(path.read_text().splitlines()[0])
             assert first["commit"], path

@@ -14,7 +14,6 @@ from mrp_serving.rounds import Rounds
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from benchmarks.cost_model import ALONE, DRAFTED
 from modeling_mrp import MRPForCausalLM
 
 LAUNCHES, COPIES, READS, FORWARDS, SHORTLISTS, OTHERS = "launches", "copies", "reads", "forwards", "shortlists", "others"
@@ -118,8 +117,7 @@ def test_a_round_does_little_beside_its_networks(case: str) -> None:
     scheduler.add(*(FakeRequest(prompt, 20, rid=str(at)) for at, prompt in enumerate(prompts)))
     scheduler.run()
     most = {kind: max(counts[kind] for counts in found) for kind in (LAUNCHES, COPIES, READS, FORWARDS)}
-    least = ALONE if case == "none" else DRAFTED  # what predictions are made from
-    assert (most[LAUNCHES], most[COPIES], most[READS]) <= (least.launches, least.copies, least.reads)
+    assert (most[LAUNCHES], most[COPIES], most[READS]) <= ((12, 1, 1) if case == "none" else (30, 4, 2))
     for counts in found:
         assert counts[COPIES] <= counts[FORWARDS] + counts[SHORTLISTS] + (case == "stale")  # for a block that is kept
         assert counts[READS] <= counts[FORWARDS]
