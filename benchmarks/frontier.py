@@ -268,8 +268,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--output", default=str(RESULTS / "tiny_frontier.jsonl"), help="lines; goes on behind those that are there"
     )
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    decodings = list(dict.fromkeys(setting["decoding"] for setting in settings()))
-    parser.add_argument("--decoding", nargs="+", default=decodings, help="measure these alone: decodings, or names of settings")
+    parser.add_argument("--decoding", nargs="+", help="measure these alone: decodings, or names of settings")
     parser.add_argument("--rivals", action="store_true", help="measure what the head is held against instead")
     parser.add_argument("--rules", nargs="*", choices=list(RULES), help="measure these reveal rules instead; no name: all")
     parser.add_argument("--sampled", action="store_true", help="measure targets at temperature 1 instead")
@@ -289,12 +288,12 @@ def main(arguments: list[str] | None = None) -> None:
     decoder = Decoder(model.to(getattr(torch, options.dtype)), tokenizer, options.batch_size)
     for family in options.family:
         wanted, compared = (rival_settings(), rivals) if options.rivals else (settings(family), references)
-        only = options.decoding
-        wanted = [setting for setting in wanted if setting["decoding"] in only or setting_name(setting) in only]
         if options.sampled:
             wanted, compared = sampled_settings(), of_target
         if options.rules is not None:
             wanted, compared = rule_settings(options.rules or RULES), of_target
+        if only := options.decoding:
+            wanted = [setting for setting in wanted if setting["decoding"] in only or setting_name(setting) in only]
         asked = problems_of(family, options.split, options.count // (2 if family == "source" else 1), options.seed)
         for line in lines(decoder, asked, wanted, results, identity, compared):
             results.add(line)
