@@ -94,7 +94,6 @@ class MRPGenerationMixin(GenerationMixin):
             infill_ids = infill_ids.repeat_interleave(copies, 0)
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
-
         decode = partial(_decode, streams, real.repeat_interleave(copies, 0), infill_ids, past_key_values)
         with fetched(self.lm_head):
             return super().generate(inputs, generation_config=config, custom_generate=decode, **others)
@@ -136,8 +135,8 @@ class MRPGenerationMixin(GenerationMixin):
         head_layers = len(devices) - self.config.num_hidden_layers
         hidden_size = self.config.hidden_size if with_head else 0
         ends = (self.config.block_size, self.config.hidden_size) if self.model.shifted else (0, 0)
-        of_keys = (batch_size, heads, width, devices, capacity, scratch, self.dtype)
-        cache = BlockCache(*of_keys, head_layers, hidden_size, fixed, ends)
+        sizes = (batch_size, heads, width, devices, capacity, scratch)
+        cache = BlockCache(*sizes, self.dtype, head_layers, hidden_size, fixed, ends)
         cache.owner = PassingReference(self)
         return cache
 
@@ -170,7 +169,7 @@ def _decode(
             f"infill_ids hold {filled} tokens a row, and max_new_tokens (max_length) leaves room for {new}: raise it"
         )
     mixed = mixed_tokens(getattr(model.config, "quantization_config", None))
-    if mixed is not None and (mode.drafting is not None or len(input_ids) > 1):
+    if mixed and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
     least = max(0, (config.min_length or 0) - input_ids.shape[1])
@@ -281,8 +280,7 @@ def _picker(model: Any, processors: kinds.LogitsProcessorList, config: MRPGenera
                 )
             before.append(processor)
     weight, sample, dispatch = model.lm_head.weight, bool(config.do_sample), Dispatch(config.kernels)
-    # No shortlist then: it is taken from the scores of one state, and a processor or a ban may raise or bar other tokens at the
-    # states that follow.
+    # No shortlist then, which comes from the scores of one state: other tokens may be raised or barred at those that follow.
     shaped = words or ngram or before
     few = mode.drafting.listed(len(weight), sample) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
     return Picker(

@@ -176,14 +176,6 @@ def _declared() -> tuple[Option, ...]:
 
 OPTIONS = _declared()
 
-
-def ids_of(value: Any) -> list[Any]:
-    """List the ids that an option gives as one id, several, a tensor of them, or None."""
-    if hasattr(value, "flatten"):
-        return list(value.flatten().tolist())
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-
-
 _PREFIXES = "it needs prefixes that grow from the left; there are num_return_sequences with do_sample, and infill_ids"
 _COLUMNS = "it acts at a column of the padded batch; there are suppress_tokens and min_new_tokens"
 _ROUNDS = "a forward scores many positions of drafted states side by side; the forward of the model returns what it computes"

@@ -12,7 +12,7 @@ from ..rules.draft import BRANCHES, CROWD
 from ..rules.reveal import logit
 from .budget import WIDTHS
 from .loop import Drafting, Mode
-from .option_table import DRAFTING, OPTIONS, RULES, DecodingOptions, check_supported, closest_name, ids_of
+from .option_table import DRAFTING, OPTIONS, RULES, DecodingOptions, check_supported, closest_name
 from .refine import Direct, Refinement, RereadRemask, ResidualRemask, ThresholdRemask
 
 logger = transformers_logging.get_logger(__name__)
@@ -70,8 +70,9 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         return Mode(RULES[options.target](self, block_size), drafting=drafting)
 
     def eos_ids(self) -> list[int]:
-        """List the ids that end a row."""
-        return ids_of(self.eos_token_id)
+        """List the ids that end a row, which may be given as one id, several, or a tensor of them."""
+        ids = self.eos_token_id.tolist() if hasattr(self.eos_token_id, "tolist") else self.eos_token_id
+        return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
 
     def pad_id(self) -> int:
         """Choose the id that fills rows after the end of their text."""

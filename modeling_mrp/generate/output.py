@@ -34,9 +34,8 @@ class MRPGenerateStats(ModelOutput):
         accepted_at_depth: [rows, n]: the rounds among these that accepted a k-th draft; their sum over k is `accepted`.
         revocations: [n, 3]: row, column of the generated text (as in `reveal_step`; it may lie beyond the end) and token of
             each reveal that `mrp_remask` took back, in order.
-        rounds: [1 + rounds, rows] by name, each row's counts after the prefill and after each round: `row_forwards`, `drafted`,
-            `accepted`, `steps` of denoising, and `column`, the start of the row's block in the generated text (below 0 within
-            the prompt).
+        rounds: [1 + rounds, rows] by name, each row's counts after the prefill and each round: `row_forwards`, `drafted`,
+            `accepted`, `steps` of denoising and `column`, its block's start in the generated text (below 0 in the prompt).
     """
 
     forwards: dict[str, int] | None = None
