@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from modeling_mrp.generate.option_table import ids_of
-
 
 @torch.inference_mode()
 def decoded(model: Any, prompt: Sequence[int], new_tokens: int, tau: float) -> list[int]:
     """Decode one prompt block by block, revealing all columns above tau in each step, at least the most confident one."""
     config, cache, ids = model.config, DynamicCache(), list(prompt)
     block, mask_id, limit = config.block_size, config.mask_token_id, len(prompt) + new_tokens
-    eos = ids_of(model.generation_config.eos_token_id)
+    eos = model.generation_config.eos_ids()
 
     def forward(tokens: list[int], begin: int, keep: bool) -> torch.Tensor:
         positions = torch.arange(begin, begin + len(tokens))

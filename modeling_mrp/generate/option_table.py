@@ -1,7 +1,7 @@
-"""The options of `generate`, each declared once as a field of `DecodingOptions`, and those of transformers that it refuses.
+"""The options of `generate`, each declared once as a field of `DecodingOptions`; the rules; what is refused of transformers.
 
-From them come the fields of `MRPGenerationConfig`, `help`, defaults and checks, the flags of command lines, and the
-table of docs/decoding.md. Nothing here imports torch, so that the help of a command line comes at once.
+From the fields come those of `MRPGenerationConfig`, `help`, defaults and checks, the flags of command lines, and the table of
+docs/decoding.md. Nothing here imports torch, so that the help of a command line comes at once.
 """
 
 import difflib
@@ -10,30 +10,57 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import getdoc
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-# Rules from papers (docs/rules.md).
-Published = Literal[
-    "fast_dllm",
-    "eb_sampler",
-    "hierarchy",
-    "local_leap",
-    "cad",
-    "eoser",
-    "prophet",
-    "bacd",
-    "slow_fast",
-    "ccd",
-    "credit",
-    "klass",
-]
-Target = Literal["static", "dynamic", "sequential", "entropy_bound", Published]
-Decoding = Literal[Target, "self_spec", "mrp_direct", "mrp_spec", "mrp_remask"]
-RemaskRule = Literal["reread", "threshold", "residual"]
-PUBLISHED: tuple[str, ...] = get_args(Published)
-TARGETS: tuple[str, ...] = get_args(Target)
-DECODINGS: tuple[str, ...] = get_args(Decoding)
-REMASK_RULES: tuple[str, ...] = get_args(RemaskRule)
+from ..rules.published import (
+    BoundedAdaptive,
+    Coherent,
+    ConfidenceAdaptive,
+    Credit,
+    EBSampler,
+    EosRejection,
+    FastDLLM,
+    Hierarchy,
+    Klass,
+    LocalLeap,
+    Prophet,
+    SlowFast,
+    ascending,
+)
+from ..rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, schedule_of
+
+
+def _low(options: Any, published: float) -> float:
+    """Choose the log-odds of a rule's lower threshold: the published one unless the option is set."""
+    return logit(published if options.low_threshold is None else options.low_threshold)
+
+
+# The rules, made from checked options and the block size.
+_OURS: dict[str, Callable[[Any, int], RevealRule]] = {
+    "static": lambda options, block: Static(schedule_of(block, options.denoising_steps)),
+    "dynamic": lambda options, block: Dynamic(logit(options.confidence_threshold)),
+    "sequential": lambda options, block: Sequential(schedule_of(block, options.denoising_steps)),
+    "entropy_bound": lambda options, block: EntropyBound(options.entropy_threshold),
+}
+# Those from papers (docs/rules.md).
+_PUBLISHED: dict[str, Callable[[Any, int], RevealRule]] = {
+    "fast_dllm": lambda options, block: FastDLLM(options.factor),
+    "eb_sampler": lambda options, block: EBSampler(options.entropy_threshold),
+    "hierarchy": lambda options, block: Hierarchy(logit(options.confidence_threshold), _low(options, 0.4)),
+    "local_leap": lambda options, block: LocalLeap(logit(options.confidence_threshold), _low(options, 0.75)),
+    "cad": lambda options, block: ConfidenceAdaptive(logit(options.confidence_threshold), frozenset(options.eos_ids())),
+    "eoser": lambda options, block: EosRejection(ascending(block), frozenset(options.eos_ids())),
+    "prophet": lambda options, block: Prophet(schedule_of(block, options.denoising_steps)),
+    "bacd": lambda options, block: BoundedAdaptive(logit(options.confidence_threshold), _low(options, 0.6)),
+    "slow_fast": lambda options, block: SlowFast(logit(options.confidence_threshold), _low(options, 0.3)),
+    "ccd": lambda options, block: Coherent(),
+    "credit": lambda options, block: Credit(logit(options.confidence_threshold)),
+    "klass": lambda options, block: Klass(logit(options.confidence_threshold)),
+}
+RULES = _OURS | _PUBLISHED
+PUBLISHED, TARGETS = tuple(_PUBLISHED), tuple(RULES)
+DECODINGS = (*TARGETS, "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
+REMASK_RULES = ("reread", "threshold", "residual")
 DRAFTING = ("self_spec", "mrp_spec")
 _OF_THRESHOLD = ("dynamic", "hierarchy", "local_leap", "cad", "bacd", "slow_fast", "credit", "klass", "mrp_remask")
 
@@ -43,11 +70,9 @@ class Option:
     """An option of `generate`.
 
     Attributes:
-        name: The keyword argument, and the field of the config.
-        default: The value where neither the call nor a config sets the option.
+        name, default: The keyword argument, and its value where neither the call nor a config sets it.
         kind: The type of its values, as `isinstance` takes it; a bool is no number.
-        holds: Its range: a function that gets a value of that type and the model's block size, and returns True if it is
-            allowed.
+        holds: Tells if a value of that type is in range, given the model's block size.
         remedy: The end of the error message for other values; `{block_size}` stands for the model's.
         help: Its meaning, a line of Markdown.
         modes: The values of `decoding`, or of `target` in a mode that drafts, with which it has an effect.
@@ -61,41 +86,28 @@ class Option:
     help: str = ""
     modes: tuple[str, ...] = DECODINGS
 
-    def acts(self, decoding: str, target: str | None = None) -> bool:
-        """Tell if the option has an effect in a mode or, if the mode drafts, with its `target`."""
-        return decoding in self.modes or (decoding in DRAFTING and target in self.modes)
-
     def check(self, value: Any, block_size: int | None) -> None:
-        """Raise `ValueError`, with value and remedy, for a value of another type or out of range.
-
-        Without a block size, numbers that the block size bounds are not checked against it.
-        """
+        """Raise `ValueError` for a value of another type or out of range; without a block size none is too large for it."""
         if value is None:  # it is left to the default
             return
-        remedy = self.remedy.replace("{block_size}", "block_size" if block_size is None else f"block_size ({block_size})")
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
-        if not fits or not self.holds(value, 1 << 63 if block_size is None else block_size):
+        if not fits or not self.holds(value, block_size or 1 << 63):
             kind = "" if fits else f", of type {type(value).__name__}"
+            remedy = self.remedy.replace("{block_size}", f"block_size ({block_size})" if block_size else "block_size")
             raise ValueError(f"{self.name} is {value!r}{kind}: {remedy}")
 
 
 # Type, range and remedy.
 _Values = tuple[Any, Callable[[Any, int], bool], str]
 _COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
-_MOST_STATES = 256  # of a block of 4, the shortest published, the kernels hold no more
-_STATES: _Values = (
-    int | str,
-    lambda v, _: v == "auto" if isinstance(v, str) else 1 <= v <= _MOST_STATES,
-    f"it must be 'auto' or an int from 1 to {_MOST_STATES}",
-)
+# Of a block of 4, the shortest published, the kernels hold no more states than 256.
+_STATES: _Values = (int | str, lambda v, _: v == "auto" or v in range(1, 257), "it must be 'auto' or an int from 1 to 256")
 _LISTED: _Values = (int, lambda v, _: 0 <= v <= 1024, "it must be an int from 0 to 1024")
 _STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to {block_size}")
 _NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
-_LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
-_FACTOR: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number, 1 as published, more for more at once")
+_POSITIVE: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number, a float")
 _PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
-_KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
-_GRAPHS: _Values = (bool, lambda *_: True, "use True, False, or None for CUDA graphs where they are possible")
+_SWITCH: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (never)")
 _SEED: _Values = (
     int | list,
     lambda v, _: all(type(one) is int and 0 <= one < 1 << 62 for one in (v if isinstance(v, list) else [v])),
@@ -109,9 +121,6 @@ def _one_of(names: tuple[str, ...]) -> _Values:
 
 class DecodingOptions:
     """The options of block-diffusion decoding; None leaves one to the model's own config, and then to its default.
-
-    A new one needs its field here, with type, default, values and modes, its meaning below, and its reader: a mode of decoding
-    in `options.py`, or `generate`.
 
     Attributes:
         decoding: the mode
@@ -136,65 +145,49 @@ class DecodingOptions:
         graphs: CUDA graphs: None where possible, True or an error, False never
     """
 
-    decoding: Annotated[Decoding | None, "static", _one_of(DECODINGS)] = None
-    target: Annotated[Target | None, "static", _one_of(TARGETS), DRAFTING] = None
+    decoding: Annotated[str | None, "static", _one_of(DECODINGS)] = None
+    target: Annotated[str | None, "static", _one_of(TARGETS), DRAFTING] = None
     denoising_steps: Annotated[int | None, None, _STEPS, ("static", "sequential", "prophet", "mrp_direct")] = None
     confidence_threshold: Annotated[float | None, 0.9, _PROBABILITY, _OF_THRESHOLD] = None
     low_threshold: Annotated[float | None, None, _PROBABILITY, ("hierarchy", "local_leap", "bacd", "slow_fast")] = None
     entropy_threshold: Annotated[float | None, 0.35, _NATS, ("entropy_bound", "eb_sampler")] = None
-    factor: Annotated[float | None, 1.0, _FACTOR, ("fast_dllm",)] = None
+    factor: Annotated[float | None, 1.0, _POSITIVE, ("fast_dllm",)] = None
     mrp_steps: Annotated[int | None, 1, _STEPS, ("mrp_direct",)] = None
     num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
     draft_branches: Annotated[int | None, None, _COUNT, DRAFTING] = None
     draft_passes: Annotated[int | None, 1, _COUNT, ("mrp_spec",)] = None
     draft_shortlist: Annotated[int | None, None, _LISTED, ("mrp_spec",)] = None
-    remask_rule: Annotated[RemaskRule | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
-    residual_delta: Annotated[float | None, 1.0, _LOGITS, ("mrp_remask",)] = None
+    remask_rule: Annotated[str | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
+    residual_delta: Annotated[float | None, 1.0, _POSITIVE, ("mrp_remask",)] = None
     seed: Annotated[int | list[int] | None, None, _SEED] = None
-    kernels: Annotated[bool | None, None, _KERNELS] = None
-    graphs: Annotated[bool | None, None, _GRAPHS] = None
+    kernels: Annotated[bool | None, None, _SWITCH] = None
+    graphs: Annotated[bool | None, None, _SWITCH] = None
 
 
 def _declared() -> tuple[Option, ...]:
     """List the fields with the default, values and modes in their types, and their help from the docstring."""
-    said = re.findall(r"^    (\w+): (.+(?:\n     .+)*)", getdoc(DecodingOptions) or "", re.MULTILINE)
-    meaning = {name: " ".join(text.split()) for name, text in said}
-    hints = get_type_hints(DecodingOptions, include_extras=True)
+    said = dict(re.findall(r"^    (\w+): (.+(?:\n     .+)*)", getdoc(DecodingOptions) or "", re.MULTILINE))
     options = []
-    for name, hint in hints.items():
-        default, (kind, holds, remedy), *modes = hint.__metadata__
-        options.append(Option(name, default, kind, holds, remedy, meaning.get(name, ""), *modes[:1]))
+    for name, hint in get_type_hints(DecodingOptions, include_extras=True).items():
+        default, values, *modes = hint.__metadata__
+        options.append(Option(*(name, default, *values, " ".join(said.get(name, "").split()), *modes)))
     return tuple(options)
 
 
 OPTIONS = _declared()
 
-
-def ids_of(value: Any) -> list[Any]:
-    """List the ids that an option gives as one id, several, a tensor of them, or None."""
-    if hasattr(value, "flatten"):
-        return list(value.flatten().tolist())
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-
-
 _PREFIXES = "it needs prefixes that grow from the left; there are num_return_sequences with do_sample, and infill_ids"
-_COLUMNS = (
-    "it acts at a column of the padded batch; there are suppress_tokens and min_new_tokens, and the prompt may be given more"
-)
-_DRAFTS = "decoding='self_spec' drafts without another model, and 'mrp_spec' with the model's own head"
+_COLUMNS = "it acts at a column of the padded batch; there are suppress_tokens and min_new_tokens"
 _ROUNDS = "a forward scores many positions of drafted states side by side; the forward of the model returns what it computes"
-_CACHES = "keys and values lie in a BlockCache, and prompts are read in chunks of whole blocks as it is"
-_ENCODER = "there is no encoder; repetition_penalty and no_repeat_ngram_size see the prompt, too"
-_IDS = "pass a [rows, length] tensor of ids as input_ids; positions are counted from the first token of each row"
 _REASONS = {
     "num_beams num_beam_groups penalty_alpha constraints force_words_ids watermarking_config token_healing": _PREFIXES,
     "prefix_allowed_tokens_fn": _PREFIXES,
     "exponential_decay_length_penalty begin_suppress_tokens forced_bos_token_id forced_eos_token_id": _COLUMNS,
-    "use_mtp prompt_lookup_num_tokens assistant_early_exit assistant_model": _DRAFTS,
+    "use_mtp prompt_lookup_num_tokens assistant_early_exit assistant_model": "decoding='self_spec' or 'mrp_spec' drafts",
     "guidance_scale negative_prompt_ids dola_layers output_attentions output_hidden_states": _ROUNDS,
-    "cache_implementation prefill_chunk_size": _CACHES,
-    "encoder_repetition_penalty encoder_no_repeat_ngram_size": _ENCODER,
-    "inputs_embeds position_ids": _IDS,
+    "cache_implementation prefill_chunk_size": "keys and values lie in a BlockCache; prompts are read in chunks of blocks",
+    "encoder_repetition_penalty encoder_no_repeat_ngram_size": "there is no encoder; without encoder_ it sees the prompt, too",
+    "inputs_embeds position_ids": "pass ids as input_ids; positions are counted from the first token of each row",
 }
 # Options and arguments of transformers that have no meaning here, and why that is.
 UNSUPPORTED = {one: why for several, why in _REASONS.items() for one in several.split()}

@@ -9,59 +9,14 @@ from transformers.generation import GenerationConfig, StoppingCriteriaList, Stop
 from transformers.utils import logging as transformers_logging
 
 from ..rules.draft import BRANCHES, CROWD
-from ..rules.published import (
-    BoundedAdaptive,
-    Coherent,
-    ConfidenceAdaptive,
-    Credit,
-    EBSampler,
-    EosRejection,
-    FastDLLM,
-    Hierarchy,
-    Klass,
-    LocalLeap,
-    Prophet,
-    SlowFast,
-    ascending,
-)
-from ..rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, schedule_of
+from ..rules.reveal import logit
 from .budget import WIDTHS
 from .loop import Drafting, Mode
-from .option_table import DRAFTING, OPTIONS, DecodingOptions, check_supported, closest_name, ids_of
+from .option_table import DRAFTING, OPTIONS, RULES, DecodingOptions, check_supported, closest_name
 from .refine import Direct, Refinement, RereadRemask, ResidualRemask, ThresholdRemask
 
 logger = transformers_logging.get_logger(__name__)
 
-
-def _low(options: Any, published: float) -> float:
-    """Choose the lower threshold of a rule, a probability: the published one unless the option is set."""
-    return published if options.low_threshold is None else options.low_threshold
-
-
-# Of options that were checked.
-_RULES: dict[str, Callable[[Any, int], RevealRule]] = {
-    "static": lambda options, block: Static(schedule_of(block, options.denoising_steps)),
-    "dynamic": lambda options, block: Dynamic(logit(options.confidence_threshold)),
-    "sequential": lambda options, block: Sequential(schedule_of(block, options.denoising_steps)),
-    "entropy_bound": lambda options, block: EntropyBound(options.entropy_threshold),
-    "fast_dllm": lambda options, block: FastDLLM(options.factor),
-    "eb_sampler": lambda options, block: EBSampler(options.entropy_threshold),
-    "hierarchy": lambda options, block: Hierarchy(logit(options.confidence_threshold), logit(_low(options, 0.4))),
-    "local_leap": lambda options, block: LocalLeap(logit(options.confidence_threshold), logit(_low(options, 0.75))),
-    "cad": lambda options, block: ConfidenceAdaptive(logit(options.confidence_threshold), frozenset(options.eos_ids())),
-    "eoser": lambda options, block: EosRejection(ascending(block), frozenset(options.eos_ids())),
-    "prophet": lambda options, block: Prophet(schedule_of(block, options.denoising_steps)),
-    "bacd": lambda options, block: BoundedAdaptive(logit(options.confidence_threshold), logit(_low(options, 0.6))),
-    "slow_fast": lambda options, block: SlowFast(logit(options.confidence_threshold), logit(_low(options, 0.3))),
-    "ccd": lambda options, block: Coherent(),
-    "credit": lambda options, block: Credit(logit(options.confidence_threshold)),
-    "klass": lambda options, block: Klass(logit(options.confidence_threshold)),
-}
-# Modes that refine: the rule whose reveals they change, and how.
-_REFINED: dict[str, tuple[str, Callable[[Any], Refinement]]] = {
-    "mrp_direct": ("static", lambda options: Direct(options.mrp_steps)),
-    "mrp_remask": ("dynamic", lambda options: _REMASKS[options.remask_rule](options)),
-}
 _REMASKS: dict[str, Callable[[Any], Refinement]] = {
     "reread": lambda options: RereadRemask(logit(options.confidence_threshold), logit(0.5 * options.confidence_threshold)),
     "threshold": lambda options: ThresholdRemask(logit(options.confidence_threshold)),
@@ -72,18 +27,12 @@ _ARGUMENTS = {"input_ids", "attention_mask", "logits_processor", "stopping_crite
 
 
 class MRPGenerationConfig(DecodingOptions, GenerationConfig):
-    """A `GenerationConfig` with the fields of `DecodingOptions`.
-
-    As with every generation config, None leaves an option to the model's own config, and then to the option's default.
-    """
+    """A `GenerationConfig` with the fields of `DecodingOptions`."""
 
     def validate(self, *args: Any, **kwargs: Any) -> None:
-        """Validate as transformers does, and the options: when it is made, changed by `update`, or saved.
-
-        Raises:
-            ValueError: with value and remedy, for the first option whose value no model can honour.
-        """
-        self.check_values(None)
+        """Validate as transformers does, and raise `ValueError` for an option that no model can honour; also on `update`."""
+        for option in OPTIONS:
+            option.check(getattr(self, option.name), None)
         super().validate(*args, **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -95,39 +44,35 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         for option in OPTIONS:
             if getattr(self, option.name) is None:
                 setattr(self, option.name, option.default)
-        self.check_values(block_size)
+            option.check(getattr(self, option.name), block_size)
         if str(self.decoding).startswith("mrp_") and not has_head:
             raise ValueError(
-                f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with "
-                "MRPForCausalLM.from_backbone(backbone, head=...) or model.attach_head(head), or use 'self_spec', which is "
-                "lossless and needs no head"
+                f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with model.attach_head(head) "
+                "or MRPForCausalLM.from_backbone(backbone, head=...), or use 'self_spec', which drafts without a head"
             )
         check_supported(vars(self))
-
-    def check_values(self, block_size: int | None) -> None:
-        """Raise `ValueError`, with value and remedy, for the first option whose value is out of range by itself."""
-        for option in OPTIONS:
-            option.check(getattr(self, option.name), block_size)
 
     def mode(self, block_size: int, rows: int = 1) -> Mode:
         """Make the mode of a call with `rows` rows from checked options."""
         options: Any = self  # none of them None
-        name, auto = options.decoding, options.num_draft_states == "auto"
-        if name in _REFINED:
-            rule, refinement = _REFINED[name]
-            return Mode(_RULES[rule](self, block_size), refinement(self))
+        name, with_head = options.decoding, options.decoding == "mrp_spec"
+        if name == "mrp_direct":
+            return Mode(RULES["static"](self, block_size), Direct(options.mrp_steps))
+        if name == "mrp_remask":
+            return Mode(RULES["dynamic"](self, block_size), _REMASKS[options.remask_rule](options))
         if name not in DRAFTING:
-            return Mode(_RULES[name](self, block_size))
+            return Mode(RULES[name](self, block_size))
+        auto = options.num_draft_states == "auto"
         states = WIDTHS[-1] if auto else options.num_draft_states
-        passes = min(options.draft_passes, states - 1) if name == "mrp_spec" else 0
-        few = options.draft_shortlist if name == "mrp_spec" else None
         branches = options.draft_branches or (BRANCHES if rows < CROWD else 1)
-        drafting = Drafting(states, branches, passes, auto, few)
-        return Mode(_RULES[options.target](self, block_size), drafting=drafting)
+        passes = min(options.draft_passes, states - 1) if with_head else 0
+        drafting = Drafting(states, branches, passes, auto, options.draft_shortlist if with_head else None)
+        return Mode(RULES[options.target](self, block_size), drafting=drafting)
 
     def eos_ids(self) -> list[int]:
-        """List the ids that end a row."""
-        return ids_of(self.eos_token_id)
+        """List the ids that end a row, which may be given as one id, several, or a tensor of them."""
+        ids = self.eos_token_id.tolist() if hasattr(self.eos_token_id, "tolist") else self.eos_token_id
+        return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
 
     def pad_id(self) -> int:
         """Choose the id that fills rows after the end of their text."""
@@ -135,11 +80,9 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
 
     def seeds(self, rows: int) -> list[int]:
         """Give every row its seed; raise `ValueError` if `seed` lists another number of them."""
+        if isinstance(self.seed, list) and len(self.seed) != rows:
+            raise ValueError(f"seed has {len(self.seed)} values for {rows} rows: give one per row (after num_return_sequences)")
         if isinstance(self.seed, list):
-            if len(self.seed) != rows:
-                raise ValueError(
-                    f"seed lists {len(self.seed)} values for {rows} rows: give one per row (after num_return_sequences)"
-                )
             return self.seed
         if self.seed is not None:
             return [self.seed + row for row in range(rows)]
@@ -171,9 +114,7 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
     others = {name: value for name, value in asked.items() if name not in OPTION_NAMES}
     check_supported(others)
     if unknown := [f"{name}{closest_name(name, OPTION_NAMES)}" for name in sorted(others.keys() - _ARGUMENTS)]:
-        raise ValueError(
-            f"{', '.join(unknown)}: not used or not supported by generate here. Check the spelling, or leave it unset"
-        )
+        raise ValueError(f"{', '.join(unknown)}: not supported by generate here. Check the spelling, or leave it unset")
     tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
     if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
         if tokenizer is None:
@@ -188,39 +129,35 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
     return config, others
 
 
-def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> Tensor:
-    """Check ids as `check_ids` does, and that none is the mask's id."""
-    real = check_ids(prompt, attention_mask, vocab_size)
-    if bool(((prompt == mask_token_id) & real).any()):
-        raise ValueError(
-            f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
-            "masks and given tokens, as infill_ids"
-        )
-    return real
-
-
-def check_ids(ids: Any, attention_mask: Any, vocab_size: int, name: str = "input_ids", rows: int | None = None) -> Tensor:
+def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None = None) -> Tensor:
     """Check ids [rows, length] and return which of them are real, a bool tensor.
 
     Raises:
-        ValueError: unless they are ids below `vocab_size`, of `rows` rows if given, and `attention_mask` is None or as large.
+        ValueError: unless they are ids below the vocabulary's size and no masks, or `infill_ids` for `infilled` rows, and
+            `attention_mask` is None or as large.
     """
+    name = "input_ids" if infilled is None else "infill_ids"
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
         hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
         kind = str(ids.dtype) if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         raise ValueError(f"{name} are {kind}: pass a [rows, n] tensor of ids, torch.long{hint}")
-    if ids.dim() != 2 or not ids.numel() or len(ids) != (rows or len(ids)):
+    if ids.dim() != 2 or not ids.numel() or len(ids) != (infilled or len(ids)):
         hint = f". For one row pass {name}[None]" if ids.dim() == 1 else ""
-        raise ValueError(f"{name} have shape {list(ids.shape)}: pass [{rows or 'rows'}, n], with a token or more in each{hint}")
+        raise ValueError(
+            f"{name} have shape {list(ids.shape)}: pass [{infilled or 'rows'}, n], with a token or more in each{hint}"
+        )
     real = torch.ones_like(ids, dtype=torch.bool)
     if attention_mask is not None:
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
             given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
             raise ValueError(f"attention_mask is {given} for {name} of {list(ids.shape)}: pass 0 and 1 of the same shape")
         real = attention_mask.bool()
-    for outside in ids[real & ((ids < 0) | (ids >= vocab_size))]:
+    for one in ids[real & ((ids < 0) | (ids >= config.vocab_size))]:
+        raise ValueError(f"{name} hold the id {int(one)}, outside the vocabulary of {config.vocab_size}: use its tokenizer")
+    if infilled is None and bool(((ids == config.mask_token_id) & real).any()):
         raise ValueError(
-            f"{name} hold the id {int(outside)}, outside the vocabulary of {vocab_size}: use this model's tokenizer"
+            f"input_ids hold the mask id {config.mask_token_id}: pass to generate what begins with the first mask as "
+            "infill_ids, and to score whole texts; for logits at a mask call the model"
         )
     return real
 
@@ -230,9 +167,7 @@ def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
     for row in (~real.any(-1)).nonzero():
         raise ValueError(f"row {int(row)} has no token (its attention_mask is all zeros): drop the row")
     for row in ((real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1).nonzero():
-        raise ValueError(
-            f"attention_mask of row {int(row)} has holes: a row's tokens must be contiguous, with padding on one side or both"
-        )
+        raise ValueError(f"attention_mask of row {int(row)} has holes: tokens must be contiguous, padded on one side or both")
     longest = int(real.sum(-1).max())
     if longest + new_tokens > max_positions:
         raise ValueError(

@@ -27,17 +27,15 @@ class MRPGenerateStats(ModelOutput):
         slot_forwards: Rows of the batch summed over backbone forwards, including rows that had ended but not left the batch.
         drafted, accepted: [rows], drafted states that were submitted, and that were right.
         revoked: [rows], reveals that `mrp_remask` took back.
-        accepted_lengths: [rows, n], the number of rounds that accepted 0, 1, 2, ... states. The first accepted state is never a
-            draft; states scored by the round before count as well.
+        accepted_lengths: [rows, n], rounds that accepted 0, 1, 2, ... states: the first, which is no draft, and those that the
+            round before had scored count as well.
         offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds that accepted at least k - 1 drafts and offered a k-th, a
             draft that could follow the (k - 1)-th. No columns in modes without drafts.
-        accepted_at_depth: [rows, n]: the rounds among these that accepted a k-th draft. The ratio is the chance that draft k is
-            accepted given that k - 1 were; the sum over k is `accepted`.
-        revocations: [n, 3]: row, column of the generated text (as in `reveal_step`) and token of each reveal that `mrp_remask`
-            took back, in order. A column may lie beyond the end of the text.
-        rounds: [1 + rounds, rows] by name: each row's counts after the prefill and after each round. `row_forwards`, `drafted`,
-            `accepted`; `steps` of denoising, which together with `reveal_step` tell what each forward revealed; and `column`,
-            the start of the row's block in the generated text (below 0 within the prompt).
+        accepted_at_depth: [rows, n]: the rounds among these that accepted a k-th draft; their sum over k is `accepted`.
+        revocations: [n, 3]: row, column of the generated text (as in `reveal_step`; it may lie beyond the end) and token of
+            each reveal that `mrp_remask` took back, in order.
+        rounds: [1 + rounds, rows] by name, each row's counts after the prefill and each round: `row_forwards`, `drafted`,
+            `accepted`, `steps` of denoising and `column`, its block's start in the generated text (below 0 in the prompt).
     """
 
     forwards: dict[str, int] | None = None
@@ -60,8 +58,7 @@ class MRPGenerateOutput(ModelOutput):
 
     Attributes:
         sequences: [rows, prompt + generated] long, padded with `pad_token_id` behind each row's end.
-        tokens_per_forward: [rows] float, generated tokens (not given ones) over the backbone forwards in which the row took
-            part.
+        tokens_per_forward: [rows] float, generated tokens (not given ones) over `row_forwards`.
         reveal_step: [rows, generated] long, the denoising step of the row that committed each token; -1 in padding and at
             tokens given with `infill_ids`.
         token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0 in padding and where given.
@@ -84,10 +81,7 @@ class MRPGenerateOutput(ModelOutput):
 
 
 class Progress:
-    """Records the counts of each row of a call after the prefill and after each round.
-
-    If the output is to have `logits` or `scores`, it keeps the hidden states that tokens were drawn from.
-    """
+    """Records each row's counts after the prefill and after each round, and hidden states for `logits` and `scores`."""
 
     def __init__(self, rows: Sequence[Row], logits: bool, scores: bool) -> None:
         self.rows, self.wanted = rows, {"logits": logits, "scores": scores}
@@ -108,8 +102,7 @@ class Progress:
                     state, (hidden, place) = (frontier.drawn or {}).get(column, said)
                     alone = State(state.key, (column,), state.end, state.masks, state.step)
                     self.drawn[row.place, state.start + column] = alone, hidden[place, column].clone()
-            if row.written:
-                row.written.clear()
+            row.written = []
         counts = [(row.counts, row) for row in self.rows]
         self.rounds.append([(c.forwards, r.steps, c.drafted, c.accepted, r.state.start - r.prompt) for c, r in counts])
 
@@ -135,19 +128,14 @@ class Progress:
 
 
 class Streams:
-    """Feeds one streamer per row: the prompt, finished blocks in order, and drafts if the streamer has `put_draft`.
-
-    Raises:
-        ValueError: if there are not as many streamers as rows, or one of them is given for two rows.
-    """
+    """Feeds one streamer per row: the prompt, finished blocks in order, and drafts if the streamer has `put_draft`."""
 
     def __init__(self, streamer: Any, rows: int) -> None:
         streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
         different = len(set(map(id, streamers)))
         if not len(streamers) == different == rows:
             raise ValueError(
-                f"a streamer takes one row, the batch has {rows}, and streamer holds {different}: pass a list of {rows} "
-                "different ones, or stream one prompt at a time"
+                f"the batch has {rows}, and streamer holds {different}: pass a list of {rows} different or one prompt at a time"
             )
         self.open, self.sent = dict(enumerate(streamers)), [0] * rows
 
@@ -162,25 +150,23 @@ class Streams:
         for row in rows:
             if (streamer := self.open.get(row.place)) is None:
                 continue
-            start = row.state.start
-            upto = start if row.stop is None else row.stop
+            upto = row.stop or row.state.start
             if upto > self.sent[row.place]:
                 streamer.put(torch.tensor(row.text[self.sent[row.place] : upto]))
                 self.sent[row.place] = upto
             if row.stop is not None:
                 self.open.pop(row.place).end()
             elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
-                put_draft(torch.tensor([row.text[max(start, self.sent[row.place]) : min(start + row.block_size, row.limit)]]))
+                end = min(row.state.start + row.block_size, row.limit)
+                put_draft(torch.tensor([row.text[self.sent[row.place] : end]]))
 
 
 class Stopping:
     """The stopping criteria of one `generate` call, asked at every token of a row once it is final (no mask before it).
 
-    A criterion gets the ids that it would get in transformers' loop, so that criteria that count columns or rows keep their
-    meaning: [rows, prompt + n], the prompts as given, padding included, then n tokens of every row. Rows here are not equally
-    far:
-    one with fewer final tokens shows the mask id in their place, and one that has ended shows padding after its end. The answer
-    counts for rows whose n-th token is newly final.
+    A criterion gets the ids that it would get in transformers' loop: [rows, prompt + n], the prompts as given, with padding,
+    then n tokens of every row, in whose place a row with fewer final ones shows the mask id, and one that has ended padding.
+    The answer counts for rows whose n-th token is newly final.
     """
 
     def __init__(self, criteria: Sequence[StoppingCriteria], rows: Sequence[Row], input_ids: Tensor, pad_id: int) -> None:
@@ -189,11 +175,14 @@ class Stopping:
 
     def __call__(self, rows: Sequence[Row]) -> None:
         """Ask about all newly final tokens of the call's rows; set `stop` of a row whose text a criterion ends."""
-        known = [final_tokens(row) for row in self.rows]
-        lengths = [(asked, len(tokens)) for asked, tokens in zip(self.asked, known, strict=True) if asked < len(tokens)]
-        for column in range(min((asked for asked, _ in lengths), default=0), max((length for _, length in lengths), default=0)):
+        known = []
+        for row in self.rows:
+            end = row.limit if row.stop is None else row.stop
+            known.append(row.text[row.prompt : next((at for at in range(row.prompt, end) if row.text[at] == row.mask_id), end)])
+        new = {column for asked, tokens in zip(self.asked, known, strict=True) for column in range(asked, len(tokens))}
+        for column in sorted(new):
             asking = [at for at, tokens in enumerate(known) if self.asked[at] <= column < len(tokens)]
-            if not asking:
+            if not asking:  # all that had this token end before it
                 continue
             behind = [row.mask_id if row.stop is None else self.pad_id for row in self.rows]
             shown = [(one + [other] * (column + 1))[: column + 1] for one, other in zip(known, behind, strict=True)]
@@ -203,12 +192,6 @@ class Stopping:
                 if stops[at]:
                     self.rows[at].stop = self.rows[at].prompt + column + 1
                     del known[at][column + 1 :]
-
-
-def final_tokens(row: Row) -> list[int]:
-    """Return the generated tokens of a row before its first mask or its end."""
-    end = row.limit if row.stop is None else row.stop
-    return row.text[row.prompt : next((at for at in range(row.prompt, end) if row.text[at] == row.mask_id), end)]
 
 
 def output_of(
@@ -231,28 +214,26 @@ def output_of(
         return sequences
     reveal_step, networks = table([row.step for row in rows], -1), decoder.networks
 
-    def counted(*names: str) -> dict[str, Tensor]:
-        return {name: torch.tensor([getattr(row.counts, name) for row in rows], device=device) for name in names}
+    def counted(name: str) -> Tensor:
+        return torch.tensor([getattr(row.counts, name) for row in rows], device=device)
 
-    counts = counted("drafted", "accepted", "revoked", "offered_at_depth", "accepted_at_depth")
-    others = counted("forwards", "head_forwards", "lengths")
     forwards = {"verify": decoder.verified, **networks.forwards, "denoise": networks.forwards["denoise"] - decoder.verified}
     rounds = torch.tensor(progress.rounds, device=device).unbind(2)
     return MRPGenerateOutput(
         sequences=sequences,
-        tokens_per_forward=(reveal_step >= 0).sum(1) / others["forwards"],
+        tokens_per_forward=(reveal_step >= 0).sum(1) / counted("forwards"),
         reveal_step=reveal_step,
         token_logprobs=table([row.logprob for row in rows], 0.0),
         **progress.distributions(networks.picker, tokens),
         stats=MRPGenerateStats(
             forwards={name: forwards[name] for name in ("prefill", "denoise", "verify", "head")},
-            row_forwards=others["forwards"],
-            row_head_forwards=others["head_forwards"],
+            row_forwards=counted("forwards"),
+            row_head_forwards=counted("head_forwards"),
             slot_forwards=len(rows) * forwards["prefill"] + decoder.slots,
-            accepted_lengths=others["lengths"],
+            accepted_lengths=counted("lengths"),
             revocations=torch.tensor(progress.revocations, dtype=torch.long, device=device).view(-1, 3),
             rounds=dict(zip(("row_forwards", "steps", "drafted", "accepted", "column"), rounds, strict=True)),
-            **counts,
+            **{name: counted(name) for name in ("drafted", "accepted", "revoked", "offered_at_depth", "accepted_at_depth")},
         ),
         past_key_values=cache,
     )

@@ -1,15 +1,13 @@
-"""Log-probabilities of given texts under `sequential`: since the text is known, all its states are known before any forward.
+"""Log-probabilities of given texts under `sequential`.
 
-The state at which a token is revealed shows everything to its left, and masks from its own place to the end of its block. So
-one pass over the text gives the keys and values that all states attend to, and the states of all tokens are scored side by
-side, in as few forwards as memory allows.
+A token is revealed at a state that shows everything to its left, and masks from its place to the end of its block. All states
+are known at once: one pass over the text gives the keys and values that they attend to, and they are scored side by side.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import ModelOutput
 
@@ -18,7 +16,7 @@ from ..model.diffusion import taken_from
 from ..model.offloading import fetched
 from ..networks.cache import BlockCache
 from ..networks.networks import prefill_chunks
-from .generation import check_adapters, check_unembedding
+from .generation import check_weights
 from .options import check_ids, check_rows
 
 
@@ -31,25 +29,17 @@ class MRPScoreOutput(ModelOutput):
             elsewhere.
         scored: [batch, length] bool, which tokens were scored.
         greedy: [batch, length] bool, which scored tokens were the likeliest at their state.
+        sums: [batch], the summed log-probability of a row's scored tokens.
+        perplexity: [batch], exp of minus the mean log-probability of a row's scored tokens, NaN where none was.
         forwards: Forwards of the whole batch by role, `prefill` and `score`.
     """
 
     logprobs: Tensor | None = None
     scored: Tensor | None = None
     greedy: Tensor | None = None
+    sums: Tensor | None = None
+    perplexity: Tensor | None = None
     forwards: dict[str, int] | None = None
-
-    @property
-    def sums(self) -> Tensor:
-        """[batch], the summed log-probability of a row's scored tokens."""
-        assert self.logprobs is not None
-        return self.logprobs.sum(-1)
-
-    @property
-    def perplexity(self) -> Tensor:
-        """[batch], exp of minus the mean log-probability of a row's scored tokens, NaN where none was."""
-        assert self.scored is not None
-        return (-self.sums / self.scored.sum(-1)).exp()
 
 
 class MRPScoringMixin:
@@ -66,47 +56,45 @@ class MRPScoringMixin:
     ) -> MRPScoreOutput:
         """Compute the log-probabilities of given texts under `sequential`, without gradients.
 
-        They are exact: the chance that `generate(decoding="sequential", do_sample=True)` makes this text, token by token, one a
-        step, without processors or truncation. A token is predicted from everything to its left, with masks from its own place
-        to the end of its block.
+        They are those of `generate(decoding="sequential", do_sample=True)`, one token a step, without processors or truncation.
 
         Args:
             input_ids: [batch, length] long, whole texts: prompts and what follows them.
             attention_mask: [batch, length], 1 for real tokens, with padding on either side.
             labels: [batch, length] long, `input_ids` where a token is to be scored and -100 elsewhere, for instance in the
-                prompt; None: all real tokens are scored. Tokens to the right of an unscored one still see it.
+                prompt, which the others still see; None: all real tokens are scored.
             temperature: Divides the logits.
-            tokens_per_forward: Most tokens in a forward of the whole batch, which bounds its memory; at least one block per
-                row.
-
-        Returns:
-            `MRPScoreOutput`.
+            tokens_per_forward: Most tokens in a forward of the whole batch, which bounds its memory; at least one block a row.
 
         Raises:
-            ValueError: for ids, a mask or labels that do not fit, an option that is out of range, a model in training mode, or
-                a token without a log-probability.
+            ValueError: for arguments that do not fit, a model in training mode, or a token without a log-probability.
         """
         block, mask_id = self.config.block_size, self.config.mask_token_id
-        real = check_ids(input_ids, attention_mask, self.config.vocab_size)
+        real = check_ids(input_ids, attention_mask, self.config)
         check_rows(real, 0, self.config.max_position_embeddings)
-        scored = _scored(input_ids, real, labels, mask_id)
+        scored = real if labels is None else (labels != -100) & real
+        if labels is not None and len(where := (scored & (labels != input_ids)).nonzero()):
+            raise ValueError(
+                f"labels differ from input_ids at row and column {where[0].tolist()}: pass input_ids, without a shift, and "
+                "-100 where nothing is scored"
+            )
         if not temperature > 0 or tokens_per_forward < 1:
             raise ValueError(f"temperature is {temperature}, tokens_per_forward {tokens_per_forward}: both must be above 0")
         if self.training:
             raise ValueError("score was called in training mode, with dropout and without a cache: call model.eval() first")
-        check_adapters(self, len(input_ids))
-        check_unembedding(self.lm_head)
+        check_weights(self)
         with fetched(self.lm_head):
             weight = self.lm_head.weight
             ids, real, scored = (part.to(weight.device) for part in (input_ids, real, scored))
-            order = _those_first(real)  # by position, the column of a row's token
-            texts = F.pad(ids.masked_fill(~real, mask_id).gather(1, order), (0, -order.shape[1] % block), value=mask_id)
-            asked = scored.gather(1, order)
-            at = _those_first(asked)
-            last = int(asked.nonzero()[:, 1].max()) if at.numel() else 0
-            length = last // block * block  # what states may look at
+            width = int(real.sum(-1).max())
+            held = torch.arange(width + -width % block, device=ids.device) < real.sum(-1, keepdim=True)
+            texts, asked = torch.full(held.shape, mask_id, device=ids.device), torch.zeros_like(held)  # no padding on the left
+            texts[held], asked[held] = ids[real].long(), scored[real]
+            count = int(asked.sum(-1).max())
+            at = asked.byte().argsort(dim=-1, descending=True, stable=True)[:, :count]  # by row, columns that are asked first
+            length = int(asked.nonzero()[:, 1].max()) // block * block if count else 0  # what states may look at
             states = max(1, tokens_per_forward // (len(ids) * block))
-            cache = self.block_cache(len(ids), texts.shape[1], min(states, at.shape[1]) * block, False, fixed=False)
+            cache = self.block_cache(len(ids), texts.shape[1], min(states, count) * block, False)
             forwards = {"prefill": 0, "score": 0}
             for begin, end, *given in prefill_chunks(cache, texts[:, :length], 0, states * block, block):
                 hidden = self.backbone(*given, cache)
@@ -114,46 +102,23 @@ class MRPScoringMixin:
                 if cache.every:  # hidden states are those of the next position
                     cache.ends[:, begin // block : end // block] = hidden[:, block - 1 :: block]
             unembedding = Unembedding(weight, mask_id, float(temperature))
-            logprobs = torch.zeros_like(texts, dtype=torch.promote_types(weight.dtype, torch.float32))
-            greedy = torch.zeros_like(texts, dtype=torch.bool)
-            for places in at.split(states, 1) if at.numel() else ():
+            found = torch.zeros_like(texts, dtype=torch.promote_types(weight.dtype, torch.float32))
+            likeliest = torch.zeros_like(asked)
+            for places in at.split(states, 1) if count else ():
                 hidden = _hidden_at(self, texts, places, length, cache)
                 forwards["score"] += 1
-                said, likeliest = _said(unembedding, hidden.flatten(0, 1), texts.gather(1, places).flatten())
-                logprobs.scatter_(1, places, said.view_as(places))
-                greedy.scatter_(1, places, likeliest.view_as(places))
-        kept = order.shape[1]
-        logprobs = torch.zeros_like(ids, dtype=logprobs.dtype).scatter(1, order, logprobs[:, :kept]).masked_fill(~scored, 0)
-        greedy = torch.zeros_like(scored).scatter(1, order, greedy[:, :kept]) & scored
+                said, best = _said(unembedding, hidden.flatten(0, 1), texts.gather(1, places).flatten())
+                found.scatter_(1, places, said.view_as(places))
+                likeliest.scatter_(1, places, best.view_as(places))
+        logprobs, greedy = torch.zeros_like(ids, dtype=found.dtype), torch.zeros_like(scored)
+        logprobs[scored], greedy[scored] = found[asked], likeliest[asked]
         if len(where := logprobs.isnan().nonzero()):
             raise ValueError(
                 f"the token {where[0, 1]} of row {where[0, 0]} has no log-probability: the weights are NaN or infinite, or "
                 f"{weight.dtype} overflows. Load or train them again, or load a wider dtype"
             )
-        return MRPScoreOutput(logprobs, scored, greedy, forwards)
-
-
-def _scored(input_ids: Tensor, real: Tensor, labels: Tensor | None, mask_id: int) -> Tensor:
-    """Tell which tokens are scored, [batch, length] bool."""
-    if bool(((input_ids == mask_id) & real).any()):
-        raise ValueError(
-            f"input_ids hold the mask id {mask_id}: score takes whole texts, and puts masks itself. For logits at a mask call "
-            "the model"
-        )
-    if labels is None:
-        return real
-    scored = (labels != -100) & real
-    if len(where := (scored & (labels != input_ids)).nonzero()):
-        raise ValueError(
-            f"labels differ from input_ids at row and column {where[0].tolist()}: pass input_ids, without a shift, and -100 "
-            "where nothing is scored"
-        )
-    return scored
-
-
-def _those_first(chosen: Tensor) -> Tensor:
-    """List the `chosen` columns [batch, length] bool from left to right, then others: [batch, most chosen in a row] long."""
-    return chosen.byte().argsort(dim=-1, descending=True, stable=True)[:, : int(chosen.sum(-1).max())]
+        sums = logprobs.sum(-1)
+        return MRPScoreOutput(logprobs, scored, greedy, sums, (-sums / scored.sum(-1)).exp(), forwards)
 
 
 def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: BlockCache) -> Tensor:

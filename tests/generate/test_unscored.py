@@ -20,22 +20,22 @@ def spoil(model: MRPForCausalLM, name: str, number: float) -> None:
         model.get_parameter(name)[..., -1] = number
 
 
-# Options, or a weight and what spoils it, and what the error says.
-CAUSES: list[tuple[dict[str, Any] | tuple[str, float], str]] = [
-    ({"suppress_tokens": list(range(VOCAB))}, r"processors \(SuppressTokensLogitsProcessor\)"),
-    ({"eos_token_id": list(range(VOCAB)), "min_new_tokens": 3}, r"eos_token_id is barred before min_new"),
-    (says_all(NAN), r"logits processors \(function\).*a finite score"),
-    (says_all(-INF), r"logits processors \(function\).*a finite score"),
-    (("lm_head.weight", NAN), "weights are NaN or infinite: load or train"),
-    (("model.norm.weight", INF), "weights are NaN or infinite: load"),
-    ({"do_sample": True, "temperature": 1e-308}, r"torch.float64 overflows.*temperature=1e-308"),
+# Options, or a weight and what spoils it.
+CAUSES: list[dict[str, Any] | tuple[str, float]] = [
+    {"suppress_tokens": list(range(VOCAB))},
+    {"eos_token_id": list(range(VOCAB)), "min_new_tokens": 3},
+    says_all(NAN),
+    says_all(-INF),
+    ("lm_head.weight", NAN),
+    ("model.norm.weight", INF),
+    {"do_sample": True, "temperature": 1e-308},
 ]
 
 
 @pytest.mark.parametrize("place", range(len(CAUSES)))
 def test_no_finite_score(place: int) -> None:
     """Also if the mask's id is what an arg max over nothing gives."""
-    cause, why = CAUSES[place]
+    cause = CAUSES[place]
     for mask_id in (0, MASK):
         model, options = make_model(mask_token_id=mask_id), {"decoding": MODES[place], "max_new_tokens": 6}
         if isinstance(cause, tuple):
@@ -44,7 +44,9 @@ def test_no_finite_score(place: int) -> None:
             options |= cause
         if "eos_token_id" in options:
             options["eos_token_id"] = [id for id in range(VOCAB) if id != mask_id]
-        with pytest.raises(ValueError, match=f"row [01] has no token with a finite score at position.*{why}"):
+        with pytest.raises(
+            ValueError, match=r"row [01] has no token with a finite score.*processor.*torch.float64: load or train"
+        ):
             generate(model, [[5, 6, 7, 8], [9, 10, 11, 12]], **options)
 
 
@@ -62,6 +64,6 @@ def test_a_broken_head(options: dict[str, Any]) -> None:
     options = {"max_new_tokens": 9, **LIVELY, "seed": 2, **options}
     plain = texts(model, PROMPTS, **{**options, "decoding": "static"})
     spoil(model, "mrp_head.layers.1.mlp.up_proj.weight", NAN)
-    with pytest.raises(ValueError, match=r"row \d has no token.*weights are NaN or infinite"):
+    with pytest.raises(ValueError, match=r"row \d has no token with a finite score"):
         texts(model, PROMPTS, **options)
     assert texts(model, PROMPTS, **{**options, "decoding": "mrp_spec"}) == plain

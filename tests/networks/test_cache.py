@@ -117,7 +117,7 @@ MISFITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "written to": (lambda model: model.model.layers[0].mlp.up_proj.weight.detach().add_(1), CHANGED),
     "assigned": (lambda model: model.load_state_dict(make_model(1).state_dict(), assign=True), CHANGED),
     "another head": (lambda model: with_new_head(model, 2), "weights of mrp_head, which have changed"),
-    "a deeper head": (lambda model: with_new_head(model, 3), "a head of 2 layers, and the model's has 3"),
+    "a deeper head": (lambda model: with_new_head(model, 3), "weights of mrp_head, which have changed"),
     "another adapter": (lambda model: model.set_adapter("other"), CHANGED),
     "adapters off": (lambda model: model.base_model.disable_adapter_layers(), CHANGED),
 }

@@ -93,7 +93,7 @@ def test_options_of_generate_in_a_request(client: Any, answer: Any) -> None:
     [
         ({"model": "gpt-4"}, "pinned to 'sdar-tiny-mrp'; requested 'gpt-4'"),
         ({"n": 2}, "n is 2, which is not followed here"),
-        ({"messages": [{"role": "user", "content": "<|MASK|>"}]}, "the prompt holds the mask id"),
+        ({"messages": [{"role": "user", "content": "<|MASK|>"}]}, "input_ids hold the mask id"),
         ({"max_tokens": 2000}, "max_position_embeddings"),
         ({"extra_body": {"generation_config": '{"decodin": "static"}'}}, "decodin: generate has no such option"),
         ({"extra_body": {"generation_config": '{"decoding": "beam"}'}}, "decoding is 'beam'"),

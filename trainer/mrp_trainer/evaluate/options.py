@@ -97,7 +97,9 @@ class ModeOptions(GenerateOptions):
         for decoding in self.decoding:
             for target in self.target if decoding in DRAFTING else [None]:
                 mode = {"decoding": decoding} | ({} if target is None else {"target": target})
-                values = {name: getattr(self, flag) for name, flag in _SWEPT.items() if _OPTIONS[name].acts(decoding, target)}
+                values = {
+                    name: getattr(self, flag) for name, flag in _SWEPT.items() if {decoding, target} & {*_OPTIONS[name].modes}
+                }
                 settings += [{**mode, **dict(zip(values, one, strict=True))} for one in product(*values.values())]
         return [{**one, "set": extra} for one in settings] if extra else settings
 

@@ -21,7 +21,7 @@ except ImportError as error:
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.generate.options import MRPGenerationConfig, check_prompt, check_rows
+from modeling_mrp.generate.options import MRPGenerationConfig, check_ids, check_rows
 
 from ..evaluate.command import check_setting
 from ..evaluate.options import generate_options
@@ -83,7 +83,7 @@ class _Bounded(GenerateManager):
 def _bound(model: Any, inputs: Any, config: MRPGenerationConfig) -> None:
     """Check a prompt, [1, length] long, and set the limit of new tokens if there is none; `ValueError` if it does not fit."""
     ids, positions = inputs["input_ids"], model.config.max_position_embeddings
-    check_prompt(ids, None, model.config.mask_token_id, model.config.vocab_size)
+    check_ids(ids, None, model.config)
     if config.max_new_tokens is None:
         config.max_new_tokens = max(1, min(_NEW_TOKENS, positions - ids.shape[1]))
     check_rows(torch.ones_like(ids, dtype=torch.bool), config.max_new_tokens, positions)
