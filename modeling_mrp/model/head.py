@@ -4,6 +4,8 @@ Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hi
 reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,20 +17,10 @@ from ..networks.layers import run_fused
 from .configuration import MRPConfig
 
 # What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
-_SHARED = (
-    "family",
-    "hidden_size",
-    "vocab_size",
-    "block_size",
-    "mask_token_id",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-)
+_SHARED = [
+    *("family", "hidden_size", "vocab_size", "block_size", "mask_token_id", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "hidden_act", "rms_norm_eps", "rope_parameters"),
+]
 
 
 class MRPHead(nn.Module):
@@ -36,9 +28,6 @@ class MRPHead(nn.Module):
 
     ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are the backbone's kind of layer
     and keep their own KV, in the layers of the cache that follow the backbone's. A new head is the identity.
-
-    Args:
-        config: The model's configuration; `num_nextn_predict_layers` gives the depth.
     """
 
     def __init__(self, config: MRPConfig) -> None:
@@ -47,12 +36,16 @@ class MRPHead(nn.Module):
         self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        layers = [Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers)]
-        for index, layer in enumerate(layers):
-            layer.self_attn.layer_idx = config.num_hidden_layers + index
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers))
+        self.place_behind(config)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         nn.init.zeros_(self.norm.weight)  # a new head adds nothing: A + C = A
+
+    def place_behind(self, backbone: MRPConfig) -> None:
+        """Let the layers keep their KV behind that of a backbone's, and attend as it does."""
+        layer: Any
+        for index, layer in enumerate(self.layers):
+            layer.self_attn.layer_idx, layer.self_attn.config = backbone.num_hidden_layers + index, backbone
 
     def forward(
         self,
@@ -62,17 +55,13 @@ class MRPHead(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        """Predict one residual; with and without kernels, this is what a head computes.
+        """Predict h_C [batch, length, hidden_size]; with and without kernels, this is what a head computes.
 
         Args:
             inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
             hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
             attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys]; in a round a `RoundMask`.
             position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
-            past_key_values: The cache that the head's layers update.
-
-        Returns:
-            [batch, length, hidden_size], h_C.
         """
         hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
         if isinstance(attention_mask, RoundMask):
@@ -89,10 +78,7 @@ class MRPHead(nn.Module):
 
 
 def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Widen cos and sin [batch, length, turned] to [batch, length, head_dim], for a backbone that rotates a part of each head.
-
-    The other pairs of dimensions are rotated by 0.
-    """
+    """Widen cos and sin [batch, length, turned] to [batch, length, head_dim] by pairs of dimensions that are rotated by 0."""
     cos, sin = rotary
     turned = cos.shape[-1] // 2
     if 2 * turned == head_dim:
@@ -103,11 +89,7 @@ def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Ten
 
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
-    """Compare the settings that a head and its backbone share.
-
-    Raises:
-        ValueError: if they differ; lists them all with both values.
-    """
+    """Raise `ValueError` if settings that a head and its backbone share differ; it lists them all with both values."""
     differences = [
         f"{name} is {getattr(head, name)!r}, the backbone's {getattr(backbone, name)!r}"
         for name in _SHARED
