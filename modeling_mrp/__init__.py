@@ -1,5 +1,6 @@
 """MRP for SDAR block-diffusion models: everything a Hub repository carries as remote code."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ _HOMES |= {"MRPForCausalLM": "modeling", "MRPHead": "modeling"}
 
 def __getattr__(name: str) -> Any:
     """Import an exported name on first use: torch takes seconds, and `mrp --help` needs only the table of options."""
-    from importlib import import_module
-
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -1,9 +1,8 @@
 """Remote code of a repository: this package in one file, generated, since code on the Hub lies flat.
 
-transformers copies remote code file by file, also while another process reads it: the fewer files, the better. The file holds
-what the model imports, directly or not, and the family of backbones that the checkpoint needs: each module after those that it
-imports, below one section of imports. Modules import each other by `from .module import name`, at the top of a file, and no two
-give one name to different things (tests/model/test_bundle.py).
+It holds what the model imports, directly or not, and the family of backbones that the checkpoint needs: each module after those
+that it imports, below one section of imports. Modules import each other by `from .module import name`, at the top of a file,
+and no two give one name to different things (tests/model/test_bundle.py).
 ``python -m modeling_mrp.bundle hub_configs/sdar-tiny-mrp`` regenerates it.
 """
 
@@ -16,14 +15,12 @@ from .model.code import write_code
 from .model.families.sdar import DENSE, backbone_of
 from .model.layouts import json_object
 
-PACKAGE = Path(__file__).parent
-
 
 def add_modules(name: str, found: dict[str, str]) -> None:
     """Add the text of a module and of all modules of this package that it imports, each after what it imports."""
     if name in found:
         return
-    text = PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+    text = Path(__file__).parent.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level:
             add_modules(".".join([*name.split(".")[: -node.level], str(node.module)]), found)

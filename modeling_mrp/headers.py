@@ -37,8 +37,8 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 def check_tensors(config: MRPConfig, found: Mapping[str, StoredTensor], prefix: str = "") -> None:
     """Raise `ValueError` with all differences unless the tensors found, by our names, are a config's under a prefix."""
     with torch.device("meta"):
-        state: dict[str, Any] = MRPForCausalLM(config).state_dict()
-    needed = {name: tuple(tensor.shape) for name, tensor in state.items() if name.startswith(prefix)}
+        state: Any = MRPForCausalLM(config).state_dict().items()
+    needed = {name: tuple(tensor.shape) for name, tensor in state if name.startswith(prefix)}
     optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
     misfits = [f"missing: {name}" for name in sorted(needed.keys() - found.keys() - optional)]
     misfits += [f"unexpected: {name}" for name in sorted(found.keys() - needed.keys())]

@@ -1,7 +1,4 @@
-"""A block-diffusion backbone with the MRP head on top of it. Which layers the backbone has is its family's: SDAR's are Qwen3's.
-
-Symbols are those of `model/head.py`.
-"""
+"""A block-diffusion backbone with the MRP head on top of it, in the symbols of `model/head.py`."""
 
 from typing import Any
 
@@ -56,12 +53,9 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         Args:
             input_ids: [batch, length] long.
             position_ids: [batch, length] long, absolute.
-            mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex
-                attention; in a round a `RoundMask`, with a `BlockCache`.
+            mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex attention; in a round a
+                `RoundMask`, with a `BlockCache`.
             past_key_values: A cache that the layers update, or None.
-
-        Raises:
-            RuntimeError: if a `RoundMask` forces a kernel that fails.
         """
         if isinstance(mask, RoundMask):
             embeds = self.model.embed_tokens(input_ids)
@@ -84,15 +78,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         mask: AnyMask,
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        """The head's residual h_C = Head(embed(x'), h_A), [batch, length, hidden_size].
+        """The head's residual h_C = Head(embed(x'), h_A), [batch, length, hidden_size]; `ValueError` for a model without one.
 
         Args:
             input_ids: [batch, length] long, x'.
             hidden_states: [batch, length, hidden_size], h_A or an accumulated estimate.
             position_ids, mask, past_key_values: As for `backbone`; a cache has room for the head's layers.
-
-        Raises:
-            ValueError: if the model has no head.
         """
         if self.mrp_head is None:
             raise ValueError(
@@ -130,11 +121,10 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
 
         Args:
             input_ids: [batch, length] long. Positions that hold `mask_token_id` are predicted.
-            attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a boolean or
-                additive [batch, 1, length, past + length] mask that replaces the block-causal one.
+            attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a boolean or additive
+                [batch, 1, length, past + length] mask that replaces the block-causal one.
             position_ids: [batch, length] long, absolute; by default counted from the first real token.
-            past_key_values: Keys and values of earlier, clean blocks; none in a model whose hidden states are those of the next
-                position.
+            past_key_values: Keys and values of earlier, clean blocks; none in a `shifted` family.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
             labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt).
             noise_level, noise_mask: With `labels`, [batch], t of each sequence, in (0, 1], and [batch, length] bool, the
@@ -163,7 +153,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             if unused := [name for name, value in given.items() if value is not None and value is not False]:
                 raise ValueError(
                     f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] of input_ids with a mask and "
-                    "positions of its own. Leave out either. A prompt, prefix or P-tuning adapter passes such: use others, such as LoRA"
+                    "positions of its own. Leave out either. For a prompt, prefix or P-tuning adapter use others, such as LoRA"
                 )
             assert input_ids is not None
             return self._training_pass(input_ids, labels, attention_mask, noise_level, noise_mask, num_items_in_batch)
@@ -174,9 +164,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                 "loss of its own (compute_loss_func, label_smoothing_factor): leave that option out, as it is one of clean text"
             )
         if isinstance(past_key_values, BlockCache):
-            raise ValueError(
-                "past_key_values are a BlockCache, which only generate goes on from: pass them there, or here a DynamicCache"
-            )
+            raise ValueError("past_key_values are a BlockCache, which only generate goes on from: pass a DynamicCache here")
         told = input_ids is None or self.training or input_ids.is_meta or torch.compiler.is_compiling()
         if not told and not (input_ids == self.config.mask_token_id).any():  # lm-eval's log-likelihood tasks ask for them
             logger.warning_once(
@@ -199,8 +187,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         if self.model.shifted:
             if past_key_values is not None and past_key_values.get_seq_length() > hidden.shape[1]:
                 raise ValueError(
-                    f"past_key_values hold earlier tokens, and in the family {self.config.family!r} the logits of a position "
-                    "come from the one before it, of which a cache has keys and values only: pass the whole text"
+                    f"past_key_values hold earlier tokens, but in the family {self.config.family!r} the logits of a position "
+                    "come from the one before it, of which they hold none: pass the whole text"
                 )
             before = torch.arange(hidden.shape[1], device=hidden.device) - 1
             hidden = taken_from(hidden, torch.where(position_ids > 0, before, -1))
@@ -234,19 +222,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """Give a mask the form that the chosen attention takes.
-
-        SDPA and attentions that others registered get a boolean mask as it is, flex attention a `BlockMask`, that of rounds a
-        `RoundMask`; eager and flex attention add other masks to the scores.
-        """
+        """Give a mask the form that the chosen attention takes: eager and flex attention add a boolean one to the scores."""
         chosen = self.config._attn_implementation
         if isinstance(mask, BlockMask | RoundMask) or chosen not in ("eager", "flex_attention") or mask.dtype != torch.bool:
             return mask
         if chosen == "flex_attention" and mask.device.type == "cpu":  # where it is compiled to what writes outside its memory
-            raise ValueError(
-                "attn_implementation is 'flex_attention', which takes no dense mask on a CPU: call "
-                "model.set_attn_implementation('sdpa')"
-            )
+            raise ValueError("attn_implementation is 'flex_attention', not for a CPU: call set_attn_implementation('sdpa')")
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
     def _training_pass(
@@ -256,7 +237,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         attention_mask: Tensor | None,
         level: Tensor | None,
         noise_mask: Tensor | None,
-        num_items_in_batch: int | Tensor | None,
+        items: int | Tensor | None,
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
         for name, given in (("labels", labels), ("attention_mask", attention_mask), ("noise_mask", noise_mask)):
@@ -283,7 +264,5 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         logits = self.lm_head(states[:, :length])
         picked = logits[hidden] if logits.dtype == torch.float64 else logits[hidden].float()
         losses = F.cross_entropy(picked, clean[hidden], reduction="none") / level[:, None].expand(batch, length)[hidden].float()
-        items = (
-            (learned & valid).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=ids.device)
-        )
+        items = (learned & valid).sum() if items is None else torch.as_tensor(items, device=ids.device)
         return CausalLMOutputWithPast(loss=losses.sum() / items.clamp(min=1), logits=logits)

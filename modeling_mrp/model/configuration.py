@@ -17,10 +17,8 @@ _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
 def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
     """Translate a config's fields for `MRPConfig`: ours stay; of a published config, the known ones, under our model type.
 
-    Some models say only by the name of their repository, `source`, what they are.
-
     Raises:
-        ValueError: for the config of another kind of model, or of a head that is not one residual predictor.
+        ValueError: for another kind of model, as its config or the name of its repository, `source`, says; or another head.
     """
     for name, ours in (("head_predicts", "residual"), ("num_mrp_heads", 1)):
         if (value := fields.get(name, ours)) != ours:
@@ -32,14 +30,11 @@ def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
     if kind.startswith("sdar") and causal:
         raise ValueError(
             f"{source or 'the config'} is of I-DLM or UNO, by its name or by use_regular_causal: each token of it sees the "
-            "tokens before it alone, and its logits at a position are those of the next token. It does not load; models that "
-            "do are in docs/models.md"
+            "tokens before it alone, and predicts the next one. It does not load; models that do are in docs/models.md"
         )
     known = {field.name for field in dataclasses.fields(MRPConfig)} | _OLD_SPELLINGS
-    extra = {"model_type": "sdar_mrp"}
     if kind != DENSE:
-        told = ((one, {"model_type": one.family, **one.published}) for one in families().values())
-        backbone = next((one for one, its in told if its.items() <= fields.items()), None)
+        backbone = next((one for one in families().values() if one.published.items() <= fields.items()), None)
         if backbone is None:
             raise ValueError(
                 f"the config's model_type is {kind!r}: what loads are checkpoints of this package ('sdar_mrp'), published ones "
@@ -49,10 +44,9 @@ def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
         fields = {name: value for name, value in fields.items() if value is not None}
         if "hidden_size" in fields and "num_attention_heads" in fields:
             fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
-        fields = backbone.translated(fields)
+        fields = {**backbone.translated(fields), "family": backbone.family}
         known |= backbone.fields.keys()
-        extra["family"] = backbone.family
-    return {name: value for name, value in fields.items() if name in known} | extra
+    return {**{name: value for name, value in fields.items() if name in known}, "model_type": "sdar_mrp"}
 
 
 class MRPConfig(Qwen3Config):

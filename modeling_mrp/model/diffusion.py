@@ -37,10 +37,7 @@ def noisy_and_clean_mask(positions: Tensor, valid: Tensor, block_size: int) -> T
 
 
 def taken_from(hidden: Tensor, previous: Tensor) -> Tensor:
-    """Take hidden states [batch, length, size] from other columns, by index [batch, n]; zeros where that is -1.
-
-    In a model whose hidden states are those of the next position, they are taken from the column before.
-    """
+    """Take hidden states [batch, length, size] from other columns, by index [batch, n]; zeros where that is -1."""
     taken = hidden.gather(1, previous.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
     return taken.masked_fill(previous[..., None] < 0, 0)
 

@@ -26,8 +26,8 @@ _SHARED = [
 class MRPHead(nn.Module):
     """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
 
-    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are the backbone's kind of layer
-    and keep their own KV, in the layers of the cache that follow the backbone's. A new head is the identity.
+    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are Qwen3's, and keep their own KV in the
+    layers of the cache that follow the backbone's. A new head is the identity.
     """
 
     def __init__(self, config: MRPConfig) -> None:
@@ -41,9 +41,8 @@ class MRPHead(nn.Module):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         nn.init.zeros_(self.norm.weight)  # a new head adds nothing: A + C = A
 
-    def place_behind(self, backbone: MRPConfig) -> None:
+    def place_behind(self: Any, backbone: MRPConfig) -> None:
         """Let the layers keep their KV behind that of a backbone's, and attend as it does."""
-        layer: Any
         for index, layer in enumerate(self.layers):
             layer.self_attn.layer_idx, layer.self_attn.config = backbone.num_hidden_layers + index, backbone
 
@@ -90,12 +89,8 @@ def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Ten
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
     """Raise `ValueError` if settings that a head and its backbone share differ; it lists them all with both values."""
-    differences = [
-        f"{name} is {getattr(head, name)!r}, the backbone's {getattr(backbone, name)!r}"
-        for name in _SHARED
-        if getattr(head, name) != getattr(backbone, name)
-    ]
-    if differences:
+    pairs = ((name, getattr(head, name), getattr(backbone, name)) for name in _SHARED)
+    if differences := [f"{name} is {own!r}, the backbone's {its!r}" for name, own, its in pairs if own != its]:
         raise ValueError(
             f"the head of {whose} does not belong to this backbone: its " + "; its ".join(differences) + ". Use the "
             "backbone that it was trained on, or train a head for this one"

@@ -107,7 +107,6 @@ class MRPPreTrainedModel(PreTrainedModel):
             backbone: A folder or id that `from_pretrained` takes, except a head repository; or that of an autoregressive Qwen3
                 checkpoint, with `block_size` and `mask_token_id`, which becomes a block-diffusion model only by training.
             head: What `attach_head` takes, in place of a head that the backbone has.
-            head_revision: The commit, branch or tag of `head`.
             kwargs: As for `from_pretrained`; `revision` is the backbone's.
         """
         source = os.fspath(backbone)
@@ -119,8 +118,8 @@ class MRPPreTrainedModel(PreTrainedModel):
                 found[name] = kwargs.pop(name)
             kwargs["config"] = config = MRPConfig.from_dict({**found, "model_type": "sdar"})
             log.warning(
-                f"{source} is an autoregressive Qwen3 checkpoint: until it is trained with the block-diffusion loss (blocks of "
-                f"{config.block_size}, mask id {config.mask_token_id}) it generates nonsense"
+                f"{source} is an autoregressive Qwen3 checkpoint: until it is trained with the block-diffusion loss, in blocks "
+                f"of {config.block_size} with the mask {config.mask_token_id}, it generates nonsense"
             )
         model = cls.from_pretrained(source, **kwargs)
         if head is not None:
@@ -131,8 +130,8 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Give the model a head, in place of its own if it has one. The backbone stays as it is.
 
         Args:
-            head: A folder or id, of which the head is read and nothing else, in whatever layout. Or an `MRPHead`.
-            hub: `revision`, `token`, `cache_dir`, `local_files_only`, ... for an id.
+            head: A folder or id, of which the head is read and nothing else, in whatever layout; or an `MRPHead`.
+            hub: `revision`, `token`, ... for an id.
 
         Raises:
             ValueError: if there is none, it was made for another backbone, or its tensors do not fit; the model is as before.
@@ -152,7 +151,6 @@ class MRPPreTrainedModel(PreTrainedModel):
         head.to(device, self.lm_head.weight.dtype)
         if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices
             add_hook_to_module(head, AlignDevicesHook(device))
-            self.hf_device_map["mrp_head"] = device
         head.place_behind(self.config)
         self.mrp_head = head.train(self.training)
         self.config.num_nextn_predict_layers = len(head.layers)
@@ -169,9 +167,7 @@ class MRPPreTrainedModel(PreTrainedModel):
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
         """Make an MRP model that shares a stock model's parameters, with a repository's head; later calls reuse it.
 
-        Raises:
-            RuntimeError: if the stock model has other parameters than a Qwen3 decoder under `model.` and `lm_head.`.
-            ValueError: if the head was made for another backbone.
+        Raises `RuntimeError` if the stock model has other parameters than a Qwen3 decoder under `model.` and `lm_head.`.
         """
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         like = parameters["lm_head.weight"]
@@ -207,14 +203,12 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Save weights, both configs and the remote code as transformers does, or the head alone.
 
         Args:
-            save_directory, is_main_process, state_dict, kwargs: As in transformers; the last for the whole model only.
             head_only: Whether to write the head alone, which names its backbone and loads it.
             base_model_name_or_path, base_model_revision: With `head_only`, the backbone's id or absolute path and its commit,
                 branch or tag, if it is not what the model was loaded from.
 
         Raises:
-            ValueError: for an option of the generation config that is out of range; for a head that cannot be saved alone;
-                without `head_only`, if the backbone is named.
+            ValueError: for an option of the generation config that is out of range, or a head that cannot be saved alone.
         """
         folder, named = Path(save_directory), (base_model_name_or_path, base_model_revision)
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
@@ -274,11 +268,7 @@ class MRPPreTrainedModel(PreTrainedModel):
 def head_to_save(
     model: Any, state_dict: dict[str, Tensor] | None, backbone: tuple[str | None, str | None] | None
 ) -> tuple[dict[str, Tensor], MRPConfig]:
-    """Select the tensors and the config of a head repository, which names its backbone and the backbone's revision.
-
-    Raises:
-        ValueError: if the model has no head, its backbone no name, or the head has other tensors than its own.
-    """
+    """Select the tensors and the config of a head repository; `ValueError` for a head that cannot be saved alone."""
     if model.mrp_head is None or backbone is None:
         raise ValueError(
             "head_only=True needs a head, and a checkpoint that it can name as its backbone: the model has "

@@ -13,14 +13,12 @@ from .sdar import FAMILIES, MRPBackbone
 
 
 class FamilyBackbone(MRPBackbone):
-    """A backbone of other layers than Qwen3's: a subclass names them, and is registered as its `family`.
+    """A backbone of transformers' decoder layers other than Qwen3's: a subclass names them, and is registered as its `family`.
 
-    Its forward is `Qwen3Model`'s, which calls layers as all of transformers' decoder layers are called. They have a `self_attn`
-    with `k_proj`, and put keys of `num_key_value_heads` heads of `head_dim` into the cache.
+    Layers have a `self_attn` with `k_proj`, and put keys of `num_key_value_heads` heads of `head_dim` into the cache.
 
     Attributes:
         fields: Fields of the config beyond those of `MRPConfig`, with their values where a config leaves them out.
-        layer, attention, norm_kind, rotary: transformers' classes.
         conversions: How transformers makes the model's tensors of published ones.
     """
 
@@ -37,6 +35,7 @@ class FamilyBackbone(MRPBackbone):
         if "family" not in vars(cls):  # such as the class that FSDP makes of a family's
             return
         FAMILIES[cls.family] = cls
+        cls.published = {"model_type": cls.family, **vars(cls).get("published", {})}
         cls._no_split_modules = [cls.layer.__name__]
         cls._can_record_outputs = {"hidden_states": cls.layer, "attentions": cls.attention}
         if cls.conversions:
@@ -49,12 +48,10 @@ class FamilyBackbone(MRPBackbone):
                 "a model of SDAR's layers"
             )
         super(Qwen3Model, self).__init__(config)  # its own __init__ would make Qwen3's layers
-        self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([self.layer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = self.norm_kind(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = self.rotary(config=config)
-        self.gradient_checkpointing = False
         self.has_sliding_layers = False
         self.post_init()
 

@@ -19,10 +19,8 @@ from .backbone import FamilyBackbone
 # What published configs say of parts that there is one kind of here.
 _FIXED = {"use_bias": False, "use_qkv_bias": False, "use_qk_norm": True, "norm_head": False, "score_function": "sigmoid"}
 _FIXED |= {"moe_router_enable_expert_bias": True, "use_sliding_window": False}
-
 # Fields that mean something else here, and what is said in other words.
 _DROPPED = ("num_nextn_predict_layers", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window")
-
 # Published names of modules, and ours.
 _NAMES = {
     "word_embeddings": "embed_tokens",
@@ -82,21 +80,15 @@ class LLaDA2Backbone(FamilyBackbone):
         super().__init__(config)
         if re.search(r"llada-?2\.[1-9]", config.name_or_path, re.IGNORECASE):
             log.warning(
-                f"{config.name_or_path} was trained to edit tokens that are already there, to replace them (LLaDA2.1), also to "
-                "delete and insert (2.2). It decodes here with editing off: each token is final once it is revealed"
+                f"{config.name_or_path} was trained to edit tokens that are already there. It decodes here with editing off: "
+                "each token is final once it is revealed, as in LLaDA2.0"
             )
 
     @classmethod
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate a published config, which names neither blocks nor the mask.
-
-        Raises:
-            ValueError: for a config whose layers have other parts than those of the published models.
-        """
+        """As in the base; `ValueError` for layers that have other parts than those of the published models."""
         if wrong := {name: fields[name] for name, value in _FIXED.items() if fields.get(name, value) != value}:
-            raise ValueError(
-                f"the config has {wrong}: published models of the family 'llada2_moe' have none such, nor has this"
-            )
+            raise ValueError(f"the config has {wrong}: published models of the family 'llada2_moe' do not, nor does this")
         rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
         return {
             **super().translated({name: value for name, value in fields.items() if name not in _DROPPED}),

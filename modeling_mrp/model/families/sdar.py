@@ -18,7 +18,7 @@ class MRPBackbone(Qwen3Model):
     Attributes:
         family: The family's name, the value of `MRPConfig.family`.
         models, paper: Names of its published models, and where they are described.
-        published: Fields that tell its published configs, beside `model_type`, which is the family's name unless it is here.
+        published: Fields that tell its published configs; `model_type` is the family's name unless it is among them.
         unsaid: Fields that its published configs leave out, with their values.
         shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
     """
@@ -27,7 +27,7 @@ class MRPBackbone(Qwen3Model):
     family: ClassVar[str] = DENSE
     models: ClassVar[str] = "SDAR"
     paper: ClassVar[str | None] = "2510.06303"
-    published: ClassVar[dict[str, Any]] = {}
+    published: ClassVar[dict[str, Any]] = {"model_type": DENSE}
     unsaid: ClassVar[dict[str, Any]] = {}
     shifted: ClassVar[bool] = False
 
@@ -55,10 +55,7 @@ FAMILIES[DENSE] = MRPBackbone
 
 
 def families() -> dict[str, Any]:
-    """Find the backbone class of every family: those in this folder and those defined elsewhere.
-
-    A Hub repository's code is one file, with only the family that its checkpoint needs.
-    """
+    """Find the backbone class of every family, in this folder and elsewhere; a repository's code has only its checkpoint's."""
     for file in sorted(_FOLDER.glob("[a-z]*.py")) if _FOLDER else ():
         import_module(f"{__package__}.{file.stem}")
     return FAMILIES
