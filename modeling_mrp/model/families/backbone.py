@@ -57,7 +57,7 @@ class FamilyBackbone(MRPBackbone):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As `MRPBackbone.forward`; in float64 by a loop over experts, since torch's grouped products lack that dtype."""
-        if self.dtype == torch.float64 and self.config._experts_implementation == "grouped_mm":
+        if "num_experts" in self.fields and self.dtype == torch.float64 and self.config._experts_implementation == "grouped_mm":
             self.set_experts_implementation("eager")
         return super().forward(*args, **kwargs)
 
