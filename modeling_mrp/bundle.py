@@ -1,93 +1,60 @@
-"""Remote code of a repository: this package in two files, generated, since code on the Hub lies flat.
+"""Remote code of a repository: this package in one file, generated, since code on the Hub lies flat.
 
-transformers copies remote code file by file, also while another process reads it: the fewer files, the better. A file holds the
-modules that its entries import, directly or not, each after those that it imports, below one section of imports. It has only
-the family of backbones that the checkpoint needs. Modules import each other by `from .module import name`, at the top of a
-file, and no two give one name to different things (tests/model/test_bundle.py).
+It holds what the model imports, directly or not, and the family of backbones that the checkpoint needs: each module after those
+that it imports, below one section of imports. Modules import each other by `from .module import name`, at the top of a file,
+and no two give one name to different things (tests/model/test_bundle.py).
 ``python -m modeling_mrp.bundle hub_configs/sdar-tiny-mrp`` regenerates it.
 """
 
 import ast
 import sys
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from .model.code import CONFIGURATION, MODELING, write_code
-from .model.families.registry import DENSE, backbone_of
+from .model.code import write_code
+from .model.families.sdar import DENSE, backbone_of
 from .model.layouts import json_object
-
-PACKAGE = Path(__file__).parent
-
-
-Imports = dict[str, set[str]]  # names of other packages, by how the line begins that imports them
-
-
-def siblings_of(name: str, tree: ast.AST) -> list[str]:
-    """List the modules of this package that a module imports."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
-    return [".".join([*name.split(".")[: -node.level], str(node.module)]) for node in nodes]
 
 
 def add_modules(name: str, found: dict[str, str]) -> None:
     """Add the text of a module and of all modules of this package that it imports, each after what it imports."""
-    if name not in found:
-        text = PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8")
-        for other in siblings_of(name, ast.parse(text)):
-            add_modules(other, found)
-        found[name] = text
+    if name in found:
+        return
+    text = Path(__file__).parent.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            add_modules(".".join([*name.split(".")[: -node.level], str(node.module)]), found)
+    found[name] = text
 
 
-def code_of(text: str, imported: Imports) -> str:
-    """Remove a module's imports and its `__all__` from its text; collect its imports of other packages in `imported`."""
+def code_of(text: str, imported: dict[str, set[str]]) -> str:
+    """Remove a module's imports from its text; collect what it imports of other packages, by how such a line begins."""
     gone: set[int] = set()
     for node in ast.parse(text).body:
         if isinstance(node, ast.Import):
             imported.setdefault("import ", set()).update(map(ast.unparse, node.names))
         elif isinstance(node, ast.ImportFrom) and not node.level:
             imported.setdefault(f"from {node.module} import ", set()).update(map(ast.unparse, node.names))
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            pass
-        else:  # what imports siblings alone goes, under `if` too
-            inside = node.body if isinstance(node, ast.If) else [node]
-            if not all(isinstance(one, ast.ImportFrom) and one.level for one in inside):
-                continue
+        elif not isinstance(node, ast.ImportFrom):
+            continue
         gone.update(range(node.lineno, (node.end_lineno or 0) + 1))
     return "\n".join(line for number, line in enumerate(text.splitlines(), 1) if number not in gone).strip()
 
 
 @cache
-def files(family: str = DENSE) -> dict[str, str]:
-    """Generate the files of this package, by name, for models of a family; families registered elsewhere are left out."""
-    first: dict[str, str] = {}
-    add_modules("model.configuration", first)
+def bundled(family: str = DENSE) -> str:
+    """Generate the remote code of this package for models of a family; one that is registered elsewhere is left out."""
+    modules: dict[str, str] = {}
+    add_modules("modeling", modules)
     home = backbone_of(family).__module__.removeprefix(f"{__package__}.")
-    if family != DENSE and home.startswith("model.families."):
-        add_modules(home, first)
-    every = dict(first)
-    add_modules("modeling", every)
-    second = {name: text for name, text in every.items() if name not in first}
-    made: dict[str, str] = {}
-    for file, modules in ((CONFIGURATION, first), (MODELING, second)):
-        imported: Imports = {}
-        sections = [f"# {'-' * 100} {name}\n\n{code_of(text, imported)}" for name, text in modules.items()]
-        lines = [f"import {name}" for name in sorted(imported.pop("import "))]
-        lines += [start + ", ".join(sorted(names)) for start, names in sorted(imported.items())]
-        if modules is second:
-            lines.append(f"from .{Path(CONFIGURATION).stem} import {', '.join(sorted(shared_names(first, second)))}")
-        head = f'"""Generated by `python -m {__package__}.bundle` from the package {__package__}: change it there."""'
-        made[file] = "\n\n\n".join([head + "\n\n" + "\n".join(lines), *sections]) + "\n"
-    return made
-
-
-def shared_names(first: Mapping[str, str], second: Mapping[str, str]) -> set[str]:
-    """Collect the names that modules of the second file import from those of the first."""
-    names: set[str] = set()
-    for module, text in second.items():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and node.level and set(siblings_of(module, node)) & first.keys():
-                names.update(map(ast.unparse, node.names))
-    return names
+    if home.startswith("model.families."):
+        add_modules(home, modules)
+    imported: dict[str, set[str]] = {}
+    sections = [f"# {'-' * 100} {name}\n\n{code_of(text, imported)}" for name, text in modules.items()]
+    lines = [f"import {name}" for name in sorted(imported.pop("import "))]
+    lines += [start + ", ".join(sorted(names)) for start, names in sorted(imported.items())]
+    head = f'"""Generated by `python -m {__package__}.bundle` from the package {__package__}: change it there."""'
+    return "\n\n\n".join([head + "\n\n" + "\n".join(lines), *sections]) + "\n"
 
 
 if __name__ == "__main__":

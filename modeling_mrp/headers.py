@@ -13,9 +13,8 @@ from .modeling import MRPForCausalLM
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file: its name there, its shape and its type as safetensors spells it (`BF16`)."""
+    """A tensor in a safetensors file: its shape, and its type as safetensors spells it (`BF16`)."""
 
-    name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
@@ -29,28 +28,23 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
                     part = tensors.get_slice(name)
-                    found[our_name(name)] = StoredTensor(name, file, tuple(part.get_shape()), str(part.get_dtype()))
+                    found[our_name(name)] = StoredTensor(file, tuple(part.get_shape()), str(part.get_dtype()))
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole safetensors file: download it again ({error})") from error
     return found
 
 
 def check_tensors(config: MRPConfig, found: Mapping[str, StoredTensor], prefix: str = "") -> None:
-    """Check that a checkpoint has exactly the tensors that its config calls for under a prefix, by our names, in their shapes.
-
-    Raises:
-        ValueError: if they do not fit; it lists all of them.
-    """
+    """Raise `ValueError` with all differences unless the tensors found, by our names, are a config's under a prefix."""
     with torch.device("meta"):
-        state: dict[str, Any] = MRPForCausalLM(config).state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name.startswith(prefix)}
+        state: Any = MRPForCausalLM(config).state_dict().items()
+    needed = {name: tuple(tensor.shape) for name, tensor in state if name.startswith(prefix)}
     optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    misfits = [f"missing: {name}" for name in sorted(shapes.keys() - found.keys() - optional)]
-    for ours, stored in sorted(found.items()):
-        if ours not in shapes:
-            misfits.append(f"unexpected: {stored.name}")
-        elif stored.shape != shapes[ours]:
-            misfits.append(f"wrong shape: {stored.name} is {list(stored.shape)}, needs {list(shapes[ours])}")
+    misfits = [f"missing: {name}" for name in sorted(needed.keys() - found.keys() - optional)]
+    misfits += [f"unexpected: {name}" for name in sorted(found.keys() - needed.keys())]
+    for name in sorted(found.keys() & needed.keys()):
+        if found[name].shape != needed[name]:
+            misfits.append(f"wrong shape: {name} is {list(found[name].shape)}, needs {list(needed[name])}")
     if misfits:
         raise ValueError(
             f"the checkpoint does not fit its config ({len(misfits)} tensors):\n  " + "\n  ".join(misfits) + "\n"

@@ -1,9 +1,4 @@
-"""A block-diffusion backbone with the MRP head on top of it. Which layers the backbone has is its family's: SDAR's are Qwen3's.
-
-Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x,
-A = lm_head(h_A) its logits, x' the state after a reveal, h_C the head's output and A + C = lm_head(h_A + h_C)
-the head's estimate of the backbone's logits at x'.
-"""
+"""A block-diffusion backbone with the MRP head on top of it, in the symbols of `model/head.py`."""
 
 from typing import Any
 
@@ -22,12 +17,13 @@ from .kernels.round_layers import RoundMask
 from .model.code import model_tags
 from .model.configuration import MRPConfig
 from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask, taken_from
-from .model.families.registry import backbone_of
+from .model.families.sdar import backbone_of
 from .model.head import MRPHead, turned_as
 from .model.loading import MRPPreTrainedModel
 from .networks.cache import BlockCache
 from .networks.layers import run_fused
 
+AnyMask = Tensor | BlockMask | RoundMask
 # What callers of transformers' models may pass beside the arguments that all of these have (`return_dict` is one).
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 
@@ -35,9 +31,8 @@ _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     """A block-diffusion language model with an optional MRP head.
 
-    The backbone has transformers' layers (SDAR: those of `Qwen3Model`) under a block-causal mask: a token sees every token of
-    earlier blocks and of its own block, and a masked position predicts its own token (no shift by one, but in
-    `shifted` families).
+    A token sees every token of earlier blocks and of its own block, and a masked position predicts its own token (no shift by
+    one, but in `shifted` families).
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -52,27 +47,15 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         self.add_model_tags(model_tags(config.family))
         self.post_init()
 
-    def backbone(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        mask: Tensor | BlockMask | RoundMask,
-        past_key_values: Cache | None = None,
-    ) -> Tensor:
-        """The backbone's final-norm hidden states h_A under a boolean mask, each at the position that it was computed at.
+    def backbone(self, input_ids: Tensor, position_ids: Tensor, mask: AnyMask, past_key_values: Cache | None = None) -> Tensor:
+        """The backbone's final-norm hidden states h_A, [batch, length, hidden_size], each where it was computed.
 
         Args:
             input_ids: [batch, length] long.
             position_ids: [batch, length] long, absolute.
-            mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex
-                attention; in a round a `RoundMask`, with a `BlockCache`.
+            mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex attention; in a round a
+                `RoundMask`, with a `BlockCache`.
             past_key_values: A cache that the layers update, or None.
-
-        Returns:
-            [batch, length, hidden_size].
-
-        Raises:
-            RuntimeError: if a `RoundMask` forces a kernel that fails.
         """
         if isinstance(mask, RoundMask):
             embeds = self.model.embed_tokens(input_ids)
@@ -92,23 +75,15 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         input_ids: Tensor,
         hidden_states: Tensor,
         position_ids: Tensor,
-        mask: Tensor | BlockMask | RoundMask,
+        mask: AnyMask,
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        """The head's residual h_C = Head(embed(x'), h_A); `lm_head(h_A + h_C)` estimates the logits at x'.
+        """The head's residual h_C = Head(embed(x'), h_A), [batch, length, hidden_size]; `ValueError` for a model without one.
 
         Args:
             input_ids: [batch, length] long, x'.
             hidden_states: [batch, length, hidden_size], h_A or an accumulated estimate.
-            position_ids: [batch, length] long, absolute.
-            mask: As for `backbone`.
-            past_key_values: A cache with room for the head's layers, or None.
-
-        Returns:
-            [batch, length, hidden_size].
-
-        Raises:
-            ValueError: if the model has no head.
+            position_ids, mask, past_key_values: As for `backbone`; a cache has room for the head's layers.
         """
         if self.mrp_head is None:
             raise ValueError(
@@ -139,34 +114,31 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits of every position given what is revealed, or the block-diffusion loss when `labels` are given.
 
+        The loss noises the input: each learned token is masked with probability t ~ U(0, 1] drawn per sequence (in eval mode
+        from a seed that the sequence's tokens give, so that it has one loss), one pass holds [x_t | x_0], and the loss is the
+        cross-entropy at the masked positions weighted 1 / t, over the number of learned tokens (SDAR, equation 3). The logits
+        returned are those of the noisy copy.
+
         Args:
             input_ids: [batch, length] long. Positions that hold `mask_token_id` are predicted.
-            attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a boolean or
-                additive [batch, 1, length, past + length] mask that replaces the block-causal one.
+            attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a boolean or additive
+                [batch, 1, length, past + length] mask that replaces the block-causal one.
             position_ids: [batch, length] long, absolute; by default counted from the first real token.
-            past_key_values: Keys and values of earlier, clean blocks; none in a model whose hidden states are those of the next
-                position.
+            past_key_values: Keys and values of earlier, clean blocks; none in a `shifted` family.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
-            labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt). The input is
-                then noised: each learned token is masked with probability t ~ U(0, 1] drawn per sequence (in eval mode
-                from a seed that the sequence's tokens give, so that it has one loss), one pass holds [x_t | x_0], and
-                the loss is the cross-entropy at the masked positions weighted 1 / t, over the number of learned tokens
-                (SDAR, equation 3). The logits returned are those of the noisy copy.
-            use_cache: Whether to return keys and values.
-            logits_to_keep: As in transformers: the last n positions, or an index tensor. 0 keeps all.
-            noise_level: With `labels`, [batch], t of each sequence, in (0, 1], instead of drawing it.
-            noise_mask: With `labels`, [batch, length] bool, the positions to mask, instead of drawing them.
-            num_items_in_batch: With `labels`, what the loss is divided by instead of this batch's learned tokens: transformers'
-                Trainer passes the count over all accumulation steps.
-            kwargs: `output_hidden_states`, `output_attentions`, `cache_position` and `return_dict`, as in transformers.
+            labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt).
+            noise_level, noise_mask: With `labels`, [batch], t of each sequence, in (0, 1], and [batch, length] bool, the
+                positions to mask, instead of drawing them.
+            num_items_in_batch: With `labels`, what the loss is divided by instead: transformers' Trainer counts the learned
+                tokens of all accumulation steps.
+            use_cache, logits_to_keep, kwargs: As in transformers.
 
         Returns:
-            `CausalLMOutputWithPast` with float logits [batch, kept, vocab], and with `output_hidden_states=True`
-            the hidden states, of which the last are h_A.
+            Float logits [batch, kept, vocab]; with `output_hidden_states=True` hidden states, of which the last are h_A.
 
         Raises:
-            ValueError: for an argument that would have no effect, with `labels` or without; a mask, labels or noise that do not
-                fit the tokens; or the `BlockCache` of a `generate`.
+            ValueError: for an argument that has no effect, with `labels` or without, or does not fit the tokens; or for the
+                `BlockCache` of a `generate`.
         """
         if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON):
             raise ValueError(f"forward has no argument {', '.join(unknown)}: check the spelling, or leave it out")
@@ -181,8 +153,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             if unused := [name for name, value in given.items() if value is not None and value is not False]:
                 raise ValueError(
                     f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] of input_ids with a mask and "
-                    "positions of its own and returns the loss and all logits. Leave out either. A prompt, prefix or P-tuning "
-                    "adapter passes such: train an adapter of the weights instead, such as LoRA"
+                    "positions of its own. Leave out either. For a prompt, prefix or P-tuning adapter use others, such as LoRA"
                 )
             assert input_ids is not None
             return self._training_pass(input_ids, labels, attention_mask, noise_level, noise_mask, num_items_in_batch)
@@ -190,20 +161,17 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         if unused := [name for name, value in given.items() if value is not None]:
             raise ValueError(
                 f"{', '.join(unused)}: no effect without labels. Pass them too, or leave these out. A Trainer keeps them for a "
-                "loss of its own (compute_loss_func, label_smoothing_factor), but on clean text every position sees the token "
-                "that it predicts: leave that option out, as the model's loss noises the text first"
+                "loss of its own (compute_loss_func, label_smoothing_factor): leave that option out, as it is one of clean text"
             )
         if isinstance(past_key_values, BlockCache):
-            raise ValueError(
-                "past_key_values are a BlockCache, which only generate goes on from: pass them there, or here a DynamicCache"
-            )
+            raise ValueError("past_key_values are a BlockCache, which only generate goes on from: pass a DynamicCache here")
         told = input_ids is None or self.training or input_ids.is_meta or torch.compiler.is_compiling()
         if not told and not (input_ids == self.config.mask_token_id).any():  # lm-eval's log-likelihood tasks ask for them
             logger.warning_once(
-                "Logits of a text without masks were asked for. A visible position predicts its own token, not the next, so "
-                "that log-likelihoods made of them (perplexity, lm-eval's loglikelihood and multiple_choice) mean nothing. "
-                "Call model.score(input_ids), with lm-eval `python -m mrp_trainer.evaluate.lm_eval run --model mrp`, or put "
-                f"the mask, id {self.config.mask_token_id}, where a token is to be predicted"
+                "Logits of a text without masks were asked for. A visible position predicts its own token, so that "
+                "log-likelihoods made of them (perplexity, lm-eval's loglikelihood) mean nothing. Call model.score(input_ids), "
+                "with lm-eval `python -m mrp_trainer.evaluate.lm_eval run --model mrp`, or put the mask, id "
+                f"{self.config.mask_token_id}, where a token is to be predicted"
             )
         mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, past_key_values)
         outputs = self.model(
@@ -219,8 +187,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         if self.model.shifted:
             if past_key_values is not None and past_key_values.get_seq_length() > hidden.shape[1]:
                 raise ValueError(
-                    f"past_key_values hold earlier tokens, and in the family {self.config.family!r} the logits of a position "
-                    "come from the one before it, of which a cache has keys and values only: pass the whole text"
+                    f"past_key_values hold earlier tokens, but in the family {self.config.family!r} the logits of a position "
+                    "come from the one before it, of which they hold none: pass the whole text"
                 )
             before = torch.arange(hidden.shape[1], device=hidden.device) - 1
             hidden = taken_from(hidden, torch.where(position_ids > 0, before, -1))
@@ -254,22 +222,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """Give a mask the form that the chosen attention takes.
-
-        SDPA and attentions that others registered get a boolean mask as it is, flex attention a `BlockMask`, that of rounds a
-        `RoundMask`; eager and flex attention add other masks to the scores.
-        """
+        """Give a mask the form that the chosen attention takes: eager and flex attention add a boolean one to the scores."""
         chosen = self.config._attn_implementation
-        if isinstance(mask, BlockMask | RoundMask) or chosen not in ("eager", "flex_attention"):
+        if isinstance(mask, BlockMask | RoundMask) or chosen not in ("eager", "flex_attention") or mask.dtype != torch.bool:
             return mask
-        if chosen == "flex_attention" and mask.device.type == "cpu":
-            # What it is compiled to writes outside of its memory there.
-            raise ValueError(
-                "attn_implementation is 'flex_attention', which takes no dense mask on a CPU: call "
-                "model.set_attn_implementation('sdpa')"
-            )
-        if mask.dtype != torch.bool:
-            return mask
+        if chosen == "flex_attention" and mask.device.type == "cpu":  # where it is compiled to what writes outside its memory
+            raise ValueError("attn_implementation is 'flex_attention', not for a CPU: call set_attn_implementation('sdpa')")
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
     def _training_pass(
@@ -279,14 +237,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         attention_mask: Tensor | None,
         level: Tensor | None,
         noise_mask: Tensor | None,
-        num_items_in_batch: int | Tensor | None,
+        items: int | Tensor | None,
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
-        shaped = {"labels": labels, "attention_mask": attention_mask, "noise_mask": noise_mask, "noise_level": level}
-        for name, given in shaped.items():
-            shape = [batch] if name == "noise_level" else [batch, length]
-            if given is not None and list(given.shape) != shape:
-                raise ValueError(f"{name} has shape {list(given.shape)}: with these input_ids it must be {shape}")
+        for name, given in (("labels", labels), ("attention_mask", attention_mask), ("noise_mask", noise_mask)):
+            if given is not None and given.shape != input_ids.shape:
+                raise ValueError(f"{name} has shape {list(given.shape)}: with these input_ids it must be {[batch, length]}")
         if level is not None and not bool(((level > 0) & (level <= 1)).all()):
             raise ValueError(f"noise_level is {level.tolist()}: levels are above 0 and at most 1")
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
@@ -308,7 +264,5 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         logits = self.lm_head(states[:, :length])
         picked = logits[hidden] if logits.dtype == torch.float64 else logits[hidden].float()
         losses = F.cross_entropy(picked, clean[hidden], reduction="none") / level[:, None].expand(batch, length)[hidden].float()
-        items = (
-            (learned & valid).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=ids.device)
-        )
+        items = (learned & valid).sum() if items is None else torch.as_tensor(items, device=ids.device)
         return CausalLMOutputWithPast(loss=losses.sum() / items.clamp(min=1), logits=logits)

@@ -5,28 +5,24 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .families.registry import DENSE
+from .families.sdar import DENSE
 
-CONFIGURATION, MODELING = "configuration_mrp.py", "modeling_mrp.py"
-CUSTOM_GENERATE = "custom_generate/generate.py"
+MODELING, CUSTOM_GENERATE = "modeling_mrp.py", "custom_generate/generate.py"
 AUTO_MAP = {
-    "AutoConfig": "configuration_mrp.MRPConfig",
+    "AutoConfig": "modeling_mrp.MRPConfig",
     "AutoModel": "modeling_mrp.MRPForCausalLM",
     "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
 }
 
 
 def code_files(family: str = DENSE) -> dict[str, str]:
-    """Collect the remote code that a repository carries, by path.
-
-    It is this code itself if that is already a bundle with the family, else what `bundle` generates for the family.
-    """
+    """Collect the remote code of a repository, by path: this file if it is a bundle, else what `bundle` makes for a family."""
     own = Path(__file__)
     if own.name == MODELING:
-        files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (CONFIGURATION, MODELING)}
+        text = own.read_text(encoding="utf-8")
     else:
-        files = import_module(f"{__name__.partition('.')[0]}.bundle").files(family)
-    return {**files, CUSTOM_GENERATE: f"from typing import Any\n\n\n{inspect.getsource(generate)}"}
+        text = import_module(f"{__name__.partition('.')[0]}.bundle").bundled(family)
+    return {MODELING: text, CUSTOM_GENERATE: f"from typing import Any\n\n\n{inspect.getsource(generate)}"}
 
 
 def write_code(folder: Path, family: str = DENSE) -> None:
@@ -43,15 +39,11 @@ def model_tags(family: str) -> list[str]:
 
 def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
     """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in, as
-    `sdar.generate(custom_generate="org/head", trust_remote_code=True)` does.
+    `sdar.generate(custom_generate="org/head", trust_remote_code=True)` does; an MRP model decodes with its own.
 
     The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
-    repository and its commit by where transformers keeps the file.
-
-    Args:
-        inputs: [rows, length] long, the prompts (or `input_ids` among the others).
-        model: The stock model, with a Qwen3 decoder's parameters; or an MRP model, whose own head then decodes.
-        kwargs: What MRP's `generate` takes; `token`, `cache_dir` and the like are for finding the repository.
+    repository and its commit by where transformers keeps the file. Arguments are those of MRP's `generate`; `token`,
+    `cache_dir` and the like are for finding the repository.
 
     Raises:
         ValueError: if the head does not fit the model; or the repository is a local folder.
@@ -61,8 +53,8 @@ def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
 
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    for_downloads = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
-    download = {name: kwargs.pop(name) for name in (*for_downloads, "revision") if name in kwargs}
+    for_downloads = ("token", "cache_dir", "local_files_only", "force_download", "proxies", "revision")
+    download = {name: kwargs.pop(name) for name in for_downloads if name in kwargs}
     if not hasattr(model, "mrp_head"):
         owner, name, commit = Path(__file__).parts[-5:-2]
         if owner == "transformers_modules":

@@ -1,34 +1,41 @@
 """Configuration of a block-diffusion backbone with an optional MRP head."""
 
-import os
-from collections.abc import Collection
-from dataclasses import fields
+import dataclasses
+import re
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from .families.registry import DENSE, backbone_of, family_reading, refuse_causal
+from .code import AUTO_MAP, write_code
+from .families.sdar import DENSE, backbone_of, families
 
 # How transformers 4.52, which wrote the published configs, spelled three of today's fields.
 _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
-def our_fields(fields: dict[str, Any], known: Collection[str], source: str = "") -> dict[str, Any]:
+def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
     """Translate a config's fields for `MRPConfig`: ours stay; of a published config, the known ones, under our model type.
 
     Raises:
-        ValueError: for the config of another kind of model, or of a head that is not one residual predictor.
+        ValueError: for another kind of model, as its config or the name of its repository, `source`, says; or another head.
     """
     for name, ours in (("head_predicts", "residual"), ("num_mrp_heads", 1)):
         if (value := fields.get(name, ours)) != ours:
             raise ValueError(f"{name} is {value!r}: a head here is one, of residuals ({name}={ours!r})")
-    kind = fields.get("model_type", "sdar_mrp")
+    kind = str(fields.get("model_type", "sdar_mrp"))
     if kind == "sdar_mrp":
         return fields
-    refuse_causal(fields, source)
-    extra: dict[str, Any] = {}
+    causal = fields.get("use_regular_causal") or re.match(r"(i-dlm|uno)\b", Path(source).name.lower())
+    if kind.startswith("sdar") and causal:
+        raise ValueError(
+            f"{source or 'the config'} is of I-DLM or UNO, by its name or by use_regular_causal: each token of it sees the "
+            "tokens before it alone, and predicts the next one. It does not load; models that do are in docs/models.md"
+        )
+    known = {field.name for field in dataclasses.fields(MRPConfig)} | _OLD_SPELLINGS
     if kind != DENSE:
-        if (backbone := family_reading(fields)) is None:
+        backbone = next((one for one in families().values() if one.published.items() <= fields.items()), None)
+        if backbone is None:
             raise ValueError(
                 f"the config's model_type is {kind!r}: what loads are checkpoints of this package ('sdar_mrp'), published ones "
                 "('sdar' and those in docs/models.md) and, by MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'), to "
@@ -37,10 +44,9 @@ def our_fields(fields: dict[str, Any], known: Collection[str], source: str = "")
         fields = {name: value for name, value in fields.items() if value is not None}
         if "hidden_size" in fields and "num_attention_heads" in fields:
             fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
-        fields, extra = backbone.translated(fields), {"family": backbone.family}
-        known = {*known, *backbone.fields}
-    kept = {name: value for name, value in fields.items() if name in known or name in _OLD_SPELLINGS}
-    return {**kept, **extra, "model_type": "sdar_mrp"}
+        fields = {**backbone.translated(fields), "family": backbone.family}
+        known |= backbone.fields.keys()
+    return {**{name: value for name, value in fields.items() if name in known}, "model_type": "sdar_mrp"}
 
 
 class MRPConfig(Qwen3Config):
@@ -54,26 +60,18 @@ class MRPConfig(Qwen3Config):
         block_size: Tokens per diffusion block, counted from absolute position 0.
         mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
         num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
-        base_model_name_or_path: In the config of a head repository, which holds the head alone: the backbone it belongs to.
-            None everywhere else, also in a loaded model, which has its backbone.
+        base_model_name_or_path: The backbone, in the config of a repository that holds a head alone; None everywhere else.
         base_model_revision: The backbone's commit, branch or tag.
 
     Raises:
         ValueError: if a block, an id or a number of layers is out of bounds; a layer uses sliding-window attention (the
-            block-causal mask has no window); the attention is another repository's; when read from a file or dict, also for the
-            config of another kind of model.
+            block-causal mask has no window); the attention is another repository's; the config is of another kind of model.
     """
 
     model_type = "sdar_mrp"
     # As transformers' classes of layers spell it; no config of a family without experts has either.
     attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
 
-    vocab_size: int = 151936
-    hidden_size: int = 2048
-    intermediate_size: int = 6144
-    num_hidden_layers: int = 28
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = 8
     block_size: int = 16
     mask_token_id: int = 151669
     num_nextn_predict_layers: int = 0
@@ -90,8 +88,8 @@ class MRPConfig(Qwen3Config):
         ):
             if not isinstance(value, int) or not least <= value <= most:
                 raise ValueError(f"{name} is {value!r}: it must be an int from {least} to {most} ({why})")
-        other = None if self.family == DENSE else backbone_of(self.family)
-        super().__post_init__(**(kwargs if other is None else {**other.fields, **kwargs}))
+        own = {} if self.family == DENSE else backbone_of(self.family).fields
+        super().__post_init__(**{**own, **kwargs})
         if self.layer_types != ["full_attention"] * self.num_hidden_layers:
             raise ValueError(
                 f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in each of the "
@@ -104,24 +102,21 @@ class MRPConfig(Qwen3Config):
             )
 
     @classmethod
-    def get_config_dict(
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read the fields of a `config.json` as transformers does, in our spelling."""
         found, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return our_fields(found, {field.name for field in fields(cls)}, str(pretrained_model_name_or_path)), kwargs
+        return our_fields(found, str(pretrained_model_name_or_path)), kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Make a config from its fields, ours or those of a published config."""
-        return super().from_dict(our_fields(config_dict, {field.name for field in fields(cls)}), **kwargs)
+        return super().from_dict(our_fields(config_dict), **kwargs)
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        """Select the fields to save; the backbone only if it has a name, the family only if it is not `sdar`."""
-        saved = super().to_diff_dict()
-        if self.family == DENSE:
-            saved.pop("family", None)
-        return {name: value for name, value in saved.items() if value is not None or not name.startswith("base_model_")}
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save the config as transformers does, which names the remote code, and the code beside it."""
+        self.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        write_code(Path(save_directory), self.family)
 
     @property
     def has_head(self) -> bool:

@@ -14,14 +14,8 @@ from torch import Tensor
 def block_causal_mask(query_positions: Tensor, key_positions: Tensor, key_valid: Tensor, block_size: int) -> Tensor:
     """Let every token see the earlier blocks and the whole of its own block (SDAR, section 3).
 
-    Args:
-        query_positions: [batch, queries] absolute positions.
-        key_positions: [batch, keys] absolute positions.
-        key_valid: [batch, keys] bool; False for padding.
-        block_size: Tokens per block.
-
-    Returns:
-        [batch, 1, queries, keys] bool.
+    Positions are [batch, queries] and [batch, keys], `key_valid` [batch, keys] bool, False for padding; the mask is
+    [batch, 1, queries, keys] bool.
     """
     not_later = key_positions[:, None, :] // block_size <= query_positions[:, :, None] // block_size
     return (not_later & key_valid[:, None, :])[:, None]
@@ -31,15 +25,8 @@ def noisy_and_clean_mask(positions: Tensor, valid: Tensor, block_size: int) -> T
     """Let a noisy copy x_t and the clean text x_0 see each other in one pass [x_t | x_0] (SDAR, section 3).
 
     A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token sees the clean tokens of its
-    own and earlier blocks. Padding sees only itself.
-
-    Args:
-        positions: [batch, length] long.
-        valid: [batch, length] bool; False for padding.
-        block_size: Tokens per block.
-
-    Returns:
-        [batch, 1, 2 * length, 2 * length] bool.
+    own and earlier blocks. Padding, where `valid` [batch, length] is False, sees only itself. The mask is
+    [batch, 1, 2 * length, 2 * length] bool.
     """
     query, key = (positions // block_size)[:, :, None], (positions // block_size)[:, None, :]
     own, earlier = key == query, key < query
@@ -50,10 +37,7 @@ def noisy_and_clean_mask(positions: Tensor, valid: Tensor, block_size: int) -> T
 
 
 def taken_from(hidden: Tensor, previous: Tensor) -> Tensor:
-    """Take hidden states [batch, length, size] from other columns, by index [batch, n]; zeros where that is -1.
-
-    In a model whose hidden states are those of the next position, they are taken from the column before.
-    """
+    """Take hidden states [batch, length, size] from other columns, by index [batch, n]; zeros where that is -1."""
     taken = hidden.gather(1, previous.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
     return taken.masked_fill(previous[..., None] < 0, 0)
 

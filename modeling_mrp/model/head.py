@@ -4,6 +4,8 @@ Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hi
 reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,30 +17,17 @@ from ..networks.layers import run_fused
 from .configuration import MRPConfig
 
 # What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
-_SHARED = (
-    "family",
-    "hidden_size",
-    "vocab_size",
-    "block_size",
-    "mask_token_id",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-)
+_SHARED = [
+    *("family", "hidden_size", "vocab_size", "block_size", "mask_token_id", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "hidden_act", "rms_norm_eps", "rope_parameters"),
+]
 
 
 class MRPHead(nn.Module):
     """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
 
-    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are the backbone's kind of layer
-    and keep their own KV, in the layers of the cache that follow the backbone's. A new head is the identity.
-
-    Args:
-        config: The model's configuration; `num_nextn_predict_layers` gives the depth.
+    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are Qwen3's, and keep their own KV in the
+    layers of the cache that follow the backbone's. A new head is the identity.
     """
 
     def __init__(self, config: MRPConfig) -> None:
@@ -47,12 +36,15 @@ class MRPHead(nn.Module):
         self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        layers = [Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers)]
-        for index, layer in enumerate(layers):
-            layer.self_attn.layer_idx = config.num_hidden_layers + index
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers))
+        self.place_behind(config)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         nn.init.zeros_(self.norm.weight)  # a new head adds nothing: A + C = A
+
+    def place_behind(self: Any, backbone: MRPConfig) -> None:
+        """Let the layers keep their KV behind that of a backbone's, and attend as it does."""
+        for index, layer in enumerate(self.layers):
+            layer.self_attn.layer_idx, layer.self_attn.config = backbone.num_hidden_layers + index, backbone
 
     def forward(
         self,
@@ -62,17 +54,13 @@ class MRPHead(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        """Predict one residual; with and without kernels, this is what a head computes.
+        """Predict h_C [batch, length, hidden_size]; with and without kernels, this is what a head computes.
 
         Args:
             inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
             hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
             attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys]; in a round a `RoundMask`.
             position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
-            past_key_values: The cache that the head's layers update.
-
-        Returns:
-            [batch, length, hidden_size], h_C.
         """
         hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
         if isinstance(attention_mask, RoundMask):
@@ -89,10 +77,7 @@ class MRPHead(nn.Module):
 
 
 def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Widen cos and sin [batch, length, turned] to [batch, length, head_dim], for a backbone that rotates a part of each head.
-
-    The other pairs of dimensions are rotated by 0.
-    """
+    """Widen cos and sin [batch, length, turned] to [batch, length, head_dim] by pairs of dimensions that are rotated by 0."""
     cos, sin = rotary
     turned = cos.shape[-1] // 2
     if 2 * turned == head_dim:
@@ -103,17 +88,9 @@ def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Ten
 
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
-    """Compare the settings that a head and its backbone share.
-
-    Raises:
-        ValueError: if they differ; lists them all with both values.
-    """
-    differences = [
-        f"{name} is {getattr(head, name)!r}, the backbone's {getattr(backbone, name)!r}"
-        for name in _SHARED
-        if getattr(head, name) != getattr(backbone, name)
-    ]
-    if differences:
+    """Raise `ValueError` if settings that a head and its backbone share differ; it lists them all with both values."""
+    pairs = ((name, getattr(head, name), getattr(backbone, name)) for name in _SHARED)
+    if differences := [f"{name} is {own!r}, the backbone's {its!r}" for name, own, its in pairs if own != its]:
         raise ValueError(
             f"the head of {whose} does not belong to this backbone: its " + "; its ".join(differences) + ". Use the "
             "backbone that it was trained on, or train a head for this one"

@@ -1,11 +1,5 @@
 """The layouts that checkpoints come in: names of tensors, and the files of a folder or a repository.
 
-| layout | `model_type` | head | written by |
-|---|---|---|---|
-| `mrp` | `sdar_mrp` | `mrp_head.*`, or none | this package |
-| `sdar` | `sdar` | none | JetLM/SDAR-* |
-| `heavyball` | `sdar` | `mrp_modules.0.model.*` | heavyball/sdar-*-mrp-* |
-
 The backbone's tensors have Qwen3's names in all of them.
 """
 
@@ -16,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, extract_commit_hash
 
 HEAD = "mrp_head."
-PUBLISHED_HEAD = "mrp_modules.0.model."
+PUBLISHED_HEAD = "mrp_modules.0.model."  # in heavyball/sdar-*-mrp-*
 HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 
 
@@ -44,30 +38,25 @@ def json_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[Path, dict[str, Any]]:
-    """Read a JSON file of a checkpoint, fetched from the Hub if needed.
+def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[dict[str, Any], str | None]:
+    """Read a JSON file of a checkpoint, fetched from the Hub if needed, and find its commit, None for a folder's.
 
-    Raises:
-        ValueError: if it holds no object.
-        OSError: if there is none, or no such folder or repository.
+    Raises `OSError` if there is none, or no such folder or repository, and `ValueError` if it holds no object.
     """
     try:
-        path = cached_file(source, name, **hub)
+        if (path := cached_file(source, name, **hub)) is None:
+            raise OSError(f"there is no {name}; an adapter is loaded with model.load_adapter, on its base")
     except OSError as error:
         raise OSError(
             f"{source!r} is no folder here, and as a repository it could not be read: check the path ({error})"
         ) from error
-    if path is None:
-        raise OSError(f"{source} has no {name}: check the path (an adapter is loaded with model.load_adapter, on its base)")
-    return Path(path), json_object(Path(path))
+    return json_object(Path(path)), None if os.path.isdir(source) else extract_commit_hash(path, None)
 
 
 def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
     """Find a checkpoint's safetensors files, fetched if needed: all, or those with tensors of some prefixes.
 
-    Raises:
-        ValueError: if there are none.
-        OSError: if the Hub does not answer, or refuses, or a shard is not there.
+    Raises `ValueError` if there are none, and `OSError` if the Hub does not answer, or refuses, or a shard is not there.
     """
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     there = (cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub) for name in names)
@@ -87,8 +76,7 @@ def is_hub_id(name: str) -> bool:
 def backbone_location(name: str, source: str) -> str:
     """Check the name of a backbone in the config of the head repository `source`, and return it.
 
-    Raises:
-        ValueError: for a name that is neither a repository's nor, in a local folder's config, a folder's absolute path.
+    Raises `ValueError` for a name that is neither a repository's nor, in a local folder's config, a folder's absolute path.
     """
     if os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name):
         return name

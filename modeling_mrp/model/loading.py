@@ -1,24 +1,23 @@
 """Loading and saving of MRP models in all layouts; attaching, detaching and saving of heads."""
 
+import contextlib
 import copy
 import logging
 import os
+import re
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.generation import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, extract_commit_hash
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from .code import AUTO_MAP, write_code
 from .configuration import MRPConfig
-from .families.registry import backbone_of
 from .head import MRPHead, check_same_backbone
 from .layouts import HEAD, HUB_OPTIONS, PUBLISHED_HEAD, backbone_location, hub_options, our_name, stored_json, weight_files
 from .offloading import device_of
@@ -30,25 +29,13 @@ except ImportError:  # then no model is spread over devices
 
 log = logging.getLogger(__name__)
 
-_OF_PUSHES = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
-_KEY_MAPPING = {r"^mrp_modules\.0\.model\.": HEAD}  # transformers renames by it while it loads
+_KEY_MAPPING = {f"^{re.escape(PUBLISHED_HEAD)}": HEAD}  # transformers renames by it while it loads
 # The MRP model of each stock model that is still in use, and where its head came from.
 _MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
-class BackboneSource(NamedTuple):
-    """The origin of a model's backbone: a repository's id and commit, or a folder's absolute path and None."""
-
-    name: str
-    revision: str | None
-
-
 class MRPPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialisation shared by MRP models.
-
-    Attributes:
-        backbone_source: Where the backbone came from; None for a model that was made from a config.
-    """
+    """Loading, saving and initialisation shared by MRP models."""
 
     config_class = MRPConfig
     base_model_prefix = "model"
@@ -57,9 +44,9 @@ class MRPPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_attention_backend = True
-    _supports_flash_attn = False  # flash attention takes no block-causal mask
     _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
-    backbone_source: BackboneSource | None = None
+    # Of a loaded model: a repository's id and its commit, or a folder's absolute path and None.
+    backbone_source: tuple[str, str | None] | None = None
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -74,20 +61,28 @@ class MRPPreTrainedModel(PreTrainedModel):
         `subfolder` are then the head's. Only safetensors are read, and no code but this package's runs.
 
         Raises:
-            ValueError: if the checkpoint lacks a tensor, has one too many, or one of another shape (all are listed), or is cut
-                short, or is of another kind of model; if the backbone of a head repository may not be followed or does not
-                suit the head; for tensor parallelism of another family than SDAR's.
+            ValueError: if the checkpoint is of another kind of model, is cut short or does not fit its config (all tensors that
+                do not are listed); if the backbone of a head repository may not be followed or does not suit the head.
         """
         kwargs["key_mapping"] = {**_KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
         if pretrained_model_name_or_path is None:  # from a config and a state dict
             return super().from_pretrained(None, *args, config=config, **kwargs)
         source = os.fspath(pretrained_model_name_or_path)
-        path, fields = stored_json(source, **hub_options(kwargs))
-        local = os.path.isdir(source)
-        if not local and (commit := extract_commit_hash(str(path), None)):
+        fields, commit = stored_json(source, **hub_options(kwargs))
+        if commit is not None:
             kwargs["revision"] = commit  # all files come from one state
-        if fields.get("base_model_name_or_path") is not None:
-            return cls._from_head_repository(source, fields, config, kwargs)
+        if (named := fields.get("base_model_name_or_path")) is not None:
+            ours = {**kwargs, "revision": fields.get("base_model_revision") or "main", "subfolder": ""}
+            adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
+            if (attention := getattr(config, "_attn_implementation", None)) is not None:  # AutoModel has put it there
+                ours.setdefault("attn_implementation", attention)
+            loaded = cls.from_backbone(backbone_location(named, source), **ours)
+            model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
+            model._take_head(source, hub_options(kwargs), kwargs)
+            model.name_or_path = model.config.name_or_path = source
+            if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
+                model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
+            return loaded
         kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
         with_info = kwargs.pop("output_loading_info", False)
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are told below
@@ -95,17 +90,13 @@ class MRPPreTrainedModel(PreTrainedModel):
             model, info = super().from_pretrained(source, *args, config=config, **kwargs)
         except SafetensorError as error:
             raise ValueError(f"a safetensors file of {source} is not whole: download it again ({error})") from error
-        told = ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if misfits := {name: sorted(info[name]) for name in told if info[name]}:
+        if misfits := {name: sorted(keys) for name, keys in info.items() if name.endswith("_keys") and keys}:
             raise ValueError(
                 f"{source} does not fit its config: {misfits}. Check num_nextn_predict_layers (0: no head), the sizes in "
                 "config.json, that the download is whole, and that it is quantized as its config says"
             )
-        if (note := backbone_of(model.config.family).note(source)) is not None:
-            log.warning(note)
         if not kwargs.get("subfolder"):
-            where = os.path.abspath(source) if local else source
-            model.backbone_source = BackboneSource(where, None if local else kwargs.get("revision"))
+            model.backbone_source = (os.path.abspath(source) if os.path.isdir(source) else source, commit)
         return (model, info) if with_info else model
 
     @classmethod
@@ -114,16 +105,23 @@ class MRPPreTrainedModel(PreTrainedModel):
 
         Args:
             backbone: A folder or id that `from_pretrained` takes, except a head repository; or that of an autoregressive Qwen3
-                checkpoint, which becomes a block-diffusion model only by training.
-            head: What `attach_head` takes; it replaces a head that the backbone has. None: the model is loaded as it is.
-            head_revision: The commit, branch or tag of `head`.
-            kwargs: As for `from_pretrained`; `revision` is the backbone's. A Qwen3 checkpoint takes `block_size` and
-                `mask_token_id`, an id that no text holds.
-
-        Raises:
-            ValueError: as from `from_pretrained` and `attach_head`.
+                checkpoint, with `block_size` and `mask_token_id`, which becomes a block-diffusion model only by training.
+            head: What `attach_head` takes, in place of a head that the backbone has.
+            kwargs: As for `from_pretrained`; `revision` is the backbone's.
         """
-        model = cls._open_backbone(os.fspath(backbone), kwargs)
+        source = os.fspath(backbone)
+        found, _ = stored_json(source, **hub_options(kwargs))
+        if (other := found.get("base_model_name_or_path")) is not None:
+            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
+        if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
+            for name in {"block_size", "mask_token_id"} & kwargs.keys():
+                found[name] = kwargs.pop(name)
+            kwargs["config"] = config = MRPConfig.from_dict({**found, "model_type": "sdar"})
+            log.warning(
+                f"{source} is an autoregressive Qwen3 checkpoint: until it is trained with the block-diffusion loss, in blocks "
+                f"of {config.block_size} with the mask {config.mask_token_id}, it generates nonsense"
+            )
+        model = cls.from_pretrained(source, **kwargs)
         if head is not None:
             model._take_head(head, hub_options({**kwargs, "revision": head_revision, "subfolder": None}), kwargs)
         return model
@@ -132,18 +130,16 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Give the model a head, in place of its own if it has one. The backbone stays as it is.
 
         Args:
-            head: A folder or id of a head repository, of a full checkpoint, or in the published layout: its head is read, and
-                nothing else. Or an `MRPHead`, which becomes part of this model.
-            hub: `revision`, `token`, `cache_dir`, `local_files_only`, ... for an id.
+            head: A folder or id, of which the head is read and nothing else, in whatever layout; or an `MRPHead`.
+            hub: `revision`, `token`, ... for an id.
 
         Raises:
-            ValueError: if the head was made for another backbone (with both values of all that differs), or its tensors do not
-                fit, or there is none; the model is then as before.
+            ValueError: if there is none, it was made for another backbone, or its tensors do not fit; the model is as before.
         """
         if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
             raise ValueError(f"{', '.join(unknown)}: attach_head takes {', '.join(HUB_OPTIONS)}. Check the spelling")
         if isinstance(head, str | os.PathLike):
-            head = self._read_head(os.fspath(head), hub_options(hub))
+            head = self._read_head(os.fspath(head), hub)
         else:
             check_same_backbone(head.layers[0].self_attn.config, self.config, "another model")
         if (processes := getattr(self, "_tp_size", None) or 1) > 1:
@@ -155,21 +151,12 @@ class MRPPreTrainedModel(PreTrainedModel):
         head.to(device, self.lm_head.weight.dtype)
         if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices
             add_hook_to_module(head, AlignDevicesHook(device))
-            self.hf_device_map["mrp_head"] = device
-        for index, layer in enumerate(head.layers):
-            layer.self_attn.layer_idx = self.config.num_hidden_layers + index
-            layer.self_attn.config = self.config
+        head.place_behind(self.config)
         self.mrp_head = head.train(self.training)
         self.config.num_nextn_predict_layers = len(head.layers)
 
-    def detach_head(self: Any) -> MRPHead:
-        """Remove and return the head; if `generate` would use it by default, the default becomes `static`.
-
-        Raises:
-            ValueError: if the model has none.
-        """
-        if self.mrp_head is None:
-            raise ValueError("the model has no MRP head to detach: attach one with attach_head, or load one with from_backbone")
+    def detach_head(self: Any) -> MRPHead | None:
+        """Remove and return the head, if there is one; if `generate` would use it by default, the default becomes `static`."""
         head, self.mrp_head = self.mrp_head, None
         self.config.num_nextn_predict_layers = 0
         if str(getattr(self.generation_config, "decoding", None)).startswith("mrp_"):
@@ -180,32 +167,22 @@ class MRPPreTrainedModel(PreTrainedModel):
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
         """Make an MRP model that shares a stock model's parameters, with a repository's head; later calls reuse it.
 
-        Args:
-            stock: A model with a Qwen3 decoder's parameters under `model.` and `lm_head.`, such as SDAR's own class.
-            repository: What `attach_head` takes.
-            download: `revision`, `token` and the like.
-
-        Raises:
-            ValueError: if the stock model is not such a decoder, or the head was made for another backbone.
+        Raises `RuntimeError` if the stock model has other parameters than a Qwen3 decoder under `model.` and `lm_head.`.
         """
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         like = parameters["lm_head.weight"]
         source = (repository, download.get("revision"), like.dtype, like.device)
         known, model = _MADE.get(stock, (None, None))
-        if known == source and all(dict(model.named_parameters())[name] is value for name, value in parameters.items()):
-            return model
+        if known == source:
+            shared = dict(model.named_parameters(remove_duplicate=False))
+            if all(shared[name] is value for name, value in parameters.items()):
+                return model
         head = cls.config_class.from_pretrained(repository, **download)
         fields = {"block_size": head.block_size, "mask_token_id": head.mask_token_id, **stock.config.to_dict()}
         config = cls.config_class.from_dict({**fields, "model_type": "sdar", "num_nextn_predict_layers": 0})
         with torch.device("meta"):
             model = cls(config).eval()
-        try:
-            model.load_state_dict(parameters, assign=True)
-        except RuntimeError as error:
-            raise ValueError(
-                f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on: load the checkpoint with "
-                f"MRPForCausalLM.from_backbone instead ({error})"
-            ) from error
+        model.load_state_dict(parameters, assign=True)
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)  # no checkpoint holds its buffers
         model._take_head(repository, download, {})
         model.mrp_head.requires_grad_(False)
@@ -226,104 +203,48 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Save weights, both configs and the remote code as transformers does, or the head alone.
 
         Args:
-            save_directory: As in transformers, like the other arguments that are not named here.
-            is_main_process: As in transformers.
-            state_dict: As in transformers.
             head_only: Whether to write the head alone, which names its backbone and loads it.
-            base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path), if it is not what the
-                model was loaded from.
-            base_model_revision: With it, the backbone's commit, branch or tag.
-            kwargs: As in transformers, for the whole model.
+            base_model_name_or_path, base_model_revision: With `head_only`, the backbone's id or absolute path and its commit,
+                branch or tag, if it is not what the model was loaded from.
 
         Raises:
-            ValueError: for an option of the generation config that is out of range; with `head_only`, as from `head_to_save`,
-                or for `push_to_hub`; without it, if the backbone is named.
+            ValueError: for an option of the generation config that is out of range, or a head that cannot be saved alone.
         """
-        named: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "base_model_revision": base_model_revision}
-        folder, pushed = Path(save_directory), kwargs.pop("push_to_hub", False)
-        hub = {name: kwargs.pop(name) for name in _OF_PUSHES if name in kwargs}
+        folder, named = Path(save_directory), (base_model_name_or_path, base_model_revision)
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
         if head_only:
-            if pushed:
+            if kwargs.get("push_to_hub"):
                 raise ValueError("push_to_hub with head_only=True: save the head to a folder, and push that with `mrp push`")
-            source = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
-            head, config = head_to_save(self, state_dict, source)
+            head, config = head_to_save(self, state_dict, named if base_model_name_or_path else self.backbone_source)
             if is_main_process:
                 config.save_pretrained(folder)
                 self.generation_config.save_pretrained(folder)
                 save_file(head, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-        elif any(named.values()):
-            raise ValueError(f"{named}: a full checkpoint names none. Pass head_only=True, or leave them out")
+        elif any(named):
+            raise ValueError(f"the backbone is {named}: a full checkpoint names none. Pass head_only=True, or leave them out")
         else:
-            self.config.auto_map = dict(AUTO_MAP)
-            kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict}
             kwargs["save_original_format"] = False  # our names, also if the model came in a published layout
-            super().save_pretrained(folder, **kwargs)
+            super().save_pretrained(folder, is_main_process, state_dict, **kwargs)
         both = [path for path in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME) if path.is_file()]
         if is_main_process and len(both) == 2:  # transformers leaves those of an earlier save, and loads them first
             min(both, key=lambda path: path.stat().st_mtime_ns).unlink()
-        if is_main_process:
-            write_code(folder, self.config.family)
-            if pushed:
-                self.push_to_hub(hub.pop("repo_id", folder.name), token=kwargs.get("token"), **hub)
 
-    @torch.no_grad()
     def _init_weights(self: Any, module: nn.Module) -> None:
-        head = self.mrp_head
-        if head is not None and module is head.norm:
-            init.zeros_(head.norm.weight)
-        else:
-            super()._init_weights(module)
-
-    @classmethod
-    def _from_head_repository(cls, source: str, fields: dict[str, Any], config: Any, kwargs: dict[str, Any]) -> Any:
-        """Load the backbone that a head repository names, and give it the head."""
-        where = backbone_location(fields["base_model_name_or_path"], source)
-        ours = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
-        adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
-        if (attention := getattr(config, "_attn_implementation", None)) is not None:  # AutoModel has put it there
-            ours.setdefault("attn_implementation", attention)
-        if fields.get("base_model_revision") is not None and not os.path.isdir(where):
-            ours["revision"] = fields["base_model_revision"]
-        loaded = cls._open_backbone(where, ours)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
-        model._take_head(source, hub_options(kwargs), kwargs)
-        model.name_or_path = model.config.name_or_path = source
-        if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
-            model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
-        return loaded
-
-    @classmethod
-    def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> Any:
-        """Load a model that a head will be attached to; an autoregressive Qwen3 checkpoint gets a config of ours."""
-        _, found = stored_json(source, **hub_options(kwargs))
-        if (other := found.get("base_model_name_or_path")) is not None:
-            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
-        if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
-            given = {name: value for name, value in kwargs.items() if name in ("block_size", "mask_token_id")}
-            config = MRPConfig.from_dict({**found, "model_type": "sdar", **given})
-            log.warning(
-                f"{source} is an autoregressive Qwen3 checkpoint: until it is trained with the block-diffusion loss (blocks of "
-                f"{config.block_size}, mask id {config.mask_token_id}) it generates nonsense"
-            )
-            kwargs = {name: value for name, value in kwargs.items() if name not in given} | {"config": config}
-        return cls.from_pretrained(source, **kwargs)
+        super()._init_weights(module)
+        if self.mrp_head is not None and module is self.mrp_head.norm:
+            init.zeros_(module.weight)
 
     def _take_head(self: Any, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
         """Attach a head, and take over its repository's options unless others were given."""
         self.attach_head(head, **hub)
         if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
-            try:
-                stored = GenerationConfig.from_pretrained(head, **hub)
-            except OSError:  # it comes with none
-                return
-            self.generation_config = self.generation_config_class.from_dict(stored.to_dict())
+            with contextlib.suppress(OSError):  # it comes with none
+                self.generation_config = self.generation_config_class.from_pretrained(head, **hub)
 
     def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
         """Read the head of a checkpoint from its files."""
-        path, _ = stored_json(source, **hub)
-        if not os.path.isdir(source) and (commit := extract_commit_hash(str(path), None)):
+        if (commit := stored_json(source, **hub)[1]) is not None:
             hub = {**hub, "revision": commit}
         config: Any = MRPConfig.from_pretrained(source, **hub)
         if not config.has_head:
@@ -345,14 +266,9 @@ class MRPPreTrainedModel(PreTrainedModel):
 
 
 def head_to_save(
-    model: Any, state_dict: dict[str, Tensor] | None, named: BackboneSource | None
+    model: Any, state_dict: dict[str, Tensor] | None, backbone: tuple[str | None, str | None] | None
 ) -> tuple[dict[str, Tensor], MRPConfig]:
-    """Select the tensors and the config of a head repository; its backbone is the `named` one, or else the loaded one.
-
-    Raises:
-        ValueError: if the model has no head, its backbone no name, or the head has other tensors than its own.
-    """
-    backbone = named or model.backbone_source
+    """Select the tensors and the config of a head repository; `ValueError` for a head that cannot be saved alone."""
     if model.mrp_head is None or backbone is None:
         raise ValueError(
             "head_only=True needs a head, and a checkpoint that it can name as its backbone: the model has "
@@ -369,7 +285,7 @@ def head_to_save(
             "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
         )
     config = copy.deepcopy(model.config)
-    config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
+    config.architectures = [type(model).__name__]
     config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
     config.base_model_name_or_path, config.base_model_revision = backbone
     if hasattr(config, "quantization_config"):

@@ -2,41 +2,33 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """Find the device on which a module computes: that of its weight, or the one to which its hook fetches the weight.
-
-    Raises:
-        ValueError: if the weight is nowhere, and no hook fetches it.
-    """
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    if not weight.is_meta:
-        return weight.device
-    hook = getattr(module, "_hf_hook", None)
-    for one in getattr(hook, "hooks", [hook]):
-        if (device := getattr(one, "execution_device", None)) is not None:
-            return torch.device(device)
-    raise ValueError(
-        f"the weight of a {type(module).__name__} is on the meta device, and no hook of accelerate fetches it: load the model "
-        "with from_pretrained, with device_map if it is to be offloaded"
-    )
+def device_of(module: Any) -> torch.device:
+    """Find the device of a module's weight, or the one to which its hook fetches it; `ValueError` if the weight is nowhere."""
+    device = module.weight.device
+    if device.type == "meta":
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if device is None:
+        raise ValueError(
+            f"the weight of a {type(module).__name__} is on the meta device, and no hook of accelerate fetches it: load the "
+            "model with from_pretrained, with device_map if it is to be offloaded"
+        )
+    return torch.device(device)
 
 
 @contextmanager
-def fetched(module: nn.Module) -> Iterator[None]:
-    """Keep the weights of a module on its device, for code that reads its `weight` without calling it."""
-    device_of(module)  # or says that its weight is nowhere
+def fetched(module: Any) -> Iterator[None]:
+    """Keep the weight of a module on its device, for code that reads it without calling the module."""
+    device_of(module)  # or says that the weight is nowhere
     hook = getattr(module, "_hf_hook", None)
-    if hook is None or not any(weight.is_meta for weight in module.parameters()):
-        yield
-        return
-    hook.pre_forward(module)
+    if hook is not None:
+        hook.pre_forward(module)
     try:
         yield
     finally:
-        hook.post_forward(module, None)
+        if hook is not None:
+            hook.post_forward(module, None)

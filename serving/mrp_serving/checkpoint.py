@@ -11,7 +11,7 @@ from transformers.generation import GenerationConfig
 
 from modeling_mrp import MRPConfig
 from modeling_mrp.headers import check_tensors, stored_tensors
-from modeling_mrp.model.families.registry import DENSE
+from modeling_mrp.model.families.sdar import DENSE
 from modeling_mrp.model.head import check_same_backbone
 from modeling_mrp.model.layouts import HEAD, backbone_location, our_name, weight_files
 

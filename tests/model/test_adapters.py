@@ -104,7 +104,7 @@ def test_offline_in_a_fresh_process(saved: tuple[Path, Path], fresh: Fresh, tmp_
             model = auto.from_pretrained(name, trust_remote_code=True)
             out = model.generate(torch.tensor({PROMPT.tolist()}), **{SPEC!r})
             print(out.sequences[0].tolist(), out.stats.drafted.tolist(), out.stats.accepted.tolist())
-            print(model.backbone_source.name, model.name_or_path, type(model).__module__.split(".")[0])
+            print(model.backbone_source[0], model.name_or_path, type(model).__module__.split(".")[0])
         """
     )
     plain, tuned = (" ".join(map(str, speculate(m, PROMPT))) for m in (model, adapted(MRPForCausalLM.from_pretrained(full))))

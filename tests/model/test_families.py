@@ -23,7 +23,7 @@ from published import backbone_config
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.generate import generation
 from modeling_mrp.generate.budget import Amount
-from modeling_mrp.model.families import registry
+from modeling_mrp.model.families.sdar import families
 from tests.random_cases import dampened
 
 PROMPTS = [[15, 17, 80, 3, 44, 9], [8], [7, 7, 21, 90], [33, 2, 60, 61, 62, 63, 64, 65], [12, 13, 14]]
@@ -41,9 +41,9 @@ TWINS += [("stable_diffcoder", None), ("my_llama", None)]
 def _page_family() -> Any:
     """The page's class, registered for as long as these tests take."""
     blocks = (ROOT / "docs/own_backbone.md").read_text().split("```python\n")[1:]
-    code = next(block.split("```")[0] for block in blocks if "@family" in block)
+    code = next(block.split("```")[0] for block in blocks if "FamilyBackbone" in block)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_FAMILIES", dict(registry.families()))
+        patch.setitem(families(), "my_llama", None)
         exec(code[: code.index("\nmodel =")], {"tok": SimpleNamespace(mask_token_id=5)})
         yield
 

@@ -121,8 +121,8 @@ def test_what_is_pinned_stays_what_it_was(hub: HubServer, saved: Path, fresh: Fr
     files, head = ({path.name: path.read_bytes() for path in (saved / kind).glob("*.*")} for kind in ("full", "head"))
     first, mark = hub.commit("pinned/model", files), tmp_path / "sprung"
     weights = {name: value * 1.5 for name, value in load_file(saved / "full" / "model.safetensors").items()}
-    spring = files["configuration_mrp.py"] + f"\nopen({str(mark)!r}, 'w').close()\n".encode()
-    changed = {"model.safetensors": save(weights, {"format": "pt"}), "configuration_mrp.py": spring}
+    spring = files["modeling_mrp.py"] + f"\nopen({str(mark)!r}, 'w').close()\n".encode()
+    changed = {"model.safetensors": save(weights, {"format": "pt"}), "modeling_mrp.py": spring}
     hub.commit("pinned/model", files | changed)
     config = json.loads(head["config.json"]) | {"base_model_name_or_path": "pinned/model", "base_model_revision": first}
     hub.commit("pinned/head", head | {"config.json": json.dumps(config).encode()})
@@ -138,7 +138,7 @@ def test_what_is_pinned_stays_what_it_was(hub: HubServer, saved: Path, fresh: Fr
         load("pinned/model", revision={first!r})
         load("pinned/model", code_revision={first!r})
         model = load("pinned/head", revision="main")
-        print(model.mrp_head is not None, model.backbone_source.revision)
+        print(model.mrp_head is not None, model.backbone_source[1])
         load("pinned/model")
         """
     )

@@ -89,7 +89,6 @@ def test_code_is_the_packages_and_what_is_not_declared_is_left_out(
 ) -> None:
     """Whatever lies in the folder, and whatever its config names."""
     folder = shutil.copytree(folders["full"], tmp_path / "model")
-    (folder / "configuration_mrp.py").unlink()
     (folder / "modeling_mrp.py").write_text("from .rows_mrp import rows")
     others = ["training_args.bin", "optimizer.pt", ".env", "rows_mrp.py", "model-00001-of-00002.safetensors", "checkpoint-5/x"]
     (folder / "checkpoint-5").mkdir()

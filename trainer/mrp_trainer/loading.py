@@ -39,7 +39,7 @@ def load_config(source: str) -> MRPConfig:
 def load_generation_fields(source: str) -> dict[str, Any]:
     """Read the generation config of what `load_model` loads; empty if there is none."""
     with suppress(OSError):
-        return stored_json(_base_and_adapter(source)[0], GENERATION_CONFIG_NAME)[1]
+        return stored_json(_base_and_adapter(source)[0], GENERATION_CONFIG_NAME)[0]
     return {}
 
 

@@ -7,37 +7,18 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-from .sdar import MRPBackbone
-
-# How transformers puts the matrices of experts, which published checkpoints hold one by one, into one tensor.
-EXPERTS = (
-    WeightConverter(
-        source_patterns=["mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"],
-        target_patterns="mlp.experts.gate_up_proj",
-        operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
-    ),
-    WeightConverter(
-        source_patterns="mlp.experts.*.down_proj.weight",
-        target_patterns="mlp.experts.down_proj",
-        operations=[MergeModulelist(dim=0)],
-    ),
-)
+from .sdar import FAMILIES, MRPBackbone
 
 
 class FamilyBackbone(MRPBackbone):
-    """A backbone of other layers than Qwen3's: a subclass names them, and registers itself by `family`.
+    """A backbone of transformers' decoder layers other than Qwen3's: a subclass names them, and is registered as its `family`.
 
-    Its forward is `Qwen3Model`'s, which knows nothing of the layers but how they are called; all of transformers' decoder
-    layers are called in this way. They have to have a `self_attn` with `k_proj`, and to put keys of `num_key_value_heads` heads
-    of `head_dim` into the cache.
+    Layers have a `self_attn` with `k_proj`, and put keys of `num_key_value_heads` heads of `head_dim` into the cache.
 
     Attributes:
         fields: Fields of the config beyond those of `MRPConfig`, with their values where a config leaves them out.
-        layer, attention, norm, rotary: transformers' classes.
-        own_weights: Kinds of modules whose weights are parameters of their own (experts, routers), to be initialised.
         conversions: How transformers makes the model's tensors of published ones.
     """
 
@@ -46,12 +27,15 @@ class FamilyBackbone(MRPBackbone):
     attention: ClassVar[Any]
     norm_kind: ClassVar[Any]
     rotary: ClassVar[Any]
-    own_weights: ClassVar[tuple[Any, ...]] = ()
     conversions: ClassVar[Sequence[Any]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Tell transformers about the parts of a family: of its names, how it splits over devices, what can be recorded."""
+        """Register the family, and tell transformers how tensors translate, what splits over devices and what can be noted."""
         super().__init_subclass__(**kwargs)
+        if "family" not in vars(cls):  # such as the class that FSDP makes of a family's
+            return
+        FAMILIES[cls.family] = cls
+        cls.published = {"model_type": cls.family, **vars(cls).get("published", {})}
         cls._no_split_modules = [cls.layer.__name__]
         cls._can_record_outputs = {"hidden_states": cls.layer, "attentions": cls.attention}
         if cls.conversions:
@@ -64,24 +48,21 @@ class FamilyBackbone(MRPBackbone):
                 "a model of SDAR's layers"
             )
         super(Qwen3Model, self).__init__(config)  # its own __init__ would make Qwen3's layers
-        self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([self.layer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = self.norm_kind(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = self.rotary(config=config)
-        self.gradient_checkpointing = False
         self.has_sliding_layers = False
         self.post_init()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As `MRPBackbone.forward`; in float64 by a loop over experts, since torch's grouped products lack that dtype."""
-        if self.own_weights and self.dtype == torch.float64 and self.config._experts_implementation == "grouped_mm":
+        if "num_experts" in self.fields and self.dtype == torch.float64 and self.config._experts_implementation == "grouped_mm":
             self.set_experts_implementation("eager")
         return super().forward(*args, **kwargs)
 
-    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, self.own_weights):
+        if "Experts" in type(module).__name__ or "Router" in type(module).__name__:  # which are no layers of torch
             for weight in module.parameters(recurse=False):
                 init.normal_(weight, mean=0.0, std=self.config.initializer_range)

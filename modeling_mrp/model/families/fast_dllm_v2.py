@@ -10,25 +10,18 @@ from typing import Any
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
 from .backbone import FamilyBackbone
-from .registry import family
 
 
-@family("fast_dllm_v2")
 class FastDLLMBackbone(FamilyBackbone):
     """transformers' Qwen2 layers under a given mask: queries, keys and values have a bias and no norm."""
 
+    family, models, paper = "fast_dllm_v2", "Fast-dLLM v2", "2509.26328"
     shifted = True
-    models, paper = "Fast-dLLM v2", "2509.26328"
     layer, attention = Qwen2DecoderLayer, Qwen2Attention
     norm_kind, rotary = Qwen2RMSNorm, Qwen2RotaryEmbedding
-    unsaid = {"mask_token_id": 151665}
-
-    @classmethod
-    def reads(cls, fields: Mapping[str, Any]) -> bool:
-        """Tell if a published config is one of this family."""
-        return fields.get("model_type") == "Fast_dLLM_Qwen"
+    published, unsaid = {"model_type": "Fast_dLLM_Qwen"}, {"mask_token_id": 151665}
 
     @classmethod
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate a published config, which calls the block size `bd_size`."""
+        """As in the base; published configs call the block size `bd_size`."""
         return super().translated({"block_size": fields.get("bd_size", 32), **fields})

@@ -4,31 +4,23 @@
 expert; rotation of a part of each head. Checkpoints hold queries, keys and values in one matrix, and experts singly.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter, WeightRenaming
-from transformers.models.glm4_moe.modeling_glm4_moe import (
-    Glm4MoeAttention,
-    Glm4MoeDecoderLayer,
-    Glm4MoeExperts,
-    Glm4MoeRMSNorm,
-    Glm4MoeRotaryEmbedding,
-    Glm4MoeTopkRouter,
-)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
 
-from .backbone import EXPERTS, FamilyBackbone
-from .registry import family
+from .backbone import FamilyBackbone
 
 # What published configs say of parts that there is one kind of here.
 _FIXED = {"use_bias": False, "use_qkv_bias": False, "use_qk_norm": True, "norm_head": False, "score_function": "sigmoid"}
 _FIXED |= {"moe_router_enable_expert_bias": True, "use_sliding_window": False}
-
 # Fields that mean something else here, and what is said in other words.
 _DROPPED = ("num_nextn_predict_layers", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window")
-
 # Published names of modules, and ours.
 _NAMES = {
     "word_embeddings": "embed_tokens",
@@ -38,33 +30,26 @@ _NAMES = {
     "mlp.gate.expert_bias": "mlp.gate.e_score_correction_bias",
 }
 
-_EDITS = re.compile(r"llada-?2\.[1-9]", re.IGNORECASE)
+log = logging.getLogger(__name__)
 
 
 class SplitHeads(ConversionOps):
-    """Split the rows of one matrix into those of queries, keys and values, by a config's numbers of heads."""
+    """A split of the rows of one matrix into those of queries, keys and values, by a config's numbers of heads."""
 
     @torch.no_grad()
-    def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, Any]:
-        """Split what comes as the one tensor of `input_dict`; `config` is among the keyword arguments."""
+    def convert(self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: list[str], **kwargs: Any) -> Any:
+        """Split the one tensor of `input_dict`; `config` is among the keyword arguments."""
         (given,) = input_dict.values()
         config, tensor = kwargs["config"], given[0] if isinstance(given, list) else given
         sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         parts = tensor.split([size * config.head_dim for size in sizes])
         return {name: part.contiguous() for name, part in zip(target_patterns, parts, strict=True)}
 
-    @property
-    def reverse_op(self) -> ConversionOps:
-        """Put them together again."""
-        return Concatenate(0)
 
-
-@family("llada2_moe")
 class LLaDA2Backbone(FamilyBackbone):
     """transformers' GLM-4-MoE layers under a given mask."""
 
+    family, models, paper = "llada2_moe", "LLaDA2.0", "2512.15745"
     fields: ClassVar[dict[str, Any]] = {
         "num_experts": 256,
         "num_experts_per_tok": 8,
@@ -77,10 +62,8 @@ class LLaDA2Backbone(FamilyBackbone):
         "first_k_dense_replace": 1,
         "use_qk_norm": True,
     }
-    models, paper = "LLaDA2.0", "2512.15745"
-    layer, attention = Glm4MoeDecoderLayer, Glm4MoeAttention
-    norm_kind, rotary = Glm4MoeRMSNorm, Glm4MoeRotaryEmbedding
-    own_weights = (Glm4MoeExperts, Glm4MoeTopkRouter)
+    layer, attention = glm4_moe.Glm4MoeDecoderLayer, glm4_moe.Glm4MoeAttention
+    norm_kind, rotary = glm4_moe.Glm4MoeRMSNorm, glm4_moe.Glm4MoeRotaryEmbedding
     unsaid = {"block_size": 32, "mask_token_id": 156895, "eos_token_id": 156892}
     conversions = (
         *(WeightRenaming(published, ours) for published, ours in _NAMES.items()),
@@ -89,21 +72,23 @@ class LLaDA2Backbone(FamilyBackbone):
             target_patterns=[f"self_attn.{part}_proj.weight" for part in "qkv"],
             operations=[SplitHeads()],
         ),
-        *EXPERTS,
+        *get_checkpoint_conversion_mapping("glm4_moe"),
     )
     _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if re.search(r"llada-?2\.[1-9]", config.name_or_path, re.IGNORECASE):
+            log.warning(
+                f"{config.name_or_path} was trained to edit tokens that are already there. It decodes here with editing off: "
+                "each token is final once it is revealed, as in LLaDA2.0"
+            )
+
     @classmethod
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate a published config, which names neither blocks nor the mask.
-
-        Raises:
-            ValueError: for a config whose layers have other parts than those of the published models.
-        """
+        """As in the base; `ValueError` for layers that have other parts than those of the published models."""
         if wrong := {name: fields[name] for name, value in _FIXED.items() if fields.get(name, value) != value}:
-            raise ValueError(
-                f"the config has {wrong}: published models of the family 'llada2_moe' have none such, nor has this"
-            )
+            raise ValueError(f"the config has {wrong}: published models of the family 'llada2_moe' do not, nor does this")
         rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
         return {
             **super().translated({name: value for name, value in fields.items() if name not in _DROPPED}),
@@ -113,13 +98,3 @@ class LLaDA2Backbone(FamilyBackbone):
                 **{"partial_rotary_factor": fields.get("partial_rotary_factor", 0.5), **rope},
             },
         }
-
-    @classmethod
-    def note(cls, source: str) -> str | None:
-        """Return a warning for versions that were trained to edit their own text, which is off here; None for others."""
-        if not _EDITS.search(source):
-            return None
-        return (
-            f"{source} was trained to edit tokens that are already there (LLaDA2.1: to replace them, 2.2: also to delete and "
-            "insert). It decodes here with editing off, each token final once it is revealed, as LLaDA2.0 does"
-        )

@@ -1,31 +1,35 @@
-"""SDAR's backbone (`sdar`): Qwen3, and a mask that has to be given. The other families begin here."""
+"""SDAR's backbone (`sdar`): Qwen3, and a mask that has to be given. The other families begin here, and are found here."""
 
 from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-from .registry import family
+DENSE = "sdar"  # the family of a config that names none
+FAMILIES: dict[str, Any] = {}  # classes of backbones, which register themselves
+_FOLDER = Path(__file__).parent if Path(__file__).stem == DENSE else None  # the families' files, if this is one of them
 
 
-@family("sdar")
 class MRPBackbone(Qwen3Model):
     """transformers' `Qwen3Model` with a mask that must be given, since its own is causal: the backbone of dense SDAR.
 
     Attributes:
-        family: The name by which it was registered.
-        models: Names of its published models.
-        paper: Where they are described; None if no paper is cited.
-        shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
+        family: The family's name, the value of `MRPConfig.family`.
+        models, paper: Names of its published models, and where they are described.
+        published: Fields that tell its published configs; `model_type` is the family's name unless it is among them.
         unsaid: Fields that its published configs leave out, with their values.
+        shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
     """
 
     _tp_plan: ClassVar[Any] = {"embed_tokens": "replicate"}  # rows of lm_head, with which it may be tied, are read
-    family: ClassVar[str]
+    family: ClassVar[str] = DENSE
     models: ClassVar[str] = "SDAR"
     paper: ClassVar[str | None] = "2510.06303"
-    shifted: ClassVar[bool] = False
+    published: ClassVar[dict[str, Any]] = {"model_type": DENSE}
     unsaid: ClassVar[dict[str, Any]] = {}
+    shifted: ClassVar[bool] = False
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -42,16 +46,26 @@ class MRPBackbone(Qwen3Model):
         return super().forward(*args, attention_mask=attention_mask, **kwargs)
 
     @classmethod
-    def reads(cls, fields: Mapping[str, Any]) -> bool:
-        """Tell if a published config is one of this family: if its `model_type` is the family's name."""
-        return bool(fields.get("model_type") == cls.family)
-
-    @classmethod
     def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Translate those fields of a published config that are not null into those of `MRPConfig`; others are dropped."""
         return {**cls.unsaid, **fields}
 
-    @classmethod
-    def note(cls, source: str) -> str | None:
-        """Return what a user of the checkpoint `source` has to know; None if there is nothing."""
-        return None
+
+FAMILIES[DENSE] = MRPBackbone
+
+
+def families() -> dict[str, Any]:
+    """Find the backbone class of every family, in this folder and elsewhere; a repository's code has only its checkpoint's."""
+    for file in sorted(_FOLDER.glob("[a-z]*.py")) if _FOLDER else ():
+        import_module(f"{__package__}.{file.stem}")
+    return FAMILIES
+
+
+def backbone_of(name: str) -> Any:
+    """Find the backbone class of a family; `ValueError` if there is none of that name."""
+    if name not in FAMILIES and name not in families():
+        raise ValueError(
+            f"family is {name!r}: the families here are {', '.join(sorted(FAMILIES))}. The code of a repository has that of "
+            "its own checkpoint only: for others install this package"
+        )
+    return FAMILIES[name]

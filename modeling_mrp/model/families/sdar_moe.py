@@ -2,23 +2,16 @@
 
 from typing import Any, ClassVar
 
-from transformers.models.qwen3_moe.modeling_qwen3_moe import (
-    Qwen3MoeAttention,
-    Qwen3MoeDecoderLayer,
-    Qwen3MoeExperts,
-    Qwen3MoeRMSNorm,
-    Qwen3MoeRotaryEmbedding,
-    Qwen3MoeTopKRouter,
-)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
-from .backbone import EXPERTS, FamilyBackbone
-from .registry import family
+from .backbone import FamilyBackbone
 
 
-@family("sdar_moe")
 class SDARMoeBackbone(FamilyBackbone):
     """transformers' Qwen3-MoE layers under a given mask."""
 
+    family = "sdar_moe"
     fields: ClassVar[dict[str, Any]] = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
@@ -27,8 +20,7 @@ class SDARMoeBackbone(FamilyBackbone):
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-    layer, attention = Qwen3MoeDecoderLayer, Qwen3MoeAttention
-    norm_kind, rotary = Qwen3MoeRMSNorm, Qwen3MoeRotaryEmbedding
-    own_weights = (Qwen3MoeExperts, Qwen3MoeTopKRouter)
-    conversions = EXPERTS
+    layer, attention = qwen3_moe.Qwen3MoeDecoderLayer, qwen3_moe.Qwen3MoeAttention
+    norm_kind, rotary = qwen3_moe.Qwen3MoeRMSNorm, qwen3_moe.Qwen3MoeRotaryEmbedding
+    conversions = get_checkpoint_conversion_mapping("qwen3_moe")
     unsaid = {"block_size": 4}  # by the first checkpoints

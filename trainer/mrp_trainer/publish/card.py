@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, RepoCard
 
 from modeling_mrp.model.code import model_tags
-from modeling_mrp.model.families.registry import DENSE, backbone_of
+from modeling_mrp.model.families.sdar import DENSE, backbone_of
 from modeling_mrp.model.layouts import HEAD, is_hub_id
 
 from ..evaluate.cost import CHARGED, charged, charged_as

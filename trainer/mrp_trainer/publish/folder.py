@@ -7,7 +7,7 @@ from typing import Any
 from modeling_mrp.headers import StoredTensor, check_tensors, stored_tensors
 from modeling_mrp.model.code import code_files
 from modeling_mrp.model.configuration import MRPConfig
-from modeling_mrp.model.families.registry import DENSE
+from modeling_mrp.model.families.sdar import DENSE
 from modeling_mrp.model.layouts import HEAD, json_object, weight_files
 
 from ..loading import load_tokenizer

@@ -185,7 +185,7 @@ def meta_model(settings: Settings) -> Any:
     """Make the model that would train on the meta device, from configs alone: nothing is allocated, downloaded or written.
     `ValueError` if there is no head to train further, `OSError` if a config is neither here nor in the cache."""
     options = settings.options
-    found = stored_json(options.model, revision=options.revision, local_files_only=True)[1]
+    found = stored_json(options.model, revision=options.revision, local_files_only=True)[0]
     if found.get("model_type") == "qwen3":
         found |= {"model_type": "sdar", **_of_qwen3(options)}
     config = MRPConfig.from_dict(found)
@@ -194,7 +194,7 @@ def meta_model(settings: Settings) -> Any:
     elif options.head is None:
         config.num_nextn_predict_layers = options.head_layers
     else:
-        of_head = stored_json(options.head, local_files_only=True)[1]
+        of_head = stored_json(options.head, local_files_only=True)[0]
         if not MRPConfig.from_dict(of_head).has_head:
             raise ValueError(f"{options.head} has no MRP head: name a checkpoint that has one")
         config.num_nextn_predict_layers = of_head["num_nextn_predict_layers"]

@@ -272,7 +272,7 @@ class MRPTrainer(Trainer):
         bare: Any = bare_model(self.model)
         own = self.args.objective == "mrp" and not self.is_fsdp_enabled
         source = bare.backbone_source if own and bare is self.model else None
-        named = source is not None and (not pushed or is_hub_id(source.name))
+        named = source is not None and (not pushed or is_hub_id(source[0]))
         if named:
             bare.save_pretrained = partial(bare.save_pretrained, head_only=True)
         try:
