@@ -167,7 +167,7 @@ class MRPPreTrainedModel(PreTrainedModel):
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
         """Make an MRP model that shares a stock model's parameters, with a repository's head; later calls reuse it.
 
-        Raises `RuntimeError` if the stock model has other parameters than a Qwen3 decoder under `model.` and `lm_head.`.
+        Raises `ValueError` if the stock model has other parameters than a Qwen3 decoder under `model.` and `lm_head.`.
         """
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         like = parameters["lm_head.weight"]
@@ -182,7 +182,13 @@ class MRPPreTrainedModel(PreTrainedModel):
         config = cls.config_class.from_dict({**fields, "model_type": "sdar", "num_nextn_predict_layers": 0})
         with torch.device("meta"):
             model = cls(config).eval()
-        model.load_state_dict(parameters, assign=True)
+        try:
+            model.load_state_dict(parameters, assign=True)
+        except RuntimeError as error:
+            raise ValueError(
+                f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on: load the checkpoint with "
+                f"MRPForCausalLM.from_backbone instead ({error})"
+            ) from error
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)  # no checkpoint holds its buffers
         model._take_head(repository, download, {})
         model.mrp_head.requires_grad_(False)

@@ -3,15 +3,11 @@ from typing import Any
 
 def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
     """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in, as
-    `sdar.generate(custom_generate="org/head", trust_remote_code=True)` does.
+    `sdar.generate(custom_generate="org/head", trust_remote_code=True)` does; an MRP model decodes with its own.
 
     The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
-    repository and its commit by where transformers keeps the file.
-
-    Args:
-        inputs: [rows, length] long, the prompts (or `input_ids` among the others).
-        model: The stock model, with a Qwen3 decoder's parameters; or an MRP model, whose own head then decodes.
-        kwargs: What MRP's `generate` takes; `token`, `cache_dir` and the like are for finding the repository.
+    repository and its commit by where transformers keeps the file. Arguments are those of MRP's `generate`; `token`,
+    `cache_dir` and the like are for finding the repository.
 
     Raises:
         ValueError: if the head does not fit the model; or the repository is a local folder.
@@ -21,8 +17,8 @@ def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
 
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    for_downloads = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
-    download = {name: kwargs.pop(name) for name in (*for_downloads, "revision") if name in kwargs}
+    for_downloads = ("token", "cache_dir", "local_files_only", "force_download", "proxies", "revision")
+    download = {name: kwargs.pop(name) for name in for_downloads if name in kwargs}
     if not hasattr(model, "mrp_head"):
         owner, name, commit = Path(__file__).parts[-5:-2]
         if owner == "transformers_modules":
