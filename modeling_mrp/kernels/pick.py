@@ -86,10 +86,7 @@ def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Draw standard Gumbel noise [n, vocab] for all token ids at keys [n] long, from `noise_key`.
-
-    It is float32 or float64 by `dtype`; both see the same 32 random bits.
-    """
+    """Draw Gumbel noise [n, vocab] of all token ids at keys [n] of `noise_key`: float32 or float64, of the same 32 bits."""
     bits: Tensor = mix_bits(mix_bits(torch.arange(vocab, device=keys.device) * 0x9E3779B1 & _UINT32) ^ keys[:, None])
     # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
     lower = bits < 1 << 31

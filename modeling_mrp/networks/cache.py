@@ -16,13 +16,10 @@ LEAST_BUCKET = 256
 
 
 class PassingReference(weakref.ref[Any]):
-    """A weak reference that can be pickled and copied; an unpickled one is dead, since its object is not pickled.
-
-    Two are equal if they refer to one object that is alive.
-    """
+    """A weak reference that can be copied and pickled; two are equal if they refer to one object that is alive."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (set(),)  # which nothing else holds
+        return type(self), (set(),)  # which nothing else holds, so that an unpickled reference is dead
 
     def __deepcopy__(self, memo: Any) -> "PassingReference":
         return self
@@ -120,8 +117,6 @@ class BlockCache(Cache):
         self.hidden_size, self.fixed, self.shifted, self.layer_devices = hidden_size, fixed, shifted, tuple(layer_devices)
         self.owner: PassingReference | None = None
         self.weights: dict[str, list[Any]] = {}
-        self.written: list[tuple[Tensor, Tensor]] = []
-        self.read: list[tuple[Tensor, Tensor]] = []
         self.empty()
         self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
         slots = scratch + (bucket(capacity) if fixed else capacity)

@@ -210,7 +210,7 @@ def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: boo
     return kept
 
 
-def fingerprint(model: nn.Module) -> Hashable:
+def fingerprint(model: Any) -> Hashable:
     """Collect all that recordings of a model depend on: where weights lie, modes and hooks of modules, the attention."""
     tensors = (*model.parameters(), *model.buffers())
     places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
@@ -220,9 +220,8 @@ def fingerprint(model: nn.Module) -> Hashable:
         for name, value in vars(module).items():  # adapters are switched by plain attributes, and by lists and dicts of such
             if isinstance(value, bool | int | float | str | list | tuple | None) or (type(value) is dict and name[0] != "_"):
                 settings.append((name, repr(value)))
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    of_rows = tuple(adapters_of_rows(model) or ())
-    return places, tuple(settings), of_rows, attention, ALL_ATTENTION_FUNCTIONS.get(attention)
+    attention = model.config._attn_implementation
+    return places, *settings, *(adapters_of_rows(model) or ()), attention, ALL_ATTENTION_FUNCTIONS.get(attention)
 
 
 def obstacle(model: Any) -> str | None:

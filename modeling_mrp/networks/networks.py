@@ -75,8 +75,7 @@ class Networks:
     def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
         """Compute the whole blocks before each row's first mask and, in the same forward, score the row's first state.
 
-        By row, the first `reused` tokens have cached keys and values; prefill starts at the least of these numbers. So the
-        number of a row's forwards may depend on its neighbours; its text does not.
+        By row, the first `reused` tokens have cached keys and values; prefill starts at the least of these numbers.
         """
         length = max(row.state.start for row in rows) + self.block
         read = max(row.head_held for row in rows)
