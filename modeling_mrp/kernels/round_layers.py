@@ -10,8 +10,9 @@ state and, where its state has a parent, those of the parent. Keys and values ar
 committed slots first, then those of all states.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +30,6 @@ _MOST_SHARES = 16  # one program merges them, one after the other
 _LOG2_E = 1.4426950408889634
 
 Pair = tuple[Tensor, Tensor]
-# Of an input [..., size] with several linear layers: their results, [..., out_features] each, side by side or in a list.
-Product = Callable[[Tensor], Tensor | list[Tensor]]
 # By owner, the backbone or the head, each of its layers with the products before its attention and before its MLP's gate.
 Plans = dict[Any, list[tuple[Any, ...]]]
 
@@ -171,11 +170,11 @@ def round_attention(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, 
     out = query.new_empty(rows, queries, heads, head_dim)
     shares = (rows * kv_heads, splits, queries * group) if splits > 1 else (0,)
     level = torch.empty(*shares, dtype=torch.float32, device=query.device)
-    partial = torch.empty(*shares, head_dim, dtype=torch.float32, device=query.device)
+    sums = torch.empty(*shares, head_dim, dtype=torch.float32, device=query.device)
     if triton.knobs.runtime.interpret:  # whose products of bfloat16 are wrong
         query, key, value = query.float(), key.float(), value.float()
     _attend[(tiles, splits, rows * kv_heads)](
-        *(query.transpose(1, 2).contiguous(), key, value, out, partial, level, mask.arrived(tiles * rows * kv_heads)),
+        *(query.transpose(1, 2).contiguous(), key, value, out, sums, level, mask.arrived(tiles * rows * kv_heads)),
         *(mask.committed, mask.parent, *key.stride()[:3], kv_heads, queries, used, scale * _LOG2_E),
         BLOCK_SIZE=mask.block_size,
         GROUP=group,
@@ -195,11 +194,16 @@ ROTATED = Kernel("rotated", rotated, rotated_ref)
 ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_ref)
 
 
+def product(linears: Sequence[Any], weight: Tensor | None) -> Callable[[Tensor], Tensor | list[Tensor]]:
+    """Make a function that applies linear layers to one input: a list, or by their packed `weight` one tensor, side by side."""
+    return (lambda hidden: [linear(hidden) for linear in linears]) if weight is None else partial(F.linear, weight=weight)
+
+
 def run_fused(owner: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:
     """Run the planned layers of the backbone or the head, their `owner`, over hidden states, and the norm behind them.
 
     Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim] each; keys and values go to
-    the target of `cache`, a `BlockCache`. `RuntimeError` if a forced kernel fails.
+    the target of `cache`, a `BlockCache`.
     """
     assert mask.plans is not None
     run, added = mask.dispatch.run, None

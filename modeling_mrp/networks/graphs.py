@@ -4,9 +4,9 @@ There is a recording for each network by rows, states and length bucket. Recordi
 `generate` that made them, together with the cache that they write to: one for a model, until its weights lie elsewhere,
 `release_graphs` is called, or a call needs another size.
 
-The first run of a kind is an ordinary one, on the side stream that will record: it does the work, and warms up what a recording
-must not meet for the first time (libraries, compilers). The second run is recorded; what is met once costs no recording. On a
-GPU the first replays of each recording are compared with ordinary runs, and nothing is recorded any more where they differ.
+The first run of a kind is an ordinary one, on the side stream that will record: it warms up what a recording must not meet for
+the first time (libraries, compilers). The second run is recorded. On a GPU the first replays of each recording are compared
+with ordinary runs, and nothing is recorded any more where they differ.
 """
 
 import copy
@@ -168,10 +168,11 @@ def cache_for(
 ) -> Iterator[tuple[BlockCache, Graphs | None]]:
     """Choose the cache of a call and the recordings of its forwards: those kept from earlier calls, or new ones.
 
-    A cache `past` to continue from is taken over, if it has the head's layers where these are needed.
+    A cache `past` to continue from is taken over, if it has the head's layers where these are needed. Forwards are recorded
+    where possible if `graphs` is None, never if it is False.
 
     Raises:
-        ValueError: if `graphs` is True and it is impossible; None are recorded where possible, with False never.
+        ValueError: if `graphs` is True and it is impossible.
     """
     if past is not None and with_head and not past.head_layers:
         past = None

@@ -6,16 +6,14 @@ weights), is called. Where a module does more than its class, the layers are cal
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 
 from ..kernels.dispatch import Dispatch
-from ..kernels.round_layers import Plans, Product
+from ..kernels.round_layers import Plans, product
 from ..model.families.sdar import MRPBackbone
 
 # Whose hooks only note what a model was asked to hand out: hidden states of its own forward.
@@ -42,7 +40,10 @@ def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None
     by_twins = obstacle is None and dispatch.forced is False
     if not by_twins and not dispatch.allows("the kernels of its layers", next(model.model.parameters()), obstacle=obstacle):
         return None
-    return {owner: [(layer, *map(_product, _of_one_input(layer))) for layer in each] for owner, each in layers.items()}
+    return {
+        owner: [(layer, *(product(linears, packed_weight(linears)) for linears in _of_one_input(layer))) for layer in each]
+        for owner, each in layers.items()
+    }
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
@@ -124,9 +125,3 @@ def _plain(linear: Any) -> bool:
         and not linear.weight.is_meta
         and deviation(linear, nn.Linear) is None
     )
-
-
-def _product(linears: Sequence[Any]) -> Product:
-    """Make the product of an input with several linear layers: one with their packed weight, if they have it."""
-    weight = packed_weight(linears)
-    return (lambda hidden: [linear(hidden) for linear in linears]) if weight is None else partial(F.linear, weight=weight)

@@ -178,9 +178,9 @@ class Networks:
         ]
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Keep the keys and values of clean states that `score` was just given, and their hidden states for the head to read.
+        """Keep keys and values of the clean ones of the states just scored, and their hidden states for the head to read.
 
-        `clean` has the places of accepted ones for each row of the batch, in order; there is one at least.
+        `clean` has their places for each row of the batch, in order; there is one at least.
         """
         moves = []
         for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
