@@ -13,7 +13,7 @@ from transformers.utils import can_return_tuple
 from .generate.generation import MRPGenerationMixin, logger
 from .generate.options import MRPGenerationConfig, check_rows
 from .generate.score import MRPScoringMixin
-from .kernels.round_layers import RoundMask
+from .kernels.round_layers import RoundMask, run_fused
 from .model.code import model_tags
 from .model.configuration import MRPConfig
 from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask, taken_from
@@ -21,7 +21,6 @@ from .model.families.sdar import backbone_of
 from .model.head import MRPHead, turned_as
 from .model.loading import MRPPreTrainedModel
 from .networks.cache import BlockCache
-from .networks.layers import run_fused
 
 AnyMask = Tensor | BlockMask | RoundMask
 # What callers of transformers' models may pass beside the arguments that all of these have (`return_dict` is one).

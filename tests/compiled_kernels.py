@@ -117,7 +117,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], 
             given = unembedding, logits, least if truncated else None, keys if sampled else None
             yield {"launch": "pick", "rows": rows, "sampled": sampled, "truncated": truncated}, partial(pick_rows, *given)
         parents = torch.full((1, states), -1, device="meta")
-        mask = RoundMask(torch.full((1,), prefix, device="meta"), parents, states, shape.block_size)
+        mask = RoundMask(torch.full((1,), prefix, device="meta"), parents, shape.block_size)
         query = empty(1, rows, heads, dim).transpose(1, 2)
         key, value = empty(1, prefix + rows, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
         inputs = empty(1, rows, (heads + 2 * kv_heads) * dim), (norm_of(dim), norm_of(dim)), empty(2, 1, rows, dim).unbind(0)

@@ -21,7 +21,7 @@ import weakref
 import zlib
 from abc import ABC, abstractmethod
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -79,13 +79,7 @@ _checked: set[tuple[Any, ...]] = set()
 
 @dataclass(eq=False)
 class Kernel:
-    """A launcher of Triton kernels with a PyTorch function that computes the same.
-
-    Attributes:
-        name: For messages.
-        launch: Returns one or several tensors.
-        twin: Takes the same arguments.
-    """
+    """A named launcher of Triton kernels, and its twin: a PyTorch function that computes the same from the same arguments."""
 
     name: str
     launch: Callable[..., Any]
@@ -117,7 +111,7 @@ class Dispatch:
         return obstacle is None
 
     def run(self, kernel: Kernel, *given: Any) -> Any:
-        """Run a kernel or its twin; tensors in lists and modules are looked at, too.
+        """Run a kernel or its twin.
 
         A kernel that does not compile or launch, or whose first results on a GPU differ from its twin's, is reported in one
         warning per device and not tried again.
@@ -141,17 +135,18 @@ class Dispatch:
         except torch.OutOfMemoryError:
             raise  # says nothing about the kernel, and its twin needs more
         except Exception as error:
+            why = f"{type(error).__name__}: " + str(error).strip().rpartition("\n")[2]
             if self.forced:
                 raise RuntimeError(
-                    f"kernels is True, but the kernel {name!r} failed on {device} ({_summary(error)}): use kernels=None, which "
-                    "falls back to PyTorch, or kernels=False"
+                    f"kernels is True, but the kernel {name!r} failed on {device} ({why}): use kernels=None, which falls back "
+                    "to PyTorch, or kernels=False"
                 ) from error
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise  # most errors are the capture's then, and a twin would go into the graph
             _failed.add((name, device))
             warnings.warn(
-                f"the Triton kernel {name!r} failed on {device} and PyTorch is used in its place, which is slower "
-                f"({_summary(error)}); kernels=False silences this",
+                f"the Triton kernel {name!r} failed on {device} and PyTorch is used in its place, which is slower ({why}); "
+                "kernels=False silences this",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -194,13 +189,8 @@ def check_close(what: str, ours: Tensor, right: Tensor) -> None:
 
 
 def _check(kernel: Kernel, given: tuple[Any, ...], made: Any) -> None:
-    """Compare what a kernel made with its twin's result, once for each device, dtype and kind of arguments.
-
-    Raises:
-        ArithmeticError: if they differ.
-    """
-    tensors = _tensors(given)
-    kind = (kernel.name, *dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors), *map(type, given))
+    """Compare what a kernel made with its twin's result, once for each device, dtype and kind of arguments."""
+    kind = (kernel.name, *dict.fromkeys((tensor.device, tensor.dtype) for tensor in _tensors(given)), *map(type, given))
     if kind in _checked:
         return
     ours = [one.clone() for one in _tensors([made])]  # both may write to the same places
@@ -215,33 +205,26 @@ def failed_kernels() -> list[str]:
     return sorted(f"{name} on {device}" for name, device in _failed)
 
 
-def kernels_usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell if kernels can run compiled on tensors like these."""
-    return _unusable(device, dtype, interpreted=False) is None
-
-
 def processors(device: torch.device) -> int:
     """Count the multiprocessors of a GPU; those of an H200 for a device that only stands in for one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _obstacle(tensors: Iterable[Tensor], interpreted: bool) -> str | None:
+def _obstacle(tensors: Sequence[Tensor], interpreted: bool) -> str | None:
     """Say why kernels cannot run on these tensors, with the remedy; None if they can."""
-    devices = list(dict.fromkeys(tensor.device for tensor in tensors))
-    if len(devices) > 1:
-        return f"its tensors lie on {' and '.join(map(str, devices))}: keep them on one device"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "it has no gradients: call it under torch.no_grad()"
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors if tensor.is_floating_point()))
     if len(dtypes) > 1:
         return f"dtypes {', '.join(str(dtype)[6:] for dtype in dtypes)} meet: load the model in one"
-    if (unusable := _unusable(devices[0], dtypes[0], interpreted)) is not None:
-        return unusable
-    autocast = torch.is_autocast_enabled(devices[0].type)
-    return "autocast is on, whose casts it does not follow: leave autocast" if autocast else None
+    device = tensors[0].device
+    if (obstacle := unusable(device, dtypes[0], interpreted)) is None and torch.is_autocast_enabled(device.type):
+        return "autocast is on, whose casts it does not follow: leave autocast"
+    return obstacle
 
 
-def _unusable(device: torch.device, dtype: torch.dtype, interpreted: bool) -> str | None:
+def unusable(device: torch.device, dtype: torch.dtype, interpreted: bool = False) -> str | None:
+    """Say why kernels can run neither compiled nor, if that counts, `interpreted` there, with the remedy; None if they can."""
     if triton is None:
         return "triton cannot be imported: install it (pip install triton)"
     if dtype not in KERNEL_DTYPES:
@@ -256,11 +239,6 @@ def _unusable(device: torch.device, dtype: torch.dtype, interpreted: bool) -> st
     if (capability := torch.cuda.get_device_capability(device)) < _OLDEST:
         return f"{device} has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0: use a newer GPU"
     return None
-
-
-def _summary(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
 # ---------------------------------------------------------------------------------------------------- model.offloading
@@ -309,45 +287,34 @@ LEAST_BUCKET = 256
 
 
 class PassingReference(weakref.ref[Any]):
-    """A weak reference that can be pickled and copied; an unpickled one is dead, since its object is not pickled."""
+    """A weak reference that can be copied and pickled; two are equal if they refer to one object that is alive."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (set(),)  # which nothing else holds
+        return type(self), (set(),)  # which nothing else holds, so that an unpickled reference is dead
 
     def __deepcopy__(self, memo: Any) -> "PassingReference":
         return self
 
-
-class WeightsSeen:
-    """A snapshot of a module's parameters and active adapters, to tell later whether they are still the same."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.seen = [(PassingReference(weight), _state_of(weight)) for weight in _held_parameters(module)]
-        self.adapters = _adapters_on(module)
-
-    def same(self, module: nn.Module) -> bool:
-        """Tell if no parameter was replaced, moved or written to since, and the same adapters are active.
-
-        Writes to a parameter's `.data` cannot be seen: autograd does not count them.
-        """
-        weights = _held_parameters(module)
-        if len(weights) != len(self.seen) or self.adapters != _adapters_on(module):
-            return False
-        pairs = zip(self.seen, weights, strict=True)
-        return all(seen() is weight and state == _state_of(weight) for (seen, state), weight in pairs)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PassingReference) and self() is not None and self() is other()
 
 
-def _held_parameters(module: nn.Module) -> list[Tensor]:
-    return [weight for weight in module.parameters() if not weight.is_meta]  # those that are offloaded come anew each time
+def weights_seen(module: nn.Module) -> list[Any]:
+    """Note a module's parameters and active adapters; a later list is equal if none was replaced, moved or written to since.
 
-
-def _adapters_on(module: nn.Module) -> list[Any]:
-    """List the active adapters of each of peft's layers, with their scales, and those per row."""
-    layers = [
+    Writes to a parameter's `.data` are not seen, as autograd does not count them.
+    """
+    weights = []
+    for weight in module.parameters():
+        if not weight.is_meta:  # those that are offloaded come anew each time
+            place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
+            writes = 0 if weight.is_inference() else weight._version  # for which there is no public name
+            weights.append((PassingReference(weight), place, writes))
+    adapters = [
         (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
         for layer in adapted_layers(module)
     ]
-    return [adapters_of_rows(module), *layers]
+    return [weights, adapters, adapters_of_rows(module)]
 
 
 def adapters_of_rows(module: nn.Module) -> list[str] | None:
@@ -365,12 +332,6 @@ def adapted_layers(module: nn.Module) -> list[Any]:
     return [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]
 
 
-def _state_of(weight: Tensor) -> list[int]:
-    """Return where a weight lies and autograd's count of writes to it, for which there is no public name."""
-    place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
-    return [place, 0 if weight.is_inference() else weight._version]
-
-
 def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
     """List the devices on which a model's layers compute, the backbone's first, then with the head's."""
     layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
@@ -380,12 +341,12 @@ def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
 class BlockCache(Cache):
     """KV memory of fixed size, one buffer per device, `[rows, slots, layers, 2, kv_heads, head_dim]`, written in place.
 
-    A committed token lives in the slot of its absolute position, so padding takes no room and rows of different length need no
-    special case. The states of a round are written behind the longest text, so that what attention reads is one slice; when one
-    turns out clean, `move` copies its keys and values to its row's text, for all rows and layers at once.
+    A committed token lives in the slot of its absolute position, so padding takes no room. The states of a round are written
+    behind the longest text, so that what attention reads is one slice; when one turns out clean, `move` copies its keys and
+    values to its row's text, for all rows and layers at once.
 
-    Between two calls of `generate` it remembers whose keys and values it holds, so that the next one starts behind them. A
-    call takes over the cache it is given: what that held beyond the new prompt is gone (`copy.deepcopy` keeps it).
+    A call of `generate` takes over the cache it is given and starts behind what that holds of the new prompt; the rest is gone
+    (`copy.deepcopy` keeps it).
 
     Args:
         rows, num_key_value_heads, head_dim, dtype: Sizes and dtype of keys and values, the same in every layer.
@@ -393,17 +354,17 @@ class BlockCache(Cache):
         capacity: Committed slots per row, a multiple of the block size.
         scratch: Tokens that can be scored at once per row.
         hidden_size: Of the hidden states that are kept for a head to read later; 0: none are.
-        fixed: Whether shapes are to stay the same from round to round, as for recordings: attention then reads a power of two
-            of slots before what is scored.
-        ends: Tokens of a block and size of hidden states, where the last one of each block is kept, as a model needs whose
-            hidden states are those of the next position; zeros: none are.
+        fixed: Whether attention reads a power of two of slots before what is scored, as recordings need fixed shapes.
+        shifted: Whether hidden states are those of the next position: the one of a text's last token is kept, too.
 
     Attributes:
         ids: By row, the text whose tokens the slots hold.
         held, head_held: By row, how many of its first tokens have keys and values in all layers of the backbone, of the head.
         hidden_held: By row, how many have hidden states that the head may still read, if it has not read them.
-        owner, weights: The model whose keys and values these are, weakly, and its parts, by name, as they were then.
-        written: By layer, the target: where keys and values of the next forward go, [rows, heads, new, head_dim] each.
+        owner, weights: The model whose keys and values these are, weakly, and its parts' `weights_seen` then, by name.
+        active: Rows that take part: the first ones.
+        begin, end: The target, the slots that the next forward writes.
+        written: By layer, keys and values of the target, [rows, heads, new, head_dim] each.
         read: By layer, what attention reads once the target is written, [rows, heads, seen, head_dim] each.
     """
 
@@ -419,54 +380,41 @@ class BlockCache(Cache):
         head_layers: int = 0,
         hidden_size: int = 0,
         fixed: bool = False,
-        ends: tuple[int, int] = (0, 0),
+        shifted: bool = False,
     ) -> None:
         super().__init__(layers=[])
         self.rows, self.num_key_value_heads, self.head_dim = rows, num_key_value_heads, head_dim
         self.capacity, self.scratch, self.dtype, self.head_layers = capacity, scratch, dtype, head_layers
-        self.hidden_size, self.fixed, self.layer_devices = hidden_size, fixed, tuple(layer_devices)
+        self.hidden_size, self.fixed, self.shifted, self.layer_devices = hidden_size, fixed, shifted, tuple(layer_devices)
         self.owner: PassingReference | None = None
-        self.weights: dict[str, WeightsSeen] = {}
-        self.written: list[tuple[Tensor, Tensor]] = []
-        self.read: list[tuple[Tensor, Tensor]] = []
+        self.weights: dict[str, list[Any]] = {}
         self.empty()
         self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
-        slots = scratch + (max(LEAST_BUCKET, 1 << (capacity - 1).bit_length()) if fixed else capacity)
+        slots = scratch + (bucket(capacity) if fixed else capacity)
         # Elsewhere no slot is read that was not written before: rows are prefilled and scored together.
         made = torch.zeros if fixed else torch.empty
         self._buffers = {
-            device: made(
-                (rows, slots, self.layer_devices.count(device), 2, num_key_value_heads, head_dim), dtype=dtype, device=device
-            )
-            for device in dict.fromkeys(self.layer_devices)
+            device: made((rows, slots, layers, 2, num_key_value_heads, head_dim), dtype=dtype, device=device)
+            for device, layers in Counter(self.layer_devices).items()
         }
-        self.hidden = torch.empty((rows, capacity, hidden_size), dtype=dtype, device=self.layer_devices[-1])
-        self.every, end_size = ends
-        blocks = capacity // self.every if self.every else 0
-        self.ends = torch.empty((rows, blocks, end_size), dtype=dtype, device=self.layer_devices[-1])
+        columns = capacity + scratch * shifted
+        self.hidden = torch.empty((rows, columns, hidden_size), dtype=dtype, device=self.layer_devices[-1])
+        self.hidden[:, :1] = 0  # before the first token
         self.active, self.begin, self.end = rows, 0, 0
 
     @property
     def nbytes(self) -> int:
         """Bytes held, fixed at construction."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in (*self._buffers.values(), self.hidden, self.ends))
+        return sum(buffer.nbytes for buffer in (*self._buffers.values(), self.hidden))
 
-    @property
-    def writable(self) -> bool:
-        """Whether it can be written to here: a cache made in inference mode cannot outside of it."""
-        return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in self._buffers.values())
-
-    def target(self, used: int, width: int, prefill: bool = False) -> int:
+    def target(self, used: int, width: int, prefill: bool = False) -> None:
         """Let the next forward write `width` tokens a row behind the first `used` slots and read all slots up to there.
 
-        Returns:
-            The first slot that is written: `used`, or where shapes are fixed the power of two above it; not in a prefill.
+        Where shapes are fixed, it writes behind a power of two of slots; not in a prefill.
         """
-        if self.fixed and not prefill:
-            used = max(LEAST_BUCKET, 1 << (used - 1).bit_length()) if used else LEAST_BUCKET
-        self.begin, self.end = used, used + width
-        self.written, self.read = self._views(used), self._views(0)
-        return used
+        self.begin = bucket(used) if self.fixed and not prefill else used
+        self.end = self.begin + width
+        self.written, self.read = self._views(self.begin), self._views(0)
 
     def _views(self, begin: int) -> list[tuple[Tensor, Tensor]]:
         """Select keys and values from a slot to the end of the target, [rows, heads, slots, head_dim], of every layer."""
@@ -487,25 +435,19 @@ class BlockCache(Cache):
         return self.read[layer_idx]
 
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
-        """Copy blocks of keys and values in some layers.
-
-        For each `(row, source, target)`, `length` slots from `source` on are copied to those from `target` on.
-        """
+        """Copy, for each `(row, source, target)`, `length` slots from `source` on to those from `target` on, in some layers."""
         row, source, target = torch.tensor(moves).unbind(1)
         offsets = torch.arange(length)
         source, target = source[:, None] + offsets, target[:, None] + offsets
-        for device, part in self._of(layers):
-            at, of, to = (index.to(device, non_blocking=True) for index in (row[:, None], source, target))
+        for part in self._of(layers):
+            at, of, to = (index.to(part.device, non_blocking=True) for index in (row[:, None], source, target))
             if part.shape[-1] * part.element_size() % 8 == 0:
                 part = part.view(torch.int64)  # a number of a narrow type costs as much to index as a wide one
             part[at, to] = part[at, of]
 
     def blank(self, layers: range, row: int, begin: int, end: int) -> None:
-        """Zero the slots of a row from `begin` to `end` in some layers.
-
-        Masked slots have weight 0 in attention, but 0 times NaN or infinity is NaN.
-        """
-        for _, part in self._of(layers):
+        """Zero slots of a row in some layers: where they are masked, attention gives weight 0, but 0 times NaN is NaN."""
+        for part in self._of(layers):
             part[row, begin:end] = 0
 
     def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
@@ -526,10 +468,9 @@ class BlockCache(Cache):
         self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
     def reusable(self, texts: Sequence[Sequence[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
-        """Count the first tokens of each row's text that need no prefill, at most `upto`.
+        """Count the first tokens of each row's text, in whole blocks and at most `upto`, that are held and need no prefill.
 
-        They are the longest common prefix with what is held, in whole blocks, on which keys and values depend. If `with_head`,
-        the head's layers must hold them too, or be able to read them still.
+        If `with_head`, the head's layers must hold them too, or be able to read them still.
         """
         found = []
         for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
@@ -548,12 +489,13 @@ class BlockCache(Cache):
 
         If `rows` is a multiple of its rows, each row's content is repeated, the copies one after the other.
         """
-        if rows == self.rows and self.fits(capacity, scratch) and self.writable:
+        writable = torch.is_inference_mode_enabled() or not self.hidden.is_inference()
+        if writable and rows == self.rows and self.fits(capacity, scratch):
             return self
         capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
         bigger = BlockCache(
             *(rows, self.num_key_value_heads, self.head_dim, self.layer_devices, capacity, scratch, self.dtype),
-            *(self.head_layers, self.hidden_size, self.fixed, (self.every, self.ends.shape[-1])),
+            *(self.head_layers, self.hidden_size, self.fixed, self.shifted),
         )
         bigger.owner = self.owner
         bigger.fill_from(self)
@@ -562,10 +504,8 @@ class BlockCache(Cache):
     def fill_from(self, other: "BlockCache") -> None:
         """Copy the content of another cache with as many layers; its rows, a divisor of this one's, are each repeated."""
         copies, used = self.rows // other.rows, max(other.held)
-        repeated = (
-            [one for one in part for _ in range(copies)] for part in (other.ids, other.held, other.head_held, other.hidden_held)
-        )
-        self.hold(*repeated)  # type: ignore[arg-type]
+        records: tuple[list[Any], ...] = (other.ids, other.held, other.head_held, other.hidden_held)
+        self.hold(*([one for one in record for _ in range(copies)] for record in records))
         for ours, theirs in zip(self._held_parts(used), other._held_parts(used), strict=True):
             ours.copy_(theirs.repeat_interleave(copies, 0))
 
@@ -576,37 +516,40 @@ class BlockCache(Cache):
     def detach(self) -> None:
         """Replace shared memory by a copy."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
-        self.hidden, self.ends = self.hidden.clone(), self.ends.clone()
+        self.hidden = self.hidden.clone()
 
     def _held_parts(self, used: int) -> list[Tensor]:
-        """Select the content of the first slots: keys and values, hidden states, and the last ones of blocks, [rows, ...]."""
-        blocks = used // self.every if self.every else 0
-        return [*(one[:, :used] for one in (*self._buffers.values(), self.hidden)), self.ends[:, :blocks]]
+        """Select the content of the first slots: keys and values, and hidden states, [rows, ...]."""
+        return [*(one[:, :used] for one in self._buffers.values()), self.hidden[:, : used + self.shifted]]
 
-    def _of(self, layers: range) -> Iterator[tuple[torch.device, Tensor]]:
+    def _of(self, layers: range) -> Iterator[Tensor]:
         """Select the memory of some layers on each device: [rows, slots, layers, 2, heads, head_dim]."""
         for device, buffer in self._buffers.items():
             held = [self._index[layer] for layer in layers if self.layer_devices[layer] == device]
             if held:
-                yield device, buffer[:, :, held[0] : held[-1] + 1]
+                yield buffer[:, :, held[0] : held[-1] + 1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: rows differ in length, so there is no common one; positions are always passed explicitly."""
         return 0
 
 
+def bucket(used: int) -> int:
+    """Round a number of slots up to a power of two, at least the least bucket."""
+    return max(LEAST_BUCKET, 1 << (used - 1).bit_length())
+
+
 # ---------------------------------------------------------------------------------------------------- networks.graphs
 
 """CUDA graphs: a network that runs again and again on the same cache is recorded once, and then replayed with one launch.
 
-There is a recording for each network by rows, states and length bucket: all that a forward depends on beside what its inputs
-and the cache hold. Inputs are copied to where the recording reads them, its output from where it leaves it. Recordings are
-dear, so they outlive the call of `generate` that made them, together with the cache that they write to: one for a model, until
-its weights lie elsewhere, `release_graphs` is called, or a call needs another size.
+There is a recording for each network by rows, states and length bucket. Recordings are dear, so they outlive the call of
+`generate` that made them, together with the cache that they write to: one for a model, until its weights lie elsewhere,
+`release_graphs` is called, or a call needs another size.
 
-The first run of a kind is an ordinary one, on the side stream that will record: it does the work, and warms up what a recording
-must not meet for the first time (libraries, compilers). The second run is recorded; what is met once costs no recording. On a
-GPU the first replays of each recording are compared with ordinary runs, and nothing is recorded any more where they differ.
+The first run of a kind is an ordinary one, on the side stream that will record: it warms up what a recording must not meet for
+the first time (libraries, compilers). The second run is recorded. On a GPU the first replays of each recording are compared
+with ordinary runs, and nothing is recorded any more where they differ.
 """
 
 
@@ -638,22 +581,19 @@ class CudaRecorder:
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Record a step without running it; return a function that replays it and returns its output, in the graph's memory.
 
-        Other threads that record wait; those that replay go on. An error that keeps a step from being recorded is raised.
+        Other threads that record wait; those that replay go on.
         """
         graph, first = torch.cuda.CUDAGraph(), None
+        recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
         try:
-            # The outer context leads back to the caller's stream also where the inner one fails to end its recording.
-            with (
-                _RECORDING,
-                torch.cuda.stream(self.stream),
-                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
-            ):
+            # The stream's context leads back to the caller's stream also where a recording fails to end.
+            with _RECORDING, torch.cuda.stream(self.stream), recording:
                 try:
                     output = step()
                 except Exception as error:
                     first = error
                     raise
-        except Exception as error:  # which may be that of ending the capture, and hide the first
+        except Exception as error:  # which may be that of ending the recording, and hide the first
             raise first or error from None
 
         def replay() -> Tensor:
@@ -668,38 +608,34 @@ RECORDERS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaRecorder}
 
 
 class Graphs:
-    """The recorded forwards of one model on one cache.
-
-    Args:
-        cache: The KV cache, which stays where it is.
-        weights: The model's `fingerprint`.
+    """The recorded forwards of one model, with the `fingerprint` of its weights, on one cache, which stays where it is.
 
     Attributes:
+        inputs: Where recordings read their inputs, by key.
         recorded: Functions that replay a forward, by key.
+        compared: How many replays were compared, by key.
         replays: Number of replays.
         failed: Whether a forward could not be recorded or gave wrong results, so that no more are tried.
         busy: Whether a call is using them.
     """
 
     def __init__(self, cache: BlockCache, weights: Hashable) -> None:
-        self.cache, self.weights, self.device = copy.copy(cache), weights, cache.layer_devices[0]
+        self.cache, self.weights, self.device = cache, weights, cache.layer_devices[0]
         self.recorder = RECORDERS[self.device.type](self.device)
-        self.inputs: dict[Hashable, list[Tensor]] = {}  # of what was met before
+        self.inputs: dict[Hashable, list[Tensor]] = {}
         self.recorded: dict[Hashable, Callable[[], Tensor]] = {}
         self.compared: dict[Hashable, int] = {}
         self.replays, self.failed, self.busy = 0, False, False
         self._thread = threading.local()  # libraries keep a handle for each: one that ran nothing yet must not record
-        self._lent: weakref.ref[BlockCache] | None = None
+        self._lent: Callable[[], BlockCache | None] = lambda: None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
         """Lend the cache, filled with the content of `past`; an earlier borrower keeps its content in memory of its own."""
         cache = past
         if cache is None or not cache.shares(self.cache):
-            holder = None if self._lent is None else self._lent()
-            if holder is not None and holder.shares(self.cache):
+            if (holder := self._lent()) is not None:
                 holder.detach()
             cache = copy.copy(self.cache)
-            cache.empty()
             if past is not None:
                 cache.fill_from(past)
         self._lent = weakref.ref(cache)
@@ -757,10 +693,8 @@ def release_graphs(model: nn.Module) -> None:
 def recording_report(model: nn.Module) -> dict[str, int]:
     """Count what is kept for a model: `recordings`, their `replays` so far, the cache's `bytes`, whether recording `failed`."""
     kept = _KEPT.get(model)
-    if kept is None:
-        return dict.fromkeys(("recordings", "replays", "bytes", "failed"), 0)
-    counts = {"recordings": len(kept.recorded), "replays": kept.replays}
-    return {**counts, "bytes": kept.cache.nbytes, "failed": int(kept.failed)}
+    found = (0, 0, 0, 0) if kept is None else (len(kept.recorded), kept.replays, kept.cache.nbytes, int(kept.failed))
+    return dict(zip(("recordings", "replays", "bytes", "failed"), found, strict=True))
 
 
 @contextmanager
@@ -769,18 +703,15 @@ def cache_for(
 ) -> Iterator[tuple[BlockCache, Graphs | None]]:
     """Choose the cache of a call and the recordings of its forwards: those kept from earlier calls, or new ones.
 
-    Args:
-        model, rows, capacity, scratch: See `BlockCache`.
-        graphs: The option: None where possible, True or an error, False never.
-        past: A cache to continue from, which is taken over; or None.
-        with_head: Whether the head's layers are needed.
+    A cache `past` to continue from is taken over, if it has the head's layers where these are needed. Forwards are recorded
+    where possible if `graphs` is None, never if it is False.
 
     Raises:
         ValueError: if `graphs` is True and it is impossible.
     """
-    past = None if past is not None and with_head and not past.head_layers else past
-    unasked = graphs is None and model.lm_head.weight.device.type not in RECORDERS
-    why = "graphs is False" if graphs is False or unasked else obstacle(model)
+    if past is not None and with_head and not past.head_layers:
+        past = None
+    why = "graphs is False" if graphs is False else obstacle(model)
     if graphs and why is not None:
         raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
     deep = with_head or (past is not None and past.head_layers > 0)  # a Cache of transformers is false where it is empty
@@ -815,8 +746,8 @@ def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: boo
     return kept
 
 
-def fingerprint(model: nn.Module) -> Hashable:
-    """Collect where a model's weights lie, its modules' modes and hooks, and its attention implementation."""
+def fingerprint(model: Any) -> Hashable:
+    """Collect all that recordings of a model depend on: where weights lie, modes and hooks of modules, the attention."""
     tensors = (*model.parameters(), *model.buffers())
     places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
     settings: list[Hashable] = []
@@ -825,9 +756,8 @@ def fingerprint(model: nn.Module) -> Hashable:
         for name, value in vars(module).items():  # adapters are switched by plain attributes, and by lists and dicts of such
             if isinstance(value, bool | int | float | str | list | tuple | None) or (type(value) is dict and name[0] != "_"):
                 settings.append((name, repr(value)))
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    of_rows = tuple(adapters_of_rows(model) or ())
-    return places, tuple(settings), of_rows, attention, ALL_ATTENTION_FUNCTIONS.get(attention)
+    attention = model.config._attn_implementation
+    return places, *settings, *(adapters_of_rows(model) or ()), attention, ALL_ATTENTION_FUNCTIONS.get(attention)
 
 
 def obstacle(model: Any) -> str | None:
@@ -849,11 +779,11 @@ def obstacle(model: Any) -> str | None:
 
 # ---------------------------------------------------------------------------------------------------- kernels.round_layers
 
-"""The layers of a round: Triton kernels, each beside its PyTorch twin, for all that lies between the matrix products.
+"""The fused layers of a round: Triton kernels, each beside its PyTorch twin, for all that lies between the matrix products.
 
 A layer called module by module launches about seventy operations, nearly all of them on a few thousand numbers: on a GPU each
-takes longer to start than to run, also inside a CUDA graph. `networks/layers.py` needs only a few launches; four of them are
-here: a sum with its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache; attention.
+takes longer to start than to run, also inside a CUDA graph. `run_fused` needs only a few launches; four of them are of kernels:
+a sum with its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache; attention.
 Casts are those of transformers' modules: what these round to the model's dtype is rounded here.
 
 In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
@@ -871,49 +801,39 @@ _KEYS_PER_PROGRAM = 128  # at least: fewer cost more in merging than they win
 _MOST_SHARES = 16  # one program merges them, one after the other
 _LOG2_E = 1.4426950408889634
 
+Pair = tuple[Tensor, Tensor]
+# By owner, the backbone or the head, each of its layers with the products before its attention and before its MLP's gate.
+Plans = dict[Any, list[tuple[Any, ...]]]
 
-def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-    """`hidden + added`, and that under a `Qwen3RMSNorm`, in one launch.
 
-    Args:
-        hidden: [..., hidden_size].
-        added: The same shape; None: nothing is added.
-        norm: The norm.
-
-    Returns:
-        Both, each [..., hidden_size].
-    """
+def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
+    """Compute `hidden + added`, [..., hidden_size], or `hidden` if None is added, and that under a `Qwen3RMSNorm`."""
     hidden, size = hidden.contiguous(), hidden.shape[-1]
     normed = torch.empty_like(hidden)
     total = hidden if added is None else torch.empty_like(hidden)
-    if rows := hidden.numel() // size:
-        _sum_and_norm[(rows,)](
-            *(hidden, None if added is None else added.contiguous(), norm.weight, total, normed, size, norm.variance_epsilon),
-            TILE=triton.next_power_of_2(size),
-            **LAUNCH | {"num_warps": 4 if size <= 2048 else 8},
-        )
+    _sum_and_norm[(hidden.numel() // size,)](
+        *(hidden, None if added is None else added.contiguous(), norm.weight, total, normed, size, norm.variance_epsilon),
+        TILE=triton.next_power_of_2(size),
+        **LAUNCH | {"num_warps": 4 if size <= 2048 else 8},
+    )
     return total, normed
 
 
-def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
     """`sum_and_norm` in PyTorch."""
     total = hidden if added is None else hidden + added
     return total, norm(total)
 
 
-def rotated(
-    projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]
-) -> tuple[Tensor, ...]:
-    """Put queries and keys under their norms, rotate them, and write keys and values to the cache, in one launch.
+def rotated(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
+    """Put queries and keys under their norms, rotate them, and write keys and values to the cache.
 
     Args:
         projected: [rows, tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys and values of each token; or these three.
         norms: `Qwen3RMSNorm`s of queries and keys, of one epsilon.
         rotary: cos and sin, [rows, tokens, head_dim] each.
-        target: Where keys and values go, [rows, kv_heads, tokens, head_dim] each.
-
-    Returns:
-        The queries, [rows, heads, tokens, head_dim], and the target.
+        target: Where keys and values go, [rows, kv_heads, tokens, head_dim] each; returned behind the queries, which have this
+            shape, too.
     """
     projected = projected.contiguous() if isinstance(projected, Tensor) else torch.cat(projected, -1)
     (cos, sin), (keys, values) = (each.contiguous() for each in rotary), target
@@ -931,9 +851,7 @@ def rotated(
     return queries.transpose(1, 2), keys, values
 
 
-def rotated_ref(
-    projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]
-) -> tuple[Tensor, ...]:
+def rotated_ref(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
     """`rotated` in PyTorch."""
     keys, values = target
     size, head_dim = keys.shape[1] * keys.shape[3], keys.shape[3]
@@ -948,43 +866,38 @@ def rotated_ref(
 
 @dataclass(frozen=True)
 class RoundMask:
-    """The rule of attention in a round, in place of a mask tensor.
+    """Who sees whom in a round, in place of a mask tensor.
 
     Attributes:
         committed: [rows] long, number of committed slots that each row sees.
         parent: [rows, width] long, the slot of the state that a state attends to beyond the prefix, -1 if none.
-        width: States per row.
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
         sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
-        plans: How the layers run (`plan_layers`).
+        plans: The layers that `run_fused` runs.
     """
 
     committed: Tensor
     parent: Tensor
-    width: int
     block_size: int
     dispatch: Dispatch = AUTOMATIC
     sees_all: bool = False
-    plans: Any = field(default=None, repr=False, compare=False)
+    plans: Plans | None = field(default=None, repr=False, compare=False)
     _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
 
     def dense(self, used: int) -> Tensor:
         """[rows, 1, width * block_size, used + width * block_size] bool over the first `used` slots and what is scored."""
-        rows, queries = len(self.committed), self.width * self.block_size
-        out = torch.empty(rows, 1, queries, used + queries, dtype=torch.bool, device=self.committed.device)
-        out[..., :used] = (torch.arange(used, device=out.device) < self.committed[:, None])[:, None, None]
-        slots = torch.arange(self.width, device=out.device)
+        slots, block = torch.arange(self.parent.shape[1], device=self.parent.device), self.block_size
         sees = (slots[:, None] == slots) | (self.parent[..., None] == slots)  # themselves and their parents
-        out[:, 0, :, used:].unflatten(1, (self.width, -1)).unflatten(3, (self.width, -1)).copy_(sees[:, :, None, :, None])
-        return out
+        scored = sees[:, :, None, :, None].expand(-1, -1, block, -1, block).flatten(3).flatten(1, 2)
+        before = torch.arange(used, device=slots.device) < self.committed[:, None]
+        return torch.cat([before[:, None].expand(-1, scored.shape[1], -1), scored], -1)[:, None]
 
     def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
         """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all are visible."""
         if self.sees_all:
             return None
-        name = used, dtype
-        if name not in self._kept:
+        if (name := (used, dtype)) not in self._kept:
             hidden = self.dense(used).logical_not_()
             self._kept[name] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
         return self._kept[name]
@@ -996,10 +909,8 @@ class RoundMask:
         return self._kept[count]
 
 
-def round_attention_ref(
-    query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float, splits: int | None = None
-) -> Tensor:
-    """`round_attention` in PyTorch, by SDPA; in one share."""
+def round_attention_ref(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
+    """`round_attention` in PyTorch, by SDPA."""
     bias, grouped = mask.bias(key.shape[2] - query.shape[2], query.dtype), query.device.type == "cpu"
     if not grouped:  # with a mask, SDPA's fast kernels of a GPU take no groups
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
@@ -1007,23 +918,18 @@ def round_attention_ref(
     return out.transpose(1, 2).contiguous()
 
 
-def round_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float, splits: int | None = None
-) -> Tensor:
-    """Attention of a round in one launch of a Triton kernel.
+def round_attention(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
+    """Attend in a round, in one launch: [rows, queries, heads, head_dim].
 
-    A program takes a tile of a row's queries, all query heads of one KV head among them, and one of `splits` shares of what
-    that row sees; the last one to arrive merges the shares, in their order. No shape depends on `committed` or `parent`.
+    A program takes a tile of a row's queries, all query heads of one KV head among them, and one of the shares of what that row
+    sees; the last one to arrive merges the shares, in their order. No shape depends on `committed` or `parent`.
 
     Args:
         query: [rows, heads, queries, head_dim], queries = width * block_size.
         key, value: [rows, kv_heads, used + queries, head_dim], laid out alike, each head's numbers side by side: `used`
             committed slots, then what is scored; what lies in a slot that a row does not see is never read.
-        mask, scale: Who sees whom; what multiplies the scores.
-        splits: Shares of the prefix; by default as many as fill the device.
-
-    Returns:
-        [rows, queries, heads, head_dim].
+        mask: Who sees whom.
+        scale: Multiplies the scores.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
@@ -1031,17 +937,16 @@ def round_attention(
     # So many that two programs fit a multiprocessor: its registers and, two tiles of keys deep, its shared memory.
     tile_rows = max(16, min(triton.next_power_of_2(queries * group), 32 if query.dtype == torch.float32 else 64))
     tiles = triton.cdiv(queries * group, tile_rows)
-    if splits is None:  # one wave of programs
-        most = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)
-        splits = max(1, min(most, triton.cdiv(used, _KEYS_PER_PROGRAM), _MOST_SHARES))
+    most = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)  # for one wave of programs
+    splits = max(1, min(most, triton.cdiv(used, _KEYS_PER_PROGRAM), _MOST_SHARES))
     out = query.new_empty(rows, queries, heads, head_dim)
     shares = (rows * kv_heads, splits, queries * group) if splits > 1 else (0,)
     level = torch.empty(*shares, dtype=torch.float32, device=query.device)
-    partial = torch.empty(*shares, head_dim, dtype=torch.float32, device=query.device)
+    sums = torch.empty(*shares, head_dim, dtype=torch.float32, device=query.device)
     if triton.knobs.runtime.interpret:  # whose products of bfloat16 are wrong
         query, key, value = query.float(), key.float(), value.float()
     _attend[(tiles, splits, rows * kv_heads)](
-        *(query.transpose(1, 2).contiguous(), key, value, out, partial, level, mask.arrived(tiles * rows * kv_heads)),
+        *(query.transpose(1, 2).contiguous(), key, value, out, sums, level, mask.arrived(tiles * rows * kv_heads)),
         *(mask.committed, mask.parent, *key.stride()[:3], kv_heads, queries, used, scale * _LOG2_E),
         BLOCK_SIZE=mask.block_size,
         GROUP=group,
@@ -1059,6 +964,33 @@ def round_attention(
 SUM_AND_NORM = Kernel("sum_and_norm", sum_and_norm, sum_and_norm_ref)
 ROTATED = Kernel("rotated", rotated, rotated_ref)
 ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_ref)
+
+
+def product(linears: Sequence[Any], weight: Tensor | None) -> Callable[[Tensor], Tensor | list[Tensor]]:
+    """Make a function that applies linear layers to one input: a list, or by their packed `weight` one tensor, side by side."""
+    return (lambda hidden: [linear(hidden) for linear in linears]) if weight is None else partial(F.linear, weight=weight)
+
+
+def run_fused(owner: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:
+    """Run the planned layers of the backbone or the head, their `owner`, over hidden states, and the norm behind them.
+
+    Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim] each; keys and values go to
+    the target of `cache`, a `BlockCache`.
+    """
+    assert mask.plans is not None
+    run, added = mask.dispatch.run, None
+    for layer, of_attention, of_mlp in mask.plans[owner]:
+        hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
+        attention = layer.self_attn
+        place, norms = attention.layer_idx, (attention.q_norm, attention.k_norm)
+        query, *_ = run(ROTATED, of_attention(normed), norms, rotary, cache.written[place])
+        attended = run(ROUND_ATTENTION, query, *cache.read[place], mask, attention.scaling)
+        hidden, normed = run(SUM_AND_NORM, hidden, attention.o_proj(attended.flatten(2)), layer.post_attention_layernorm)
+        both = of_mlp(normed)
+        gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
+        added = layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
+    _, last = run(SUM_AND_NORM, hidden, added, owner.norm)
+    return last
 
 
 if triton is not None:
@@ -1306,11 +1238,11 @@ def backbone_of(name: str) -> Any:
 
 # ---------------------------------------------------------------------------------------------------- networks.layers
 
-"""The layers of a model in a round: fused or, where a module does more than its class, called under a dense mask.
+"""Which layers of a model are fused in a round, and the packing of their weights.
 
-Fused, a Qwen3 layer is four matrix products, the round's attention, and five launches more (`kernels/round_layers.py` and the
-MLP's gate). Products with the same input are one where `pack` has put their weights together; else each `nn.Linear`, or what
-stands there (LoRA, quantised weights), is called.
+Fused, a Qwen3 layer is four matrix products, the round's attention, and five launches more (`run_fused`). Products with the
+same input are one where `pack` has put their weights together; else each `nn.Linear`, or what stands there (LoRA, quantised
+weights), is called. Where a module does more than its class, the layers are called as modules, under a dense mask.
 """
 
 
@@ -1320,9 +1252,6 @@ stands there (LoRA, quantised weights), is called.
 _NOTES_ONLY = "transformers.utils.output_capturing"
 # Where the classes are defined that kernels stand for.
 _OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
-
-# By owner, the backbone or the head, each of its layers with the packed weights of its attention and of its MLP.
-Plans = dict[Any, list[tuple[Any, Tensor | None, Tensor | None]]]
 
 
 def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None:
@@ -1334,40 +1263,29 @@ def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None
     layers: dict[Any, list[Any]] = {model.model: list(model.model.layers)[: model.config.num_hidden_layers]}
     if with_head:
         layers[model.mrp_head] = list(model.mrp_head.layers)
-    obstacle = _obstacle_to_fusing(model, layers)
-    if dispatch.forced is not False:
-        usable = dispatch.allows("the kernels of its layers", next(model.model.parameters()), obstacle=obstacle)
+    if (chosen := model.config._attn_implementation) != "sdpa":
+        obstacle: str | None = f"the model attends by {chosen!r}: use attn_implementation='sdpa'"
+    elif any(part._compiled_call_impl is not None for part in model.modules()):
+        obstacle = "the model has parts that were compiled: leave it uncompiled"
     else:
-        usable = obstacle is None  # by the twins
-    if not usable:
+        obstacle = next((why for module, kind in _parts(model, layers) if (why := deviation(module, kind))), None)
+    by_twins = obstacle is None and dispatch.forced is False
+    if not by_twins and not dispatch.allows("the kernels of its layers", next(model.model.parameters()), obstacle=obstacle):
         return None
     return {
-        owner: [(layer, packed_weight(_of_attention(layer)), packed_weight(_of_mlp(layer))) for layer in each]
+        owner: [(layer, *(product(linears, packed_weight(linears)) for linears in _of_one_input(layer))) for layer in each]
         for owner, each in layers.items()
     }
 
 
-def _obstacle_to_fusing(model: Any, layers: dict[Any, list[Any]]) -> str | None:
-    """Say why the layers of a model have to be called as modules, with the remedy; None if they can be fused."""
-    if (chosen := model.config._attn_implementation) != "sdpa":
-        return f"the model attends by {chosen!r}: use attn_implementation='sdpa'"
-    if any(part._compiled_call_impl is not None for part in model.modules()):
-        return "the model has parts that were compiled: leave it uncompiled"
-    found = (deviation(module, kind) for module, kind in _parts(model, layers))
-    return next((one for one in found if one is not None), None)
-
-
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Find what a module does beyond its class `kind` (of torch, transformers or this package), which no kernel reproduces.
+    """Say what a module does beyond its class `kind` (of torch, transformers or this package), with the remedy; or None.
 
     Global hooks (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
-
-    Returns:
-        What is in the way, and the remedy; None if calling the module does only what the class does.
     """
     found = type(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        if hooks and any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):
+        if any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):
             return f"a {found.__name__} carries hooks: remove them"
     if "forward" in module.__dict__ or found.forward is not kind.forward or not issubclass(found, kind):
         return f"a {found.__name__} is wrapped or no {kind.__name__}: use plain modules"
@@ -1378,10 +1296,7 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type[nn.Module]]]:
-    """Iterate over the modules that fused layers replace, each with its expected class.
-
-    A module of another class need not have the parts that come after it.
-    """
+    """Iterate over the modules that fused layers replace, each with its class; one of another need not have what follows."""
     yield model.model, MRPBackbone
     for owner, each in layers.items():
         yield owner.norm, Qwen3RMSNorm
@@ -1393,59 +1308,23 @@ def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type
                 yield norm, Qwen3RMSNorm
 
 
-def run_fused(owner: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: RoundMask, cache: Any) -> Tensor:
-    """Run the layers of a backbone or a head, and the norm behind them, in a round.
-
-    Args:
-        owner: The module that has them.
-        hidden: [rows, tokens, hidden_size], what the first layer reads.
-        rotary: cos and sin, [rows, tokens, head_dim] each.
-        mask: Its `plans` hold the layers.
-        cache: The `BlockCache` that gets keys and values, at its target.
-
-    Returns:
-        [rows, tokens, hidden_size].
-
-    Raises:
-        RuntimeError: if a forced kernel fails.
-    """
-    run, added = mask.dispatch.run, None
-    for layer, attention_weight, mlp_weight in mask.plans[owner]:
-        hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
-        attention, linears = layer.self_attn, _of_attention(layer)
-        place, norms = attention.layer_idx, (attention.q_norm, attention.k_norm)
-        query, *_ = run(ROTATED, products(normed, linears, attention_weight), norms, rotary, cache.written[place])
-        attended = run(ROUND_ATTENTION, query, *cache.read[place], mask, attention.scaling)
-        hidden, normed = run(SUM_AND_NORM, hidden, attention.o_proj(attended.flatten(2)), layer.post_attention_layernorm)
-        both = products(normed, _of_mlp(layer), mlp_weight)
-        gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
-        added = layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
-    _, last = run(SUM_AND_NORM, hidden, added, owner.norm)
-    return last
-
-
-def _of_attention(layer: Any) -> list[Any]:
-    return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-
-
-def _of_mlp(layer: Any) -> list[Any]:
-    return [layer.mlp.gate_proj, layer.mlp.up_proj]
+def _of_one_input(layer: Any) -> tuple[list[Any], list[Any]]:
+    """Group a layer's linear layers that have one input: those before attention, and those before the MLP's gate."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def pack(model: nn.Module) -> None:
-    """Lay weights that are multiplied with the same input behind one another in memory, for `products`.
+    """Lay weights that are multiplied with the same input behind one another in memory.
 
-    They stay the parameters that they are, now parts of a larger storage: nothing is held twice, and what is loaded, saved,
-    trained or cast goes on as before. Left as they are: layers that are more than a plain `nn.Linear` (adapters, quantised
-    weights, hooks), or that lie elsewhere than their neighbours.
+    They stay the parameters that they are, now parts of a larger storage: nothing is held twice. Left as they are: layers that
+    are more than a plain `nn.Linear` (adapters, quantised weights, hooks), or that lie elsewhere than their neighbours.
     """
     moved = None
     for layer in model.modules():
-        if not isinstance(layer, Qwen3DecoderLayer):
-            continue
-        for linears in (_of_attention(layer), _of_mlp(layer)):
+        for linears in _of_one_input(layer) if isinstance(layer, Qwen3DecoderLayer) else ():
             weights = [linear.weight.data for linear in linears if _plain(linear)]
             if len(weights) == len(linears) and packed_weight(linears) is None and len({w.device for w in weights}) == 1:
                 moved = torch.cat(weights)
@@ -1469,7 +1348,7 @@ def packed_weight(linears: Sequence[Any]) -> Tensor | None:
 
 
 def _plain(linear: Any) -> bool:
-    """Tell if a module is a plain linear layer: no bias, no hooks or subclass, and a contiguous weight."""
+    """Tell if a module is a plain linear layer without bias, and its weight contiguous."""
     return (
         type(linear) is nn.Linear
         and linear.bias is None
@@ -1478,14 +1357,6 @@ def _plain(linear: Any) -> bool:
         and not linear.weight.is_meta
         and deviation(linear, nn.Linear) is None
     )
-
-
-def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor | list[Tensor]:
-    """Apply linear layers to one input: a list of results, [..., out_features] each.
-
-    With their packed weight it is one product, and the results lie side by side in one tensor.
-    """
-    return [linear(hidden) for linear in linears] if weight is None else F.linear(hidden, weight)
 
 
 # ---------------------------------------------------------------------------------------------------- model.diffusion
@@ -2444,7 +2315,6 @@ counter-based generator, a pure function of (seed, position, masks left, token i
 _UINT32 = 0xFFFFFFFF
 _TILE = 1024  # logits that a program reads at once
 _READERS = 8  # on a multiprocessor, since none loads ahead
-_BLOCK = 64  # logits of which a CPU first finds the largest
 # Elements of logits that are alive at once: 64 MB in float32.
 _LOGITS_AT_ONCE = 1 << 24
 
@@ -2454,7 +2324,7 @@ class Unembedding:
     """The map from hidden states to distributions over tokens.
 
     Attributes:
-        weight: [vocab, hidden_size], that of `lm_head` or rows of it.
+        weight: [vocab, hidden_size], that of `lm_head`.
         mask_token_id: Outside the softmax.
         temperature: Divides the logits.
         eos_token_ids: Ids that some positions must not take.
@@ -2476,10 +2346,7 @@ class Unembedding:
         return logits
 
     def barred(self, logits: Tensor, no_eos: Tensor | None, ids: Tensor | None = None) -> Tensor:
-        """Set the logits of eos tokens to -inf in rows where `no_eos` [n] bool is True.
-
-        Logits are [n, vocab], or [n, m] of the tokens `ids` [n, m].
-        """
+        """Set logits [n, vocab], or those of tokens `ids` [n, m], to -inf at eos tokens where `no_eos` [n] bool is True."""
         if no_eos is not None:
             ids = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
             for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
@@ -2502,67 +2369,23 @@ def upcast(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def in_blocks(scores: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Cut scores [n, vocab] into blocks [n, blocks, _BLOCK] and find each one's largest [n, blocks], if that is faster.
-
-    Else return None. A CPU then reads a vocabulary of 151,936 once, in a tenth of the time of `torch.argmax` and a fifth of
-    `torch.topk`.
-    """
-    if scores.is_cuda or scores.shape[1] % _BLOCK or scores.shape[1] < _BLOCK**2:
-        return None
-    blocks = scores.unflatten(1, (-1, _BLOCK))
-    return blocks, blocks.amax(-1)
-
-
-def likeliest_token(scores: Tensor) -> Tensor:
-    """Find the token with the largest of scores [n, vocab], [n] long; of equal ones the first, as `torch.argmax`."""
-    if (cut := in_blocks(scores)) is None:
-        return scores.argmax(-1)
-    blocks, largest = cut
-    first = largest.argmax(-1, keepdim=True)
-    return first[:, 0] * _BLOCK + blocks.take_along_dim(first[:, :, None], 1)[:, 0].argmax(-1)
-
-
 def likeliest_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the `count` largest scores [n, count] of [n, vocab] and their ids; of equal ones any, as `torch.topk`."""
-    if (cut := in_blocks(scores)) is None or cut[1].shape[1] < count:
-        values, ids = scores.topk(min(count, scores.shape[1]))
-        return values, ids
-    blocks, largest = cut
-    chosen = largest.topk(count).indices
-    values, places = blocks.take_along_dim(chosen[:, :, None], 1).flatten(1).topk(count)
-    return values, chosen.gather(1, places // _BLOCK) * _BLOCK + places % _BLOCK
+    """Find the `count` largest scores [n, count] of [n, vocab], or all if there are fewer, and their ids."""
+    values, ids = scores.topk(min(count, scores.shape[1]))
+    return values, ids
 
 
 def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
-    """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; 1 - p sums the other tokens.
-
-    With `picked`, the result is NaN where a token's own score is not finite: there was nothing to pick.
-    """
+    """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; if `picked`, NaN where a score is not finite."""
     own = scores.gather(1, token[:, None])
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     odds = own - others + 0 * own if picked else own - others
     return odds[:, 0]
 
 
-def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Draw 32 random bits for each of keys [n] and token ids [m]: [n, m] int64."""
-    bits: Tensor = mix_bits(mix_bits(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
-    return bits
-
-
-def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:
-    """Draw standard Gumbel noise for token ids at each key.
-
-    Args:
-        keys: [n] long, from `noise_key`.
-        tokens: [m] long; or a number m, for the first m ids.
-        dtype: float32 or float64; both see the same 32 random bits.
-
-    Returns:
-        [n, m].
-    """
-    bits = noise_bits(keys, torch.arange(tokens, device=keys.device) if isinstance(tokens, int) else tokens)
+def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
+    """Draw Gumbel noise [n, vocab] of all token ids at keys [n] of `noise_key`: float32 or float64, of the same 32 bits."""
+    bits: Tensor = mix_bits(mix_bits(torch.arange(vocab, device=keys.device) * 0x9E3779B1 & _UINT32) ^ keys[:, None])
     # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
     lower = bits < 1 << 31
     nearest = (torch.where(lower, bits, _UINT32 - bits).to(dtype) + 0.5) * 2.0**-32
@@ -2570,20 +2393,17 @@ def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tens
 
 
 def pick_rows(unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Pick the token of the largest logit, or of the largest logit plus noise: a sample. Of equals the first.
+    """Pick the token [n] of the largest logit, or of the largest logit plus noise: a sample; return its log-odds [n], too.
 
-    NaN counts as larger than any number, as in `torch.argmax`. Where the token's own score is not finite (all are -inf, or one
-    is NaN or infinite) there is nothing to pick: the log-odds are NaN. Probabilities are those among all tokens. One kernel
-    finds the best token of each slice of the vocabulary, the next the best of the slices.
+    Of equals it is the first; NaN is larger than any number, as in `torch.argmax`. Where the token's own score is not finite
+    there is nothing to pick: the log-odds are NaN. Probabilities are those among all tokens. One kernel finds the best token
+    of each slice of the vocabulary, the next the best of the slices.
 
     Args:
-        unembedding: The distributions.
-        logits: [n, vocab], its logits, barred and processed or not.
+        unembedding: Gives the temperature.
+        logits: [n, vocab], barred and processed or not.
         least: [n], the least logit that may be picked; or None.
         keys: [n] long, from `noise_key`, to sample; None: greedy.
-
-    Returns:
-        Token ids [n] long, and log-odds [n] in at least float32.
     """
     (rows, vocab), device = logits.shape, logits.device
     token = torch.empty(rows, dtype=torch.long, device=device)
@@ -2612,7 +2432,7 @@ def pick_rows_ref(
         seen = seen.masked_fill(logits < least[:, None], -torch.inf)
     if keys is not None:
         seen = seen + gumbel_noise(keys, scores.shape[1], scores.dtype)
-    token = likeliest_token(seen)
+    token = seen.argmax(-1)
     return token, log_odds(scores, token, True)
 
 
@@ -2628,11 +2448,6 @@ if triton is not None:
         x = x ^ (x >> 15)
         x = x * 0x846CA68B
         return x ^ (x >> 16)
-
-    @triton.jit
-    def token_noise_bits(key, tokens):  # type: ignore[no-untyped-def]
-        """Draw the bits of `noise_bits` at one key (int64) for token ids [n]: [n] uint32."""
-        return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1) ^ key.to(tl.uint32))
 
     @triton.jit
     def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
@@ -2674,7 +2489,8 @@ if triton is not None:
             raw = logits * cooling
             shown = raw
             if keys is not None:
-                shown = raw + gumbel_of_bits(token_noise_bits(tl.load(keys + row), token))
+                key = tl.load(keys + row).to(tl.uint32)
+                shown = raw + gumbel_of_bits(_mix32(_mix32(token.to(tl.uint32) * 0x9E3779B1) ^ key))
             if least is not None:
                 shown = tl.where(logits < tl.load(least + row).to(tl.float32), float("-inf"), shown)
             shown = tl.where(shown != shown, float("inf"), shown)  # NaN is more than any number
@@ -2770,8 +2586,6 @@ class Spots:
 class Picks(NamedTuple):
     """Picks at n positions, with the tokens that drafts choose among. Fields that were not asked of the picker are None.
 
-    Ids in float tensors are exact.
-
     Attributes:
         token: [n] long.
         odds: [n] float, log-odds of the token's probability after temperature and processors, before truncation; NaN where no
@@ -2828,10 +2642,7 @@ class Picker:
         return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids)
 
     def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
-        """Pick at n spots from hidden states [n, hidden_size]; for large n, [n, vocab] logits are made in chunks.
-
-        Without `spots` the likeliest tokens are picked, without bans or processors.
-        """
+        """Pick at n spots from hidden states [n, hidden_size]; without `spots` the likeliest tokens, none barred."""
         keys = None if spots is None or not self.sample else spots.keys()
         shape = self._shaper(spots)
         parts = []
@@ -2844,12 +2655,8 @@ class Picker:
         """Pick greedily at n spots among a few tokens of each; all other tokens keep their earlier scores.
 
         The argmax after a reveal is nearly always one of the likeliest tokens before it, so drafts need no other rows of
-        `lm_head`. Processors and bans are not applied; tokens that truncation left out before stay out.
-
-        Args:
-            hidden: [n, hidden_size].
-            shortlist: [n, 2 m + 1], `Picks.shortlist` of the same positions at an earlier state.
-            spots: The positions.
+        `lm_head`. Processors and bans are not applied; tokens that truncation left out before stay out. Hidden states are
+        [n, hidden_size]; `shortlist` [n, 2 m + 1] is `Picks.shortlist` of the same positions at an earlier state.
         """
         unembedding, count, parts = self.unembedding, shortlist.shape[1] // 2, []
         ids, before, rest = shortlist[:, :count].long(), shortlist[:, count : 2 * count], shortlist[:, 2 * count :]
@@ -3029,6 +2836,10 @@ PREFILL_CHUNK = 2048
 Hidden = tuple[Tensor, int]
 # States by row, each with the place of the clean one of its row that it looks at, or -1.
 Packed = Sequence[Sequence[tuple[State, int]]]
+# Of each state some of its free columns, and tokens by column.
+TokensAt = Sequence[tuple[Sequence[int], Sequence[int]]]
+# A forward over a part of the texts: its first column, its end, and ids, positions and mask.
+Chunk = tuple[int, int, Tensor, Tensor, Tensor]
 
 
 class Networks:
@@ -3038,9 +2849,8 @@ class Networks:
         model: An `MRPForCausalLM`, or any object with its `config`, `backbone` and `residual`.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
-        picker: Picks tokens from the backbone's hidden states. It also decides the device of the rows (its `lm_head`'s) and the
-            use of kernels.
-        plans: How the layers run, fused (`plan_layers`); None: as modules, under a dense mask.
+        picker: Picks tokens from the backbone's hidden states, on the device of its `lm_head`, by its choice of kernels.
+        plans: The fused layers (`plan_layers`); None: layers run as modules, under a dense mask.
         recorded: Runs a forward from a recording (`Graphs.call`); or None.
 
     Attributes:
@@ -3065,35 +2875,28 @@ class Networks:
         self.head_layers = range(len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers)
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._swaps: list[list[tuple[int, int]]] = []
-        self.shifted = cache.every > 0  # hidden states of the backbone are those of the next position
-        self._scored: Tensor | None = None  # hidden states of the last `score`
-        self._ends: Tensor | None = None  # where they are shifted, the last one of each state, which predicts what comes next
-        # The cache's slot where the last forward over states wrote the first of them; set by `_network`, for `head` and `score`
-        # alike. The loop calls `commit` right behind `score`, so that there it is where scored states lie.
-        self._begin = 0
+        self.shifted = cache.shifted  # hidden states of the backbone are those of the next position
+        self._scored: Tensor | None = None  # hidden states of the last `score`, [n, block, hidden_size]; shifted, block + 1
         cache.active = cache.rows
-
-    # ------------------------------------------------------------------------------------------------------- prefill
 
     def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
         """Compute the whole blocks before each row's first mask and, in the same forward, score the row's first state.
 
-        By row, the first `reused` tokens have cached keys and values; prefill starts at the least of these numbers. So with a
-        cache, or beyond one chunk, the number of a row's forwards may depend on its neighbours; its text does not.
+        By row, the first `reused` tokens have cached keys and values; prefill starts at the least of these numbers.
         """
         length = max(row.state.start for row in rows) + self.block
         read = max(row.head_held for row in rows)
         for at, row in enumerate(rows):
             if row.head_held < read:  # of a cache that is gone on from
                 self.cache.blank(self.head_layers, at, row.head_held, read)
-        first: list[Hidden | None] = [None] * len(rows)
+        first: dict[int, Hidden] = {}
         for begin, end, *given in self._chunks(rows, min(reused), length):
             hidden = self.model.backbone(*given, self.cache).to(self.device)
             self.forwards["prefill"] += 1
+            if self.with_head or self.shifted:
+                self.cache.hidden[: len(rows), begin + self.shifted : end + self.shifted] = hidden
             if self.shifted:
-                hidden = self._shifted_text(hidden, begin)
-            if self.with_head:
-                self.cache.hidden[: len(rows), begin:end] = hidden
+                hidden = self.cache.hidden[: len(rows), begin:end].to(self.device, copy=True)
             blocks = hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
             for at, row in enumerate(rows):
                 row.counts.forwards += row.state.start >= begin and reused[at] < end
@@ -3101,8 +2904,7 @@ class Networks:
                     first[at] = blocks, (at * (end - begin) + row.state.start - begin) // self.block
         for row in rows:
             row.held = row.state.start
-        states = [(row, row.state) for row in rows]
-        return self.pick(self.picker, states, [hidden for hidden in first if hidden is not None])
+        return self.pick(self.picker, [(row, row.state) for row in rows], [first[at] for at in range(len(rows))])
 
     def _catch_up(self, rows: Sequence[Row], behind: Sequence[Row]) -> None:
         """Let the head read what it has not read yet of the texts of the rows `behind`."""
@@ -3118,24 +2920,22 @@ class Networks:
         for row in behind:
             row.head_held = row.held
 
-    def _chunks(self, rows: Sequence[Row], begin: int, length: int) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
+    def _chunks(self, rows: Sequence[Row], begin: int, length: int) -> Iterator[Chunk]:
         """Iterate over the rows' texts from `begin` to `length`, one forward at a time; see `prefill_chunks`."""
         texts = torch.tensor([(row.text + [self.mask_id] * length)[:length] for row in rows], device=self.device)
         return prefill_chunks(self.cache, texts, begin, max(1, PREFILL_CHUNK // self.block) * self.block, self.block)
 
-    # --------------------------------------------------------------------------------------------------------- rounds
-
     def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
         """Score the nodes of each row of the batch, side by side, in one forward of the backbone; an ended row has none."""
-        for row, nodes in zip(rows, drafts, strict=True):
-            row.counts.forwards += bool(nodes)
         packed = [[(node.state, node.parent) for node in nodes] for nodes in drafts]
         self._scored, firsts = self._run_backbone(packed, [row.held for row in rows])
         self.forwards["denoise"] += 1
+        hidden = self._scored[:, :-1] if self.shifted else self._scored
         states, places, parents = [], [], []
         for row, nodes, first in zip(rows, drafts, firsts, strict=True):
+            row.counts.forwards += bool(nodes)
             states += [(row, node.state) for node in nodes]
-            places += [(self._scored, first + slot) for slot in range(len(nodes))]
+            places += [(hidden, first + slot) for slot in range(len(nodes))]
             parents += [nodes[node.parent].state if node.parent >= 0 else None for node in nodes]
         found = iter(self.pick(self.picker, states, places, parents))
         return [[next(found) for _ in nodes] for nodes in drafts]
@@ -3143,21 +2943,15 @@ class Networks:
     def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """Run the backbone over states: hidden states [n, block, hidden_size], and by row the place of its first state."""
         hidden = self._network(packed, held)
-        if self.shifted:
-            self._ends, hidden = hidden[:, -1], hidden[:, :-1]
         return hidden, range(0, len(hidden), max(map(len, packed)))
 
     def head(
         self, rows: Sequence[Row], asked: Sequence[Sequence[tuple[State, Hidden]]], residual: bool = False
     ) -> list[list[Hidden]]:
-        """Compute h_A + h_C at states of each row, given hidden states h_A or estimates of them, in one pass of the head.
+        """Compute h_A + h_C, or if `residual` h_C alone, at states of each row of the batch, in one pass of the head.
 
         In the same pass, the head computes its keys and values of a clean block that it has not read yet, for rows that ask.
-
-        Args:
-            rows: The rows of the batch.
-            asked: For each row its states, each with the hidden states that the head starts from; at least one in all.
-            residual: Whether to return h_C alone.
+        Each state is `asked` with the hidden states h_A, or the estimates of them, that the head starts from; one at least.
         """
         asking = [row for row, states in zip(rows, asked, strict=True) if states]
         if behind := [row for row in asking if row.held - row.head_held > self.block]:
@@ -3165,25 +2959,23 @@ class Networks:
         kept = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
         packed: list[list[tuple[State, int]]] = []
         given: list[list[Hidden]] = []
-        # Rows that lack the head's keys and values of one clean block: it leads their states, each of which sees it as its
-        # parent, and its keys and values are copied to the text below.
-        leads: list[int] = []
+        leads: list[int] = []  # rows that lack the head's keys and values of one clean block, which leads their states
         for at, (row, states) in enumerate(zip(rows, asked, strict=True)):
             row.counts.head_forwards += bool(states)
-            lead: list[tuple[State, int]] = []
-            starts = [hidden for _, hidden in states]
-            if states and row.held > row.head_held:
+            lead = bool(states) and row.held > row.head_held
+            cells, starts = [(state, lead - 1) for state, _ in states], [hidden for _, hidden in states]
+            if lead:
                 leads.append(at)
-                lead.append((row.opened(row.head_held), -1))
-                starts.insert(0, (kept, (at * self.cache.capacity + row.head_held) // self.block))
-            packed.append(lead + [(state, len(lead) - 1) for state, _ in states])
+                cells.insert(0, (row.opened(row.head_held), -1))
+                starts.insert(0, (kept, (at * self.cache.hidden.shape[1] + row.head_held) // self.block))
+            packed.append(cells)
             given.append(starts)
         width, filler = max(map(len, packed)), next(starts[0] for starts in given if starts)
         wide = gather_blocks([one for starts in given for one in [*starts, *[filler] * (width - len(starts))]])
         made = self._network(packed, [row.head_held for row in rows], wide)
         self.forwards["head"] += 1
         if leads:
-            self.cache.move(self.head_layers, [(at, self._begin, rows[at].head_held) for at in leads], self.block)
+            self.cache.move(self.head_layers, [(at, self.cache.begin, rows[at].head_held) for at in leads], self.block)
         for at in leads:
             rows[at].head_held += self.block
         made = made if residual else wide.to(made.device) + made
@@ -3193,29 +2985,23 @@ class Networks:
         ]
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Keep the keys and values of accepted clean states, and their hidden states for the head to read.
+        """Keep keys and values of the clean ones of the states just scored, and their hidden states for the head to read.
 
-        `clean` has the slots of accepted clean states for each row of the batch, in order.
+        `clean` has their places for each row of the batch, in order; there is one at least.
         """
         moves = []
         for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
             for slot in slots:
-                moves.append((at, self._begin + slot * self.block, row.held))
+                moves.append((at, self.cache.begin + slot * self.block, row.held))
                 row.held += self.block
-        if not moves:
-            return
         self.cache.move(self.backbone_layers, moves, self.block)
-        if not self.with_head and not self.shifted:
-            return
-        assert self._scored is not None
-        width, where = len(self._scored) // len(rows), self.cache.hidden.device
-        place, source, target = torch.tensor(moves, device=self.device).unbind(1)
-        states, place, target = place * width + (source - self._begin) // self.block, place.to(where), target.to(where)
-        if self.with_head:
-            columns = target[:, None] + torch.arange(self.block, device=where)
-            self.cache.hidden[place[:, None], columns] = self._scored[states].to(where)
-        if self._ends is not None:
-            self.cache.ends[place, target // self.block] = self._ends[states].to(where)
+        if self.with_head or self.shifted:
+            assert self._scored is not None
+            kept, width = self.cache.hidden, len(self._scored) // len(rows)
+            place, source, target = torch.tensor(moves, device=kept.device).unbind(1)
+            states = place * width + (source - self.cache.begin) // self.block
+            columns = target[:, None] + torch.arange(self._scored.shape[1], device=kept.device)
+            kept[place[:, None], columns] = self._scored[states.to(self.device)].to(kept.device)
 
     def pick(
         self,
@@ -3256,28 +3042,18 @@ class Networks:
     ) -> list[list[float]]:
         """Compute the log-odds [block] of given tokens at each state, -inf at other columns; one transfer to the host.
 
-        Args:
-            asked: For each state its row, the state, some of its free columns, and the tokens by column.
-            hidden: The hidden states of each.
+        `asked` has of each state its row, the state, some of its free columns, and the tokens by column.
         """
         states = [(row, State(state.key, tuple(where), state.end, state.masks, 0)) for row, state, where, _ in asked]
+        tokens, spots = [(where, token) for _, _, where, token in asked], Spots(states, self.device)
+        return self._of_tokens(tokens, hidden, lambda given, token: self.picker.token_odds(given, token, spots))
 
-        def odds(given: Tensor, token: Tensor) -> Tensor:
-            return self.picker.token_odds(given, token, Spots(states, self.device))
-
-        return self._of_tokens([(where, token) for _, _, where, token in asked], hidden, odds)
-
-    def magnitudes(self, asked: Sequence[tuple[Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]) -> list[list[float]]:
-        """Compute the magnitude |C| of given tokens' logits, one dot product each; arguments and result as in `token_odds`."""
+    def magnitudes(self, asked: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
+        """Compute the magnitude |C| of given tokens' logits, one dot product each; the result is as in `token_odds`."""
         weight = self.picker.lm_head_weight
         return self._of_tokens(asked, hidden, lambda given, token: token_logits(weight, given, token[:, None])[:, 0].abs())
 
-    def _of_tokens(
-        self,
-        asked: Sequence[tuple[Sequence[int], Sequence[int]]],
-        hidden: Sequence[Hidden],
-        compute: Callable[[Tensor, Tensor], Tensor],
-    ) -> list[list[float]]:
+    def _of_tokens(self, asked: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]) -> list[list[float]]:
         """Compute a number of each given token [n] from the hidden states [n, hidden_size] at its column; see `token_odds`."""
         pairs = [(place * self.block + c, token[c]) for place, (where, token) in enumerate(asked) for c in where]
         columns, tokens = np.array(pairs, np.int64).T.copy()
@@ -3289,40 +3065,33 @@ class Networks:
     def _network(self, packed: Packed, held: Sequence[int], hidden: Tensor | None = None) -> Tensor:
         """Run the backbone, or with `hidden` [rows * width, block, hidden_size] the head, over states and their parents.
 
-        Keys and values of states are written beyond the longest of all rows' texts, so that rows that take no part are not
-        touched.
+        Keys and values of states go beyond the longest of all rows' texts, so that rows that take no part are not touched.
 
         Returns:
             Hidden states or h_C, [rows * width, block, hidden_size], `width` being the most states of a row; shifted hidden
             states have one more column, for the next block's first token.
         """
         rows, width, used = len(packed), max(map(len, packed)), max(held)
-        self._begin = self.cache.target(used, width * self.block)
-        empty = (self.mask_id,) * self.block
-        numbers, starts, parents = array("q"), array("q"), array("q")
+        self.cache.target(used, width * self.block)
+        empty = ((0, (self.mask_id,) * self.block), -1)
+        numbers, cells = array("q"), []
         for states in packed:
-            for state, parent in states:
-                start, ids = state.key
-                numbers.extend(ids)
-                starts.append(start)
-                parents.append(parent)
-            for _ in range(width - len(states)):
-                numbers.extend(empty)
-                starts.append(0)
-                parents.append(-1)
-        numbers.extend(starts)
-        numbers.extend(parents)
+            cells += [(state.key, parent) for state, parent in states] + [empty] * (width - len(states))
+        for (_, ids), _ in cells:
+            numbers.extend(ids)
+        numbers.extend([start for (start, _), _ in cells])
+        numbers.extend([parent for _, parent in cells])
         numbers.extend(held)
-        table = torch.frombuffer(numbers, dtype=torch.long)
-        plain = width == 1 and min(held) == self._begin and self.recorded is None
-        forward = partial(self._packed, rows, width, self._begin, plain)
-        columns = self.block + (self.shifted and hidden is None)
-        inputs = [table] if hidden is None else [table, hidden.reshape(rows, width * self.block, -1)]
-        if self.recorded is not None:
-            key = (rows, width, self._begin, self.picker.dispatch, self.plans is not None)
-            return self.recorded(key, forward, *inputs).view(rows * width, columns, -1)
-        inputs[0] = table.to(self.device, non_blocking=True)
-        return forward(*inputs).view(rows * width, columns, -1)
+        table, begin = torch.frombuffer(numbers, dtype=torch.long), self.cache.begin
+        plain = width == 1 and min(held) == begin and self.recorded is None
+        forward = partial(self._packed, rows, width, begin, plain)
+        inputs = [] if hidden is None else [hidden.reshape(rows, width * self.block, -1)]
+        if self.recorded is None:
+            made = forward(table.to(self.device, non_blocking=True), *inputs)
+        else:
+            key = (rows, width, begin, self.picker.dispatch, self.plans is not None)
+            made = self.recorded(key, forward, table, *inputs)
+        return made.view(rows * width, -1, made.shape[-1])
 
     def _packed(self, rows: int, width: int, begin: int, plain: bool, table: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Unpack `table` (ids, starts, parents, held) and run the network; a function of tensors that can be recorded."""
@@ -3330,34 +3099,21 @@ class Networks:
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width)
         positions = (starts[:, None] + torch.arange(self.block, device=self.device)).view(rows, -1)
-        mask: Any = RoundMask(held, parent, width, self.block, self.picker.dispatch, plain, self.plans)
+        mask: Any = RoundMask(held, parent, self.block, self.picker.dispatch, plain, self.plans)
         mask = mask if self.plans is not None else mask.dense(begin)
         if hidden is not None:
             return self.model.residual(ids, hidden, positions, mask, self.cache).to(self.device)
         made = self.model.backbone(ids, positions, mask, self.cache).to(self.device)
         return self._shifted_states(made, held, parent) if self.shifted else made
 
-    def _shifted_text(self, hidden: Tensor, begin: int) -> Tensor:
-        """Shift hidden states [rows, length, hidden_size] of texts from `begin` on by one position, and keep the last one of
-        each block."""
-        ends, first = self.cache.ends[: len(hidden)], begin // self.block
-        before = ends[:, first - 1].to(self.device) if first else torch.zeros_like(hidden[:, 0])
-        lasts = hidden[:, self.block - 1 :: self.block]
-        ends[:, first : first + lasts.shape[1]] = lasts.to(ends.device)
-        return torch.cat([before[:, None], hidden[:, :-1]], 1)
-
     def _shifted_states(self, hidden: Tensor, held: Tensor, parent: Tensor) -> Tensor:
         """Put before the hidden states of each state, [rows, width * block, hidden_size], the one that predicts its first
         column: the last one of its parent or else of its row's text."""
-        states, ends = hidden.unflatten(1, (-1, self.block)), self.cache.ends
-        rows = torch.arange(len(hidden), device=ends.device)
-        before = ends[rows, (held.to(ends.device) // self.block - 1).clamp(min=0)].to(self.device)
-        before = torch.where(held[:, None] > 0, before, 0)[:, None]
+        states, kept = hidden.unflatten(1, (-1, self.block)), self.cache.hidden
+        before = kept[torch.arange(len(hidden), device=kept.device), held.to(kept.device)].to(self.device)[:, None]
         lasts = states[:, :, -1].gather(1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
         before = torch.where(parent[..., None] >= 0, lasts, before)
         return torch.cat([before[:, :, None], states], 2)
-
-    # ------------------------------------------------------------------------------------------- rows that have ended
 
     def narrow(self, rows: list[Row], size: int) -> list[Row]:
         """Move unfinished rows to the first `size` places, which must suffice for them, and return the rows there."""
@@ -3381,12 +3137,10 @@ class Networks:
         self.cache.active = self.cache.rows
 
 
-def prefill_chunks(
-    cache: BlockCache, texts: Tensor, begin: int, chunk: int, block: int
-) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
+def prefill_chunks(cache: BlockCache, texts: Tensor, begin: int, chunk: int, block: int) -> Iterator[Chunk]:
     """Iterate over texts [rows, length] long from `begin` on, a `chunk` of whole blocks per forward under a block-causal mask.
 
-    Yields of each forward its first column, its end, ids, positions and mask; keys and values go to their slots.
+    Keys and values go to their slots.
     """
     positions = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
     for at in range(begin, texts.shape[1], chunk):
@@ -3398,10 +3152,9 @@ def prefill_chunks(
 
 def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
     """Gather hidden states of n blocks from the few tensors that hold them: [n, block, hidden_size]."""
-    first = hidden[0][0]
+    first, places = hidden[0][0], [place for _, place in hidden]
     tensors = {id(tensor): tensor for tensor, _ in hidden}
     if len(tensors) == 1:
-        places = [place for _, place in hidden]
         return first if places == list(range(len(first))) else first[torch.tensor(places, device=first.device)]
     out = first.new_empty(len(hidden), *first.shape[1:])
     for name, tensor in tensors.items():
@@ -3420,15 +3173,10 @@ def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int
 
 
 def on_host(picks: Picks, columns: np.ndarray, states: int, block: int) -> list[tuple[list[int], list[float], Any, Any]]:
-    """Read picks at columns of states in one transfer: tokens, odds, entropies and likeliest of each state, as in `Scores`.
-
-    Ids are exact in float32: a vocabulary has fewer than 2^24.
-    """
-    numbers = [picks.token[:, None], picks.odds[:, None]]
-    numbers += [] if picks.entropy is None else [picks.entropy[:, None]]
-    numbers += [] if picks.likeliest is None else [picks.likeliest]
-    spread = spread_columns(torch.cat([one.to(picks.odds.dtype) for one in numbers], 1), columns, states, block)
-    token = np.maximum(spread[..., 0], 0).astype(np.int64).tolist()
+    """Read picks at columns of states in one transfer: tokens, odds, entropies and likeliest of each state, as in `Scores`."""
+    numbers = [one.view(len(columns), -1).to(picks.odds.dtype) for one in picks[:4] if one is not None]
+    spread = spread_columns(torch.cat(numbers, 1), columns, states, block)
+    token = np.maximum(spread[..., 0], 0).astype(np.int64).tolist()  # exact in float32: a vocabulary has fewer than 2^24
     entropy = [None] * states if picks.entropy is None else spread[..., 2].tolist()
     likeliest: list[Any] = [None] * states
     if picks.likeliest is not None:
@@ -5107,10 +4855,9 @@ class MRPGenerationMixin(GenerationMixin):
         if (getattr(self, "_tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
             heads = len(key.to_local()) // width
         head_layers = len(devices) - self.config.num_hidden_layers
-        hidden_size = self.config.hidden_size if with_head else 0
-        ends = (self.config.block_size, self.config.hidden_size) if self.model.shifted else (0, 0)
+        hidden_size = self.config.hidden_size if with_head or self.model.shifted else 0
         sizes = (batch_size, heads, width, devices, capacity, scratch)
-        cache = BlockCache(*sizes, self.dtype, head_layers, hidden_size, fixed, ends)
+        cache = BlockCache(*sizes, self.dtype, head_layers, hidden_size, fixed, self.model.shifted)
         cache.owner = PassingReference(self)
         return cache
 
@@ -5153,14 +4900,14 @@ def _decode(
     progress = Progress(rows, config.output_logits, config.output_scores) if config.return_dict_in_generate else None
     criteria = [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
     # Whatever `kernels` is: weights that move make caches of earlier calls useless.
-    if picker.dispatch.forced or kernels_usable(model.device, model.dtype):
+    if picker.dispatch.forced or unusable(model.device, model.dtype) is None:
         pack(model)
     size = (len(rows), max(len(row.text) for row in rows), mode.width * block)
     with cache_for(model, config.graphs, past, *size, mode.uses_head) as (cache, graphs):
         reused = _reused(cache, rows, model, mode)
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
-            cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
+            cache.weights = {name: weights_seen(getattr(model, name)) for name in parts}
         plans = plan_layers(model, mode.uses_head, picker.dispatch)
         networks = Networks(model, cache, mode.uses_head, picker, plans, None if graphs is None else graphs.call)
         watches: list[Any] = [Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []
@@ -5304,7 +5051,7 @@ def check_past(past: Any, model: Any, rows: int) -> None:
         why = "are not those that generate(..., return_dict_in_generate=True) of this very model gave, or went through a pickle"
     elif past.rows != rows:
         why = f"hold {past.rows} rows, and input_ids have {rows}, not the same conversations in the same order"
-    elif changed := [name for name, seen in past.weights.items() if not ((part := getattr(model, name)) and seen.same(part))]:
+    elif changed := [name for name, seen in past.weights.items() if seen != weights_seen(getattr(model, name) or nn.Module())]:
         why = f"are older than the weights of {changed[0]}, which have changed"
     elif (was := (past.dtype, past.layer_devices)) != (now := (model.dtype, devices_of_layers(model, past.head_layers > 0))):
         why = f"have another dtype or other devices, {was}, than the model now, {now}"
@@ -5419,8 +5166,8 @@ class MRPScoringMixin:
             for begin, end, *given in prefill_chunks(cache, texts[:, :length], 0, states * block, block):
                 hidden = self.backbone(*given, cache)
                 forwards["prefill"] += 1
-                if cache.every:  # hidden states are those of the next position
-                    cache.ends[:, begin // block : end // block] = hidden[:, block - 1 :: block]
+                if cache.shifted:
+                    cache.hidden[:, begin + 1 : end + 1] = hidden
             unembedding = Unembedding(weight, mask_id, float(temperature))
             found = torch.zeros_like(texts, dtype=torch.promote_types(weight.dtype, torch.float32))
             likeliest = torch.zeros_like(asked)
@@ -5453,10 +5200,10 @@ def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: Bl
     cache.target(length, states * block, prefill=True)
     hidden = model.backbone(ids.flatten(1), where.flatten(1), mask, cache).to(texts.device)
     column = slot[::block] * block + places % block
-    if not cache.every:
+    if not cache.shifted:
         return taken_from(hidden, column)
     first = places % block == 0  # predicted by the last token of the block before
-    ends = taken_from(cache.ends.to(texts.device), torch.where(first, places // block - 1, -1))
+    ends = taken_from(cache.hidden.to(texts.device), torch.where(first, places, -1))
     return ends + taken_from(hidden, torch.where(first, -1, column - 1))
 
 

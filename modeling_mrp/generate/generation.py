@@ -10,9 +10,9 @@ from transformers.generation import EosTokenCriteria, GenerationConfig, Generati
 from transformers.generation import logits_process as kinds
 from transformers.generation.streamers import BaseStreamer
 
-from ..kernels.dispatch import PYTORCH, Dispatch, kernels_usable
+from ..kernels.dispatch import PYTORCH, Dispatch, unusable
 from ..model.offloading import fetched
-from ..networks.cache import BlockCache, PassingReference, WeightsSeen, adapted_layers, adapters_of_rows, devices_of_layers
+from ..networks.cache import BlockCache, PassingReference, adapted_layers, adapters_of_rows, devices_of_layers, weights_seen
 from ..networks.graphs import cache_for, release_graphs
 from ..networks.layers import pack, plan_layers
 from ..networks.networks import Networks
@@ -133,10 +133,9 @@ class MRPGenerationMixin(GenerationMixin):
         if (getattr(self, "_tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
             heads = len(key.to_local()) // width
         head_layers = len(devices) - self.config.num_hidden_layers
-        hidden_size = self.config.hidden_size if with_head else 0
-        ends = (self.config.block_size, self.config.hidden_size) if self.model.shifted else (0, 0)
+        hidden_size = self.config.hidden_size if with_head or self.model.shifted else 0
         sizes = (batch_size, heads, width, devices, capacity, scratch)
-        cache = BlockCache(*sizes, self.dtype, head_layers, hidden_size, fixed, ends)
+        cache = BlockCache(*sizes, self.dtype, head_layers, hidden_size, fixed, self.model.shifted)
         cache.owner = PassingReference(self)
         return cache
 
@@ -179,14 +178,14 @@ def _decode(
     progress = Progress(rows, config.output_logits, config.output_scores) if config.return_dict_in_generate else None
     criteria = [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
     # Whatever `kernels` is: weights that move make caches of earlier calls useless.
-    if picker.dispatch.forced or kernels_usable(model.device, model.dtype):
+    if picker.dispatch.forced or unusable(model.device, model.dtype) is None:
         pack(model)
     size = (len(rows), max(len(row.text) for row in rows), mode.width * block)
     with cache_for(model, config.graphs, past, *size, mode.uses_head) as (cache, graphs):
         reused = _reused(cache, rows, model, mode)
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
-            cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
+            cache.weights = {name: weights_seen(getattr(model, name)) for name in parts}
         plans = plan_layers(model, mode.uses_head, picker.dispatch)
         networks = Networks(model, cache, mode.uses_head, picker, plans, None if graphs is None else graphs.call)
         watches: list[Any] = [Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []
@@ -330,7 +329,7 @@ def check_past(past: Any, model: Any, rows: int) -> None:
         why = "are not those that generate(..., return_dict_in_generate=True) of this very model gave, or went through a pickle"
     elif past.rows != rows:
         why = f"hold {past.rows} rows, and input_ids have {rows}, not the same conversations in the same order"
-    elif changed := [name for name, seen in past.weights.items() if not ((part := getattr(model, name)) and seen.same(part))]:
+    elif changed := [name for name, seen in past.weights.items() if seen != weights_seen(getattr(model, name) or nn.Module())]:
         why = f"are older than the weights of {changed[0]}, which have changed"
     elif (was := (past.dtype, past.layer_devices)) != (now := (model.dtype, devices_of_layers(model, past.head_layers > 0))):
         why = f"have another dtype or other devices, {was}, than the model now, {now}"

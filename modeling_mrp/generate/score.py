@@ -99,8 +99,8 @@ class MRPScoringMixin:
             for begin, end, *given in prefill_chunks(cache, texts[:, :length], 0, states * block, block):
                 hidden = self.backbone(*given, cache)
                 forwards["prefill"] += 1
-                if cache.every:  # hidden states are those of the next position
-                    cache.ends[:, begin // block : end // block] = hidden[:, block - 1 :: block]
+                if cache.shifted:
+                    cache.hidden[:, begin + 1 : end + 1] = hidden
             unembedding = Unembedding(weight, mask_id, float(temperature))
             found = torch.zeros_like(texts, dtype=torch.promote_types(weight.dtype, torch.float32))
             likeliest = torch.zeros_like(asked)
@@ -133,10 +133,10 @@ def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: Bl
     cache.target(length, states * block, prefill=True)
     hidden = model.backbone(ids.flatten(1), where.flatten(1), mask, cache).to(texts.device)
     column = slot[::block] * block + places % block
-    if not cache.every:
+    if not cache.shifted:
         return taken_from(hidden, column)
     first = places % block == 0  # predicted by the last token of the block before
-    ends = taken_from(cache.ends.to(texts.device), torch.where(first, places // block - 1, -1))
+    ends = taken_from(cache.hidden.to(texts.device), torch.where(first, places, -1))
     return ends + taken_from(hidden, torch.where(first, -1, column - 1))
 
 

@@ -5,7 +5,7 @@ This is the one place that imports triton, which need not be there: kernels are 
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -34,13 +34,7 @@ _checked: set[tuple[Any, ...]] = set()
 
 @dataclass(eq=False)
 class Kernel:
-    """A launcher of Triton kernels with a PyTorch function that computes the same.
-
-    Attributes:
-        name: For messages.
-        launch: Returns one or several tensors.
-        twin: Takes the same arguments.
-    """
+    """A named launcher of Triton kernels, and its twin: a PyTorch function that computes the same from the same arguments."""
 
     name: str
     launch: Callable[..., Any]
@@ -72,7 +66,7 @@ class Dispatch:
         return obstacle is None
 
     def run(self, kernel: Kernel, *given: Any) -> Any:
-        """Run a kernel or its twin; tensors in lists and modules are looked at, too.
+        """Run a kernel or its twin.
 
         A kernel that does not compile or launch, or whose first results on a GPU differ from its twin's, is reported in one
         warning per device and not tried again.
@@ -96,17 +90,18 @@ class Dispatch:
         except torch.OutOfMemoryError:
             raise  # says nothing about the kernel, and its twin needs more
         except Exception as error:
+            why = f"{type(error).__name__}: " + str(error).strip().rpartition("\n")[2]
             if self.forced:
                 raise RuntimeError(
-                    f"kernels is True, but the kernel {name!r} failed on {device} ({_summary(error)}): use kernels=None, which "
-                    "falls back to PyTorch, or kernels=False"
+                    f"kernels is True, but the kernel {name!r} failed on {device} ({why}): use kernels=None, which falls back "
+                    "to PyTorch, or kernels=False"
                 ) from error
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise  # most errors are the capture's then, and a twin would go into the graph
             _failed.add((name, device))
             warnings.warn(
-                f"the Triton kernel {name!r} failed on {device} and PyTorch is used in its place, which is slower "
-                f"({_summary(error)}); kernels=False silences this",
+                f"the Triton kernel {name!r} failed on {device} and PyTorch is used in its place, which is slower ({why}); "
+                "kernels=False silences this",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -149,13 +144,8 @@ def check_close(what: str, ours: Tensor, right: Tensor) -> None:
 
 
 def _check(kernel: Kernel, given: tuple[Any, ...], made: Any) -> None:
-    """Compare what a kernel made with its twin's result, once for each device, dtype and kind of arguments.
-
-    Raises:
-        ArithmeticError: if they differ.
-    """
-    tensors = _tensors(given)
-    kind = (kernel.name, *dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors), *map(type, given))
+    """Compare what a kernel made with its twin's result, once for each device, dtype and kind of arguments."""
+    kind = (kernel.name, *dict.fromkeys((tensor.device, tensor.dtype) for tensor in _tensors(given)), *map(type, given))
     if kind in _checked:
         return
     ours = [one.clone() for one in _tensors([made])]  # both may write to the same places
@@ -170,33 +160,26 @@ def failed_kernels() -> list[str]:
     return sorted(f"{name} on {device}" for name, device in _failed)
 
 
-def kernels_usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell if kernels can run compiled on tensors like these."""
-    return _unusable(device, dtype, interpreted=False) is None
-
-
 def processors(device: torch.device) -> int:
     """Count the multiprocessors of a GPU; those of an H200 for a device that only stands in for one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _obstacle(tensors: Iterable[Tensor], interpreted: bool) -> str | None:
+def _obstacle(tensors: Sequence[Tensor], interpreted: bool) -> str | None:
     """Say why kernels cannot run on these tensors, with the remedy; None if they can."""
-    devices = list(dict.fromkeys(tensor.device for tensor in tensors))
-    if len(devices) > 1:
-        return f"its tensors lie on {' and '.join(map(str, devices))}: keep them on one device"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "it has no gradients: call it under torch.no_grad()"
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors if tensor.is_floating_point()))
     if len(dtypes) > 1:
         return f"dtypes {', '.join(str(dtype)[6:] for dtype in dtypes)} meet: load the model in one"
-    if (unusable := _unusable(devices[0], dtypes[0], interpreted)) is not None:
-        return unusable
-    autocast = torch.is_autocast_enabled(devices[0].type)
-    return "autocast is on, whose casts it does not follow: leave autocast" if autocast else None
+    device = tensors[0].device
+    if (obstacle := unusable(device, dtypes[0], interpreted)) is None and torch.is_autocast_enabled(device.type):
+        return "autocast is on, whose casts it does not follow: leave autocast"
+    return obstacle
 
 
-def _unusable(device: torch.device, dtype: torch.dtype, interpreted: bool) -> str | None:
+def unusable(device: torch.device, dtype: torch.dtype, interpreted: bool = False) -> str | None:
+    """Say why kernels can run neither compiled nor, if that counts, `interpreted` there, with the remedy; None if they can."""
     if triton is None:
         return "triton cannot be imported: install it (pip install triton)"
     if dtype not in KERNEL_DTYPES:
@@ -211,8 +194,3 @@ def _unusable(device: torch.device, dtype: torch.dtype, interpreted: bool) -> st
     if (capability := torch.cuda.get_device_capability(device)) < _OLDEST:
         return f"{device} has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0: use a newer GPU"
     return None
-
-
-def _summary(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

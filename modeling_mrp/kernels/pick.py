@@ -17,7 +17,6 @@ from .dispatch import LAUNCH, Kernel, processors, tl, triton
 _UINT32 = 0xFFFFFFFF
 _TILE = 1024  # logits that a program reads at once
 _READERS = 8  # on a multiprocessor, since none loads ahead
-_BLOCK = 64  # logits of which a CPU first finds the largest
 # Elements of logits that are alive at once: 64 MB in float32.
 _LOGITS_AT_ONCE = 1 << 24
 
@@ -27,7 +26,7 @@ class Unembedding:
     """The map from hidden states to distributions over tokens.
 
     Attributes:
-        weight: [vocab, hidden_size], that of `lm_head` or rows of it.
+        weight: [vocab, hidden_size], that of `lm_head`.
         mask_token_id: Outside the softmax.
         temperature: Divides the logits.
         eos_token_ids: Ids that some positions must not take.
@@ -49,10 +48,7 @@ class Unembedding:
         return logits
 
     def barred(self, logits: Tensor, no_eos: Tensor | None, ids: Tensor | None = None) -> Tensor:
-        """Set the logits of eos tokens to -inf in rows where `no_eos` [n] bool is True.
-
-        Logits are [n, vocab], or [n, m] of the tokens `ids` [n, m].
-        """
+        """Set logits [n, vocab], or those of tokens `ids` [n, m], to -inf at eos tokens where `no_eos` [n] bool is True."""
         if no_eos is not None:
             ids = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
             for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
@@ -75,67 +71,23 @@ def upcast(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def in_blocks(scores: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Cut scores [n, vocab] into blocks [n, blocks, _BLOCK] and find each one's largest [n, blocks], if that is faster.
-
-    Else return None. A CPU then reads a vocabulary of 151,936 once, in a tenth of the time of `torch.argmax` and a fifth of
-    `torch.topk`.
-    """
-    if scores.is_cuda or scores.shape[1] % _BLOCK or scores.shape[1] < _BLOCK**2:
-        return None
-    blocks = scores.unflatten(1, (-1, _BLOCK))
-    return blocks, blocks.amax(-1)
-
-
-def likeliest_token(scores: Tensor) -> Tensor:
-    """Find the token with the largest of scores [n, vocab], [n] long; of equal ones the first, as `torch.argmax`."""
-    if (cut := in_blocks(scores)) is None:
-        return scores.argmax(-1)
-    blocks, largest = cut
-    first = largest.argmax(-1, keepdim=True)
-    return first[:, 0] * _BLOCK + blocks.take_along_dim(first[:, :, None], 1)[:, 0].argmax(-1)
-
-
 def likeliest_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the `count` largest scores [n, count] of [n, vocab] and their ids; of equal ones any, as `torch.topk`."""
-    if (cut := in_blocks(scores)) is None or cut[1].shape[1] < count:
-        values, ids = scores.topk(min(count, scores.shape[1]))
-        return values, ids
-    blocks, largest = cut
-    chosen = largest.topk(count).indices
-    values, places = blocks.take_along_dim(chosen[:, :, None], 1).flatten(1).topk(count)
-    return values, chosen.gather(1, places // _BLOCK) * _BLOCK + places % _BLOCK
+    """Find the `count` largest scores [n, count] of [n, vocab], or all if there are fewer, and their ids."""
+    values, ids = scores.topk(min(count, scores.shape[1]))
+    return values, ids
 
 
 def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
-    """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; 1 - p sums the other tokens.
-
-    With `picked`, the result is NaN where a token's own score is not finite: there was nothing to pick.
-    """
+    """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; if `picked`, NaN where a score is not finite."""
     own = scores.gather(1, token[:, None])
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     odds = own - others + 0 * own if picked else own - others
     return odds[:, 0]
 
 
-def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Draw 32 random bits for each of keys [n] and token ids [m]: [n, m] int64."""
-    bits: Tensor = mix_bits(mix_bits(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
-    return bits
-
-
-def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:
-    """Draw standard Gumbel noise for token ids at each key.
-
-    Args:
-        keys: [n] long, from `noise_key`.
-        tokens: [m] long; or a number m, for the first m ids.
-        dtype: float32 or float64; both see the same 32 random bits.
-
-    Returns:
-        [n, m].
-    """
-    bits = noise_bits(keys, torch.arange(tokens, device=keys.device) if isinstance(tokens, int) else tokens)
+def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
+    """Draw Gumbel noise [n, vocab] of all token ids at keys [n] of `noise_key`: float32 or float64, of the same 32 bits."""
+    bits: Tensor = mix_bits(mix_bits(torch.arange(vocab, device=keys.device) * 0x9E3779B1 & _UINT32) ^ keys[:, None])
     # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
     lower = bits < 1 << 31
     nearest = (torch.where(lower, bits, _UINT32 - bits).to(dtype) + 0.5) * 2.0**-32
@@ -143,20 +95,17 @@ def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tens
 
 
 def pick_rows(unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Pick the token of the largest logit, or of the largest logit plus noise: a sample. Of equals the first.
+    """Pick the token [n] of the largest logit, or of the largest logit plus noise: a sample; return its log-odds [n], too.
 
-    NaN counts as larger than any number, as in `torch.argmax`. Where the token's own score is not finite (all are -inf, or one
-    is NaN or infinite) there is nothing to pick: the log-odds are NaN. Probabilities are those among all tokens. One kernel
-    finds the best token of each slice of the vocabulary, the next the best of the slices.
+    Of equals it is the first; NaN is larger than any number, as in `torch.argmax`. Where the token's own score is not finite
+    there is nothing to pick: the log-odds are NaN. Probabilities are those among all tokens. One kernel finds the best token
+    of each slice of the vocabulary, the next the best of the slices.
 
     Args:
-        unembedding: The distributions.
-        logits: [n, vocab], its logits, barred and processed or not.
+        unembedding: Gives the temperature.
+        logits: [n, vocab], barred and processed or not.
         least: [n], the least logit that may be picked; or None.
         keys: [n] long, from `noise_key`, to sample; None: greedy.
-
-    Returns:
-        Token ids [n] long, and log-odds [n] in at least float32.
     """
     (rows, vocab), device = logits.shape, logits.device
     token = torch.empty(rows, dtype=torch.long, device=device)
@@ -185,7 +134,7 @@ def pick_rows_ref(
         seen = seen.masked_fill(logits < least[:, None], -torch.inf)
     if keys is not None:
         seen = seen + gumbel_noise(keys, scores.shape[1], scores.dtype)
-    token = likeliest_token(seen)
+    token = seen.argmax(-1)
     return token, log_odds(scores, token, True)
 
 
@@ -201,11 +150,6 @@ if triton is not None:
         x = x ^ (x >> 15)
         x = x * 0x846CA68B
         return x ^ (x >> 16)
-
-    @triton.jit
-    def token_noise_bits(key, tokens):  # type: ignore[no-untyped-def]
-        """Draw the bits of `noise_bits` at one key (int64) for token ids [n]: [n] uint32."""
-        return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1) ^ key.to(tl.uint32))
 
     @triton.jit
     def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
@@ -247,7 +191,8 @@ if triton is not None:
             raw = logits * cooling
             shown = raw
             if keys is not None:
-                shown = raw + gumbel_of_bits(token_noise_bits(tl.load(keys + row), token))
+                key = tl.load(keys + row).to(tl.uint32)
+                shown = raw + gumbel_of_bits(_mix32(_mix32(token.to(tl.uint32) * 0x9E3779B1) ^ key))
             if least is not None:
                 shown = tl.where(logits < tl.load(least + row).to(tl.float32), float("-inf"), shown)
             shown = tl.where(shown != shown, float("inf"), shown)  # NaN is more than any number

@@ -1,8 +1,8 @@
-"""The layers of a round: Triton kernels, each beside its PyTorch twin, for all that lies between the matrix products.
+"""The fused layers of a round: Triton kernels, each beside its PyTorch twin, for all that lies between the matrix products.
 
 A layer called module by module launches about seventy operations, nearly all of them on a few thousand numbers: on a GPU each
-takes longer to start than to run, also inside a CUDA graph. `networks/layers.py` needs only a few launches; four of them are
-here: a sum with its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache; attention.
+takes longer to start than to run, also inside a CUDA graph. `run_fused` needs only a few launches; four of them are of kernels:
+a sum with its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache; attention.
 Casts are those of transformers' modules: what these round to the model's dtype is rounded here.
 
 In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
@@ -10,7 +10,9 @@ state and, where its state has a parent, those of the parent. Keys and values ar
 committed slots first, then those of all states.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,49 +29,39 @@ _KEYS_PER_PROGRAM = 128  # at least: fewer cost more in merging than they win
 _MOST_SHARES = 16  # one program merges them, one after the other
 _LOG2_E = 1.4426950408889634
 
+Pair = tuple[Tensor, Tensor]
+# By owner, the backbone or the head, each of its layers with the products before its attention and before its MLP's gate.
+Plans = dict[Any, list[tuple[Any, ...]]]
 
-def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-    """`hidden + added`, and that under a `Qwen3RMSNorm`, in one launch.
 
-    Args:
-        hidden: [..., hidden_size].
-        added: The same shape; None: nothing is added.
-        norm: The norm.
-
-    Returns:
-        Both, each [..., hidden_size].
-    """
+def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
+    """Compute `hidden + added`, [..., hidden_size], or `hidden` if None is added, and that under a `Qwen3RMSNorm`."""
     hidden, size = hidden.contiguous(), hidden.shape[-1]
     normed = torch.empty_like(hidden)
     total = hidden if added is None else torch.empty_like(hidden)
-    if rows := hidden.numel() // size:
-        _sum_and_norm[(rows,)](
-            *(hidden, None if added is None else added.contiguous(), norm.weight, total, normed, size, norm.variance_epsilon),
-            TILE=triton.next_power_of_2(size),
-            **LAUNCH | {"num_warps": 4 if size <= 2048 else 8},
-        )
+    _sum_and_norm[(hidden.numel() // size,)](
+        *(hidden, None if added is None else added.contiguous(), norm.weight, total, normed, size, norm.variance_epsilon),
+        TILE=triton.next_power_of_2(size),
+        **LAUNCH | {"num_warps": 4 if size <= 2048 else 8},
+    )
     return total, normed
 
 
-def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
     """`sum_and_norm` in PyTorch."""
     total = hidden if added is None else hidden + added
     return total, norm(total)
 
 
-def rotated(
-    projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]
-) -> tuple[Tensor, ...]:
-    """Put queries and keys under their norms, rotate them, and write keys and values to the cache, in one launch.
+def rotated(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
+    """Put queries and keys under their norms, rotate them, and write keys and values to the cache.
 
     Args:
         projected: [rows, tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys and values of each token; or these three.
         norms: `Qwen3RMSNorm`s of queries and keys, of one epsilon.
         rotary: cos and sin, [rows, tokens, head_dim] each.
-        target: Where keys and values go, [rows, kv_heads, tokens, head_dim] each.
-
-    Returns:
-        The queries, [rows, heads, tokens, head_dim], and the target.
+        target: Where keys and values go, [rows, kv_heads, tokens, head_dim] each; returned behind the queries, which have this
+            shape, too.
     """
     projected = projected.contiguous() if isinstance(projected, Tensor) else torch.cat(projected, -1)
     (cos, sin), (keys, values) = (each.contiguous() for each in rotary), target
@@ -87,9 +79,7 @@ def rotated(
     return queries.transpose(1, 2), keys, values
 
 
-def rotated_ref(
-    projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]
-) -> tuple[Tensor, ...]:
+def rotated_ref(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
     """`rotated` in PyTorch."""
     keys, values = target
     size, head_dim = keys.shape[1] * keys.shape[3], keys.shape[3]
@@ -104,43 +94,38 @@ def rotated_ref(
 
 @dataclass(frozen=True)
 class RoundMask:
-    """The rule of attention in a round, in place of a mask tensor.
+    """Who sees whom in a round, in place of a mask tensor.
 
     Attributes:
         committed: [rows] long, number of committed slots that each row sees.
         parent: [rows, width] long, the slot of the state that a state attends to beyond the prefix, -1 if none.
-        width: States per row.
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
         sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
-        plans: How the layers run (`plan_layers`).
+        plans: The layers that `run_fused` runs.
     """
 
     committed: Tensor
     parent: Tensor
-    width: int
     block_size: int
     dispatch: Dispatch = AUTOMATIC
     sees_all: bool = False
-    plans: Any = field(default=None, repr=False, compare=False)
+    plans: Plans | None = field(default=None, repr=False, compare=False)
     _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
 
     def dense(self, used: int) -> Tensor:
         """[rows, 1, width * block_size, used + width * block_size] bool over the first `used` slots and what is scored."""
-        rows, queries = len(self.committed), self.width * self.block_size
-        out = torch.empty(rows, 1, queries, used + queries, dtype=torch.bool, device=self.committed.device)
-        out[..., :used] = (torch.arange(used, device=out.device) < self.committed[:, None])[:, None, None]
-        slots = torch.arange(self.width, device=out.device)
+        slots, block = torch.arange(self.parent.shape[1], device=self.parent.device), self.block_size
         sees = (slots[:, None] == slots) | (self.parent[..., None] == slots)  # themselves and their parents
-        out[:, 0, :, used:].unflatten(1, (self.width, -1)).unflatten(3, (self.width, -1)).copy_(sees[:, :, None, :, None])
-        return out
+        scored = sees[:, :, None, :, None].expand(-1, -1, block, -1, block).flatten(3).flatten(1, 2)
+        before = torch.arange(used, device=slots.device) < self.committed[:, None]
+        return torch.cat([before[:, None].expand(-1, scored.shape[1], -1), scored], -1)[:, None]
 
     def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
         """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all are visible."""
         if self.sees_all:
             return None
-        name = used, dtype
-        if name not in self._kept:
+        if (name := (used, dtype)) not in self._kept:
             hidden = self.dense(used).logical_not_()
             self._kept[name] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
         return self._kept[name]
@@ -152,10 +137,8 @@ class RoundMask:
         return self._kept[count]
 
 
-def round_attention_ref(
-    query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float, splits: int | None = None
-) -> Tensor:
-    """`round_attention` in PyTorch, by SDPA; in one share."""
+def round_attention_ref(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
+    """`round_attention` in PyTorch, by SDPA."""
     bias, grouped = mask.bias(key.shape[2] - query.shape[2], query.dtype), query.device.type == "cpu"
     if not grouped:  # with a mask, SDPA's fast kernels of a GPU take no groups
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
@@ -163,23 +146,18 @@ def round_attention_ref(
     return out.transpose(1, 2).contiguous()
 
 
-def round_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float, splits: int | None = None
-) -> Tensor:
-    """Attention of a round in one launch of a Triton kernel.
+def round_attention(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
+    """Attend in a round, in one launch: [rows, queries, heads, head_dim].
 
-    A program takes a tile of a row's queries, all query heads of one KV head among them, and one of `splits` shares of what
-    that row sees; the last one to arrive merges the shares, in their order. No shape depends on `committed` or `parent`.
+    A program takes a tile of a row's queries, all query heads of one KV head among them, and one of the shares of what that row
+    sees; the last one to arrive merges the shares, in their order. No shape depends on `committed` or `parent`.
 
     Args:
         query: [rows, heads, queries, head_dim], queries = width * block_size.
         key, value: [rows, kv_heads, used + queries, head_dim], laid out alike, each head's numbers side by side: `used`
             committed slots, then what is scored; what lies in a slot that a row does not see is never read.
-        mask, scale: Who sees whom; what multiplies the scores.
-        splits: Shares of the prefix; by default as many as fill the device.
-
-    Returns:
-        [rows, queries, heads, head_dim].
+        mask: Who sees whom.
+        scale: Multiplies the scores.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
@@ -187,17 +165,16 @@ def round_attention(
     # So many that two programs fit a multiprocessor: its registers and, two tiles of keys deep, its shared memory.
     tile_rows = max(16, min(triton.next_power_of_2(queries * group), 32 if query.dtype == torch.float32 else 64))
     tiles = triton.cdiv(queries * group, tile_rows)
-    if splits is None:  # one wave of programs
-        most = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)
-        splits = max(1, min(most, triton.cdiv(used, _KEYS_PER_PROGRAM), _MOST_SHARES))
+    most = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)  # for one wave of programs
+    splits = max(1, min(most, triton.cdiv(used, _KEYS_PER_PROGRAM), _MOST_SHARES))
     out = query.new_empty(rows, queries, heads, head_dim)
     shares = (rows * kv_heads, splits, queries * group) if splits > 1 else (0,)
     level = torch.empty(*shares, dtype=torch.float32, device=query.device)
-    partial = torch.empty(*shares, head_dim, dtype=torch.float32, device=query.device)
+    sums = torch.empty(*shares, head_dim, dtype=torch.float32, device=query.device)
     if triton.knobs.runtime.interpret:  # whose products of bfloat16 are wrong
         query, key, value = query.float(), key.float(), value.float()
     _attend[(tiles, splits, rows * kv_heads)](
-        *(query.transpose(1, 2).contiguous(), key, value, out, partial, level, mask.arrived(tiles * rows * kv_heads)),
+        *(query.transpose(1, 2).contiguous(), key, value, out, sums, level, mask.arrived(tiles * rows * kv_heads)),
         *(mask.committed, mask.parent, *key.stride()[:3], kv_heads, queries, used, scale * _LOG2_E),
         BLOCK_SIZE=mask.block_size,
         GROUP=group,
@@ -215,6 +192,33 @@ def round_attention(
 SUM_AND_NORM = Kernel("sum_and_norm", sum_and_norm, sum_and_norm_ref)
 ROTATED = Kernel("rotated", rotated, rotated_ref)
 ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_ref)
+
+
+def product(linears: Sequence[Any], weight: Tensor | None) -> Callable[[Tensor], Tensor | list[Tensor]]:
+    """Make a function that applies linear layers to one input: a list, or by their packed `weight` one tensor, side by side."""
+    return (lambda hidden: [linear(hidden) for linear in linears]) if weight is None else partial(F.linear, weight=weight)
+
+
+def run_fused(owner: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:
+    """Run the planned layers of the backbone or the head, their `owner`, over hidden states, and the norm behind them.
+
+    Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim] each; keys and values go to
+    the target of `cache`, a `BlockCache`.
+    """
+    assert mask.plans is not None
+    run, added = mask.dispatch.run, None
+    for layer, of_attention, of_mlp in mask.plans[owner]:
+        hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
+        attention = layer.self_attn
+        place, norms = attention.layer_idx, (attention.q_norm, attention.k_norm)
+        query, *_ = run(ROTATED, of_attention(normed), norms, rotary, cache.written[place])
+        attended = run(ROUND_ATTENTION, query, *cache.read[place], mask, attention.scaling)
+        hidden, normed = run(SUM_AND_NORM, hidden, attention.o_proj(attended.flatten(2)), layer.post_attention_layernorm)
+        both = of_mlp(normed)
+        gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
+        added = layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
+    _, last = run(SUM_AND_NORM, hidden, added, owner.norm)
+    return last
 
 
 if triton is not None:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
-from ..kernels.round_layers import RoundMask
-from ..networks.layers import run_fused
+from ..kernels.round_layers import RoundMask, run_fused
 from .configuration import MRPConfig
 
 # What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.

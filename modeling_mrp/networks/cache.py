@@ -1,6 +1,7 @@
 """Keys and values of committed blocks by absolute position and, beyond the longest text, of the states being scored."""
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,45 +16,34 @@ LEAST_BUCKET = 256
 
 
 class PassingReference(weakref.ref[Any]):
-    """A weak reference that can be pickled and copied; an unpickled one is dead, since its object is not pickled."""
+    """A weak reference that can be copied and pickled; two are equal if they refer to one object that is alive."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (set(),)  # which nothing else holds
+        return type(self), (set(),)  # which nothing else holds, so that an unpickled reference is dead
 
     def __deepcopy__(self, memo: Any) -> "PassingReference":
         return self
 
-
-class WeightsSeen:
-    """A snapshot of a module's parameters and active adapters, to tell later whether they are still the same."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.seen = [(PassingReference(weight), _state_of(weight)) for weight in _held_parameters(module)]
-        self.adapters = _adapters_on(module)
-
-    def same(self, module: nn.Module) -> bool:
-        """Tell if no parameter was replaced, moved or written to since, and the same adapters are active.
-
-        Writes to a parameter's `.data` cannot be seen: autograd does not count them.
-        """
-        weights = _held_parameters(module)
-        if len(weights) != len(self.seen) or self.adapters != _adapters_on(module):
-            return False
-        pairs = zip(self.seen, weights, strict=True)
-        return all(seen() is weight and state == _state_of(weight) for (seen, state), weight in pairs)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PassingReference) and self() is not None and self() is other()
 
 
-def _held_parameters(module: nn.Module) -> list[Tensor]:
-    return [weight for weight in module.parameters() if not weight.is_meta]  # those that are offloaded come anew each time
+def weights_seen(module: nn.Module) -> list[Any]:
+    """Note a module's parameters and active adapters; a later list is equal if none was replaced, moved or written to since.
 
-
-def _adapters_on(module: nn.Module) -> list[Any]:
-    """List the active adapters of each of peft's layers, with their scales, and those per row."""
-    layers = [
+    Writes to a parameter's `.data` are not seen, as autograd does not count them.
+    """
+    weights = []
+    for weight in module.parameters():
+        if not weight.is_meta:  # those that are offloaded come anew each time
+            place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
+            writes = 0 if weight.is_inference() else weight._version  # for which there is no public name
+            weights.append((PassingReference(weight), place, writes))
+    adapters = [
         (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
         for layer in adapted_layers(module)
     ]
-    return [adapters_of_rows(module), *layers]
+    return [weights, adapters, adapters_of_rows(module)]
 
 
 def adapters_of_rows(module: nn.Module) -> list[str] | None:
@@ -71,12 +61,6 @@ def adapted_layers(module: nn.Module) -> list[Any]:
     return [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]
 
 
-def _state_of(weight: Tensor) -> list[int]:
-    """Return where a weight lies and autograd's count of writes to it, for which there is no public name."""
-    place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
-    return [place, 0 if weight.is_inference() else weight._version]
-
-
 def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
     """List the devices on which a model's layers compute, the backbone's first, then with the head's."""
     layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
@@ -86,12 +70,12 @@ def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
 class BlockCache(Cache):
     """KV memory of fixed size, one buffer per device, `[rows, slots, layers, 2, kv_heads, head_dim]`, written in place.
 
-    A committed token lives in the slot of its absolute position, so padding takes no room and rows of different length need no
-    special case. The states of a round are written behind the longest text, so that what attention reads is one slice; when one
-    turns out clean, `move` copies its keys and values to its row's text, for all rows and layers at once.
+    A committed token lives in the slot of its absolute position, so padding takes no room. The states of a round are written
+    behind the longest text, so that what attention reads is one slice; when one turns out clean, `move` copies its keys and
+    values to its row's text, for all rows and layers at once.
 
-    Between two calls of `generate` it remembers whose keys and values it holds, so that the next one starts behind them. A
-    call takes over the cache it is given: what that held beyond the new prompt is gone (`copy.deepcopy` keeps it).
+    A call of `generate` takes over the cache it is given and starts behind what that holds of the new prompt; the rest is gone
+    (`copy.deepcopy` keeps it).
 
     Args:
         rows, num_key_value_heads, head_dim, dtype: Sizes and dtype of keys and values, the same in every layer.
@@ -99,17 +83,17 @@ class BlockCache(Cache):
         capacity: Committed slots per row, a multiple of the block size.
         scratch: Tokens that can be scored at once per row.
         hidden_size: Of the hidden states that are kept for a head to read later; 0: none are.
-        fixed: Whether shapes are to stay the same from round to round, as for recordings: attention then reads a power of two
-            of slots before what is scored.
-        ends: Tokens of a block and size of hidden states, where the last one of each block is kept, as a model needs whose
-            hidden states are those of the next position; zeros: none are.
+        fixed: Whether attention reads a power of two of slots before what is scored, as recordings need fixed shapes.
+        shifted: Whether hidden states are those of the next position: the one of a text's last token is kept, too.
 
     Attributes:
         ids: By row, the text whose tokens the slots hold.
         held, head_held: By row, how many of its first tokens have keys and values in all layers of the backbone, of the head.
         hidden_held: By row, how many have hidden states that the head may still read, if it has not read them.
-        owner, weights: The model whose keys and values these are, weakly, and its parts, by name, as they were then.
-        written: By layer, the target: where keys and values of the next forward go, [rows, heads, new, head_dim] each.
+        owner, weights: The model whose keys and values these are, weakly, and its parts' `weights_seen` then, by name.
+        active: Rows that take part: the first ones.
+        begin, end: The target, the slots that the next forward writes.
+        written: By layer, keys and values of the target, [rows, heads, new, head_dim] each.
         read: By layer, what attention reads once the target is written, [rows, heads, seen, head_dim] each.
     """
 
@@ -125,54 +109,41 @@ class BlockCache(Cache):
         head_layers: int = 0,
         hidden_size: int = 0,
         fixed: bool = False,
-        ends: tuple[int, int] = (0, 0),
+        shifted: bool = False,
     ) -> None:
         super().__init__(layers=[])
         self.rows, self.num_key_value_heads, self.head_dim = rows, num_key_value_heads, head_dim
         self.capacity, self.scratch, self.dtype, self.head_layers = capacity, scratch, dtype, head_layers
-        self.hidden_size, self.fixed, self.layer_devices = hidden_size, fixed, tuple(layer_devices)
+        self.hidden_size, self.fixed, self.shifted, self.layer_devices = hidden_size, fixed, shifted, tuple(layer_devices)
         self.owner: PassingReference | None = None
-        self.weights: dict[str, WeightsSeen] = {}
-        self.written: list[tuple[Tensor, Tensor]] = []
-        self.read: list[tuple[Tensor, Tensor]] = []
+        self.weights: dict[str, list[Any]] = {}
         self.empty()
         self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
-        slots = scratch + (max(LEAST_BUCKET, 1 << (capacity - 1).bit_length()) if fixed else capacity)
+        slots = scratch + (bucket(capacity) if fixed else capacity)
         # Elsewhere no slot is read that was not written before: rows are prefilled and scored together.
         made = torch.zeros if fixed else torch.empty
         self._buffers = {
-            device: made(
-                (rows, slots, self.layer_devices.count(device), 2, num_key_value_heads, head_dim), dtype=dtype, device=device
-            )
-            for device in dict.fromkeys(self.layer_devices)
+            device: made((rows, slots, layers, 2, num_key_value_heads, head_dim), dtype=dtype, device=device)
+            for device, layers in Counter(self.layer_devices).items()
         }
-        self.hidden = torch.empty((rows, capacity, hidden_size), dtype=dtype, device=self.layer_devices[-1])
-        self.every, end_size = ends
-        blocks = capacity // self.every if self.every else 0
-        self.ends = torch.empty((rows, blocks, end_size), dtype=dtype, device=self.layer_devices[-1])
+        columns = capacity + scratch * shifted
+        self.hidden = torch.empty((rows, columns, hidden_size), dtype=dtype, device=self.layer_devices[-1])
+        self.hidden[:, :1] = 0  # before the first token
         self.active, self.begin, self.end = rows, 0, 0
 
     @property
     def nbytes(self) -> int:
         """Bytes held, fixed at construction."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in (*self._buffers.values(), self.hidden, self.ends))
+        return sum(buffer.nbytes for buffer in (*self._buffers.values(), self.hidden))
 
-    @property
-    def writable(self) -> bool:
-        """Whether it can be written to here: a cache made in inference mode cannot outside of it."""
-        return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in self._buffers.values())
-
-    def target(self, used: int, width: int, prefill: bool = False) -> int:
+    def target(self, used: int, width: int, prefill: bool = False) -> None:
         """Let the next forward write `width` tokens a row behind the first `used` slots and read all slots up to there.
 
-        Returns:
-            The first slot that is written: `used`, or where shapes are fixed the power of two above it; not in a prefill.
+        Where shapes are fixed, it writes behind a power of two of slots; not in a prefill.
         """
-        if self.fixed and not prefill:
-            used = max(LEAST_BUCKET, 1 << (used - 1).bit_length()) if used else LEAST_BUCKET
-        self.begin, self.end = used, used + width
-        self.written, self.read = self._views(used), self._views(0)
-        return used
+        self.begin = bucket(used) if self.fixed and not prefill else used
+        self.end = self.begin + width
+        self.written, self.read = self._views(self.begin), self._views(0)
 
     def _views(self, begin: int) -> list[tuple[Tensor, Tensor]]:
         """Select keys and values from a slot to the end of the target, [rows, heads, slots, head_dim], of every layer."""
@@ -193,25 +164,19 @@ class BlockCache(Cache):
         return self.read[layer_idx]
 
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
-        """Copy blocks of keys and values in some layers.
-
-        For each `(row, source, target)`, `length` slots from `source` on are copied to those from `target` on.
-        """
+        """Copy, for each `(row, source, target)`, `length` slots from `source` on to those from `target` on, in some layers."""
         row, source, target = torch.tensor(moves).unbind(1)
         offsets = torch.arange(length)
         source, target = source[:, None] + offsets, target[:, None] + offsets
-        for device, part in self._of(layers):
-            at, of, to = (index.to(device, non_blocking=True) for index in (row[:, None], source, target))
+        for part in self._of(layers):
+            at, of, to = (index.to(part.device, non_blocking=True) for index in (row[:, None], source, target))
             if part.shape[-1] * part.element_size() % 8 == 0:
                 part = part.view(torch.int64)  # a number of a narrow type costs as much to index as a wide one
             part[at, to] = part[at, of]
 
     def blank(self, layers: range, row: int, begin: int, end: int) -> None:
-        """Zero the slots of a row from `begin` to `end` in some layers.
-
-        Masked slots have weight 0 in attention, but 0 times NaN or infinity is NaN.
-        """
-        for _, part in self._of(layers):
+        """Zero slots of a row in some layers: where they are masked, attention gives weight 0, but 0 times NaN is NaN."""
+        for part in self._of(layers):
             part[row, begin:end] = 0
 
     def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
@@ -232,10 +197,9 @@ class BlockCache(Cache):
         self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
     def reusable(self, texts: Sequence[Sequence[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
-        """Count the first tokens of each row's text that need no prefill, at most `upto`.
+        """Count the first tokens of each row's text, in whole blocks and at most `upto`, that are held and need no prefill.
 
-        They are the longest common prefix with what is held, in whole blocks, on which keys and values depend. If `with_head`,
-        the head's layers must hold them too, or be able to read them still.
+        If `with_head`, the head's layers must hold them too, or be able to read them still.
         """
         found = []
         for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
@@ -254,12 +218,13 @@ class BlockCache(Cache):
 
         If `rows` is a multiple of its rows, each row's content is repeated, the copies one after the other.
         """
-        if rows == self.rows and self.fits(capacity, scratch) and self.writable:
+        writable = torch.is_inference_mode_enabled() or not self.hidden.is_inference()
+        if writable and rows == self.rows and self.fits(capacity, scratch):
             return self
         capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
         bigger = BlockCache(
             *(rows, self.num_key_value_heads, self.head_dim, self.layer_devices, capacity, scratch, self.dtype),
-            *(self.head_layers, self.hidden_size, self.fixed, (self.every, self.ends.shape[-1])),
+            *(self.head_layers, self.hidden_size, self.fixed, self.shifted),
         )
         bigger.owner = self.owner
         bigger.fill_from(self)
@@ -268,10 +233,8 @@ class BlockCache(Cache):
     def fill_from(self, other: "BlockCache") -> None:
         """Copy the content of another cache with as many layers; its rows, a divisor of this one's, are each repeated."""
         copies, used = self.rows // other.rows, max(other.held)
-        repeated = (
-            [one for one in part for _ in range(copies)] for part in (other.ids, other.held, other.head_held, other.hidden_held)
-        )
-        self.hold(*repeated)  # type: ignore[arg-type]
+        records: tuple[list[Any], ...] = (other.ids, other.held, other.head_held, other.hidden_held)
+        self.hold(*([one for one in record for _ in range(copies)] for record in records))
         for ours, theirs in zip(self._held_parts(used), other._held_parts(used), strict=True):
             ours.copy_(theirs.repeat_interleave(copies, 0))
 
@@ -282,20 +245,24 @@ class BlockCache(Cache):
     def detach(self) -> None:
         """Replace shared memory by a copy."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
-        self.hidden, self.ends = self.hidden.clone(), self.ends.clone()
+        self.hidden = self.hidden.clone()
 
     def _held_parts(self, used: int) -> list[Tensor]:
-        """Select the content of the first slots: keys and values, hidden states, and the last ones of blocks, [rows, ...]."""
-        blocks = used // self.every if self.every else 0
-        return [*(one[:, :used] for one in (*self._buffers.values(), self.hidden)), self.ends[:, :blocks]]
+        """Select the content of the first slots: keys and values, and hidden states, [rows, ...]."""
+        return [*(one[:, :used] for one in self._buffers.values()), self.hidden[:, : used + self.shifted]]
 
-    def _of(self, layers: range) -> Iterator[tuple[torch.device, Tensor]]:
+    def _of(self, layers: range) -> Iterator[Tensor]:
         """Select the memory of some layers on each device: [rows, slots, layers, 2, heads, head_dim]."""
         for device, buffer in self._buffers.items():
             held = [self._index[layer] for layer in layers if self.layer_devices[layer] == device]
             if held:
-                yield device, buffer[:, :, held[0] : held[-1] + 1]
+                yield buffer[:, :, held[0] : held[-1] + 1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: rows differ in length, so there is no common one; positions are always passed explicitly."""
         return 0
+
+
+def bucket(used: int) -> int:
+    """Round a number of slots up to a power of two, at least the least bucket."""
+    return max(LEAST_BUCKET, 1 << (used - 1).bit_length())

@@ -1,13 +1,12 @@
 """CUDA graphs: a network that runs again and again on the same cache is recorded once, and then replayed with one launch.
 
-There is a recording for each network by rows, states and length bucket: all that a forward depends on beside what its inputs
-and the cache hold. Inputs are copied to where the recording reads them, its output from where it leaves it. Recordings are
-dear, so they outlive the call of `generate` that made them, together with the cache that they write to: one for a model, until
-its weights lie elsewhere, `release_graphs` is called, or a call needs another size.
+There is a recording for each network by rows, states and length bucket. Recordings are dear, so they outlive the call of
+`generate` that made them, together with the cache that they write to: one for a model, until its weights lie elsewhere,
+`release_graphs` is called, or a call needs another size.
 
-The first run of a kind is an ordinary one, on the side stream that will record: it does the work, and warms up what a recording
-must not meet for the first time (libraries, compilers). The second run is recorded; what is met once costs no recording. On a
-GPU the first replays of each recording are compared with ordinary runs, and nothing is recorded any more where they differ.
+The first run of a kind is an ordinary one, on the side stream that will record: it warms up what a recording must not meet for
+the first time (libraries, compilers). The second run is recorded. On a GPU the first replays of each recording are compared
+with ordinary runs, and nothing is recorded any more where they differ.
 """
 
 import copy
@@ -51,22 +50,19 @@ class CudaRecorder:
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Record a step without running it; return a function that replays it and returns its output, in the graph's memory.
 
-        Other threads that record wait; those that replay go on. An error that keeps a step from being recorded is raised.
+        Other threads that record wait; those that replay go on.
         """
         graph, first = torch.cuda.CUDAGraph(), None
+        recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
         try:
-            # The outer context leads back to the caller's stream also where the inner one fails to end its recording.
-            with (
-                _RECORDING,
-                torch.cuda.stream(self.stream),
-                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
-            ):
+            # The stream's context leads back to the caller's stream also where a recording fails to end.
+            with _RECORDING, torch.cuda.stream(self.stream), recording:
                 try:
                     output = step()
                 except Exception as error:
                     first = error
                     raise
-        except Exception as error:  # which may be that of ending the capture, and hide the first
+        except Exception as error:  # which may be that of ending the recording, and hide the first
             raise first or error from None
 
         def replay() -> Tensor:
@@ -81,38 +77,34 @@ RECORDERS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaRecorder}
 
 
 class Graphs:
-    """The recorded forwards of one model on one cache.
-
-    Args:
-        cache: The KV cache, which stays where it is.
-        weights: The model's `fingerprint`.
+    """The recorded forwards of one model, with the `fingerprint` of its weights, on one cache, which stays where it is.
 
     Attributes:
+        inputs: Where recordings read their inputs, by key.
         recorded: Functions that replay a forward, by key.
+        compared: How many replays were compared, by key.
         replays: Number of replays.
         failed: Whether a forward could not be recorded or gave wrong results, so that no more are tried.
         busy: Whether a call is using them.
     """
 
     def __init__(self, cache: BlockCache, weights: Hashable) -> None:
-        self.cache, self.weights, self.device = copy.copy(cache), weights, cache.layer_devices[0]
+        self.cache, self.weights, self.device = cache, weights, cache.layer_devices[0]
         self.recorder = RECORDERS[self.device.type](self.device)
-        self.inputs: dict[Hashable, list[Tensor]] = {}  # of what was met before
+        self.inputs: dict[Hashable, list[Tensor]] = {}
         self.recorded: dict[Hashable, Callable[[], Tensor]] = {}
         self.compared: dict[Hashable, int] = {}
         self.replays, self.failed, self.busy = 0, False, False
         self._thread = threading.local()  # libraries keep a handle for each: one that ran nothing yet must not record
-        self._lent: weakref.ref[BlockCache] | None = None
+        self._lent: Callable[[], BlockCache | None] = lambda: None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
         """Lend the cache, filled with the content of `past`; an earlier borrower keeps its content in memory of its own."""
         cache = past
         if cache is None or not cache.shares(self.cache):
-            holder = None if self._lent is None else self._lent()
-            if holder is not None and holder.shares(self.cache):
+            if (holder := self._lent()) is not None:
                 holder.detach()
             cache = copy.copy(self.cache)
-            cache.empty()
             if past is not None:
                 cache.fill_from(past)
         self._lent = weakref.ref(cache)
@@ -170,10 +162,8 @@ def release_graphs(model: nn.Module) -> None:
 def recording_report(model: nn.Module) -> dict[str, int]:
     """Count what is kept for a model: `recordings`, their `replays` so far, the cache's `bytes`, whether recording `failed`."""
     kept = _KEPT.get(model)
-    if kept is None:
-        return dict.fromkeys(("recordings", "replays", "bytes", "failed"), 0)
-    counts = {"recordings": len(kept.recorded), "replays": kept.replays}
-    return {**counts, "bytes": kept.cache.nbytes, "failed": int(kept.failed)}
+    found = (0, 0, 0, 0) if kept is None else (len(kept.recorded), kept.replays, kept.cache.nbytes, int(kept.failed))
+    return dict(zip(("recordings", "replays", "bytes", "failed"), found, strict=True))
 
 
 @contextmanager
@@ -182,18 +172,15 @@ def cache_for(
 ) -> Iterator[tuple[BlockCache, Graphs | None]]:
     """Choose the cache of a call and the recordings of its forwards: those kept from earlier calls, or new ones.
 
-    Args:
-        model, rows, capacity, scratch: See `BlockCache`.
-        graphs: The option: None where possible, True or an error, False never.
-        past: A cache to continue from, which is taken over; or None.
-        with_head: Whether the head's layers are needed.
+    A cache `past` to continue from is taken over, if it has the head's layers where these are needed. Forwards are recorded
+    where possible if `graphs` is None, never if it is False.
 
     Raises:
         ValueError: if `graphs` is True and it is impossible.
     """
-    past = None if past is not None and with_head and not past.head_layers else past
-    unasked = graphs is None and model.lm_head.weight.device.type not in RECORDERS
-    why = "graphs is False" if graphs is False or unasked else obstacle(model)
+    if past is not None and with_head and not past.head_layers:
+        past = None
+    why = "graphs is False" if graphs is False else obstacle(model)
     if graphs and why is not None:
         raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
     deep = with_head or (past is not None and past.head_layers > 0)  # a Cache of transformers is false where it is empty
@@ -228,8 +215,8 @@ def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: boo
     return kept
 
 
-def fingerprint(model: nn.Module) -> Hashable:
-    """Collect where a model's weights lie, its modules' modes and hooks, and its attention implementation."""
+def fingerprint(model: Any) -> Hashable:
+    """Collect all that recordings of a model depend on: where weights lie, modes and hooks of modules, the attention."""
     tensors = (*model.parameters(), *model.buffers())
     places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
     settings: list[Hashable] = []
@@ -238,9 +225,8 @@ def fingerprint(model: nn.Module) -> Hashable:
         for name, value in vars(module).items():  # adapters are switched by plain attributes, and by lists and dicts of such
             if isinstance(value, bool | int | float | str | list | tuple | None) or (type(value) is dict and name[0] != "_"):
                 settings.append((name, repr(value)))
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    of_rows = tuple(adapters_of_rows(model) or ())
-    return places, tuple(settings), of_rows, attention, ALL_ATTENTION_FUNCTIONS.get(attention)
+    attention = model.config._attn_implementation
+    return places, *settings, *(adapters_of_rows(model) or ()), attention, ALL_ATTENTION_FUNCTIONS.get(attention)
 
 
 def obstacle(model: Any) -> str | None:

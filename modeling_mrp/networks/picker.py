@@ -80,8 +80,6 @@ class Spots:
 class Picks(NamedTuple):
     """Picks at n positions, with the tokens that drafts choose among. Fields that were not asked of the picker are None.
 
-    Ids in float tensors are exact.
-
     Attributes:
         token: [n] long.
         odds: [n] float, log-odds of the token's probability after temperature and processors, before truncation; NaN where no
@@ -138,10 +136,7 @@ class Picker:
         return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids)
 
     def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
-        """Pick at n spots from hidden states [n, hidden_size]; for large n, [n, vocab] logits are made in chunks.
-
-        Without `spots` the likeliest tokens are picked, without bans or processors.
-        """
+        """Pick at n spots from hidden states [n, hidden_size]; without `spots` the likeliest tokens, none barred."""
         keys = None if spots is None or not self.sample else spots.keys()
         shape = self._shaper(spots)
         parts = []
@@ -154,12 +149,8 @@ class Picker:
         """Pick greedily at n spots among a few tokens of each; all other tokens keep their earlier scores.
 
         The argmax after a reveal is nearly always one of the likeliest tokens before it, so drafts need no other rows of
-        `lm_head`. Processors and bans are not applied; tokens that truncation left out before stay out.
-
-        Args:
-            hidden: [n, hidden_size].
-            shortlist: [n, 2 m + 1], `Picks.shortlist` of the same positions at an earlier state.
-            spots: The positions.
+        `lm_head`. Processors and bans are not applied; tokens that truncation left out before stay out. Hidden states are
+        [n, hidden_size]; `shortlist` [n, 2 m + 1] is `Picks.shortlist` of the same positions at an earlier state.
         """
         unembedding, count, parts = self.unembedding, shortlist.shape[1] // 2, []
         ids, before, rest = shortlist[:, :count].long(), shortlist[:, count : 2 * count], shortlist[:, 2 * count :]

@@ -17,7 +17,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from modeling_mrp.kernels.pick import Unembedding, likeliest_token, likeliest_tokens, upcast
+from modeling_mrp.kernels.pick import Unembedding, likeliest_tokens, upcast
 from modeling_mrp.networks.picker import Picker, Picks, Spots
 from modeling_mrp.rules.state import State
 
@@ -178,7 +178,7 @@ class StockPicker(EnginePicker):
         """Pick from logits [n, vocab] in few passes over them, since a vocabulary has more numbers than a layer."""
         own = logits[:, self.mask_token_id].clone()
         logits[:, self.mask_token_id] = -torch.inf
-        token = likeliest_token(logits)[:, None]
+        token = logits.argmax(-1, keepdim=True)
         logits[:, self.mask_token_id] = own
         probability = logits.softmax(-1)
         odds = probability.gather(1, token)[:, 0].double().logit()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from modeling_mrp.kernels import dispatch
-from modeling_mrp.kernels.dispatch import Dispatch, Kernel, kernels_usable, relative_error, triton
+from modeling_mrp.kernels.dispatch import Dispatch, Kernel, relative_error, triton, unusable
 
 
 class Paths(Kernel):
@@ -45,7 +45,7 @@ def test_what_runs_on_a_cpu() -> None:
     """Kernels where they are forced, interpreted; of a parameter, too, where no gradient is wanted."""
     for forced, path in ((False, "twin"), (None, "twin"), (True, "kernel")):
         assert Dispatch(forced).run(Paths(), torch.ones(2, requires_grad=True)) == path
-    assert not kernels_usable(torch.device("cpu"), torch.float32)
+    assert unusable(torch.device("cpu"), torch.float32) is not None
 
 
 @pytest.mark.skipif(triton is None, reason="needs triton")
@@ -54,8 +54,8 @@ def test_which_gpus_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     for capability in ((7, 5), (8, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert kernels_usable(torch.device("cuda", 0), torch.float32) is (capability >= (8, 0))
-    assert not kernels_usable(torch.device("mps"), torch.float16)
+        assert (unusable(torch.device("cuda", 0), torch.float32) is None) is (capability >= (8, 0))
+    assert unusable(torch.device("mps"), torch.float16) is not None
 
 
 @pytest.mark.usefixtures("usable")
@@ -96,7 +96,7 @@ def test_errors_that_say_nothing_about_a_kernel(error: Exception, monkeypatch: p
     [
         ([torch.ones(2).double()], "no kernels for torch.float64: load the model in bfloat16"),
         ([torch.ones(2), (torch.ones(2).half(),)], "dtypes float32, float16 meet: load the model in one"),
-        ([torch.ones(2), torch.nn.Linear(1, 1, device="meta")], "lie on cpu and meta: keep them on one device"),
+        ([torch.ones(2), torch.nn.Linear(1, 1).bfloat16().requires_grad_(False)], "dtypes float32, bfloat16 meet"),
         ([torch.ones(2, requires_grad=True)], "no gradients: call it under torch.no_grad"),
         ([torch.ones(2), "autocast"], "leave autocast"),
     ],
@@ -146,7 +146,7 @@ def test_an_error_by_hand() -> None:
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin runs, and forcing says what to install; `tests/model/test_remote_code.py` imports the code without it."""
     monkeypatch.setattr(dispatch, "triton", None)
-    assert not kernels_usable(torch.device("cuda", 0), torch.bfloat16)
+    assert unusable(torch.device("cuda", 0), torch.bfloat16) is not None
     assert run(Paths()) == "twin"
     with pytest.raises(ValueError, match=r"triton cannot be imported: install it \(pip install triton\), or use kernels=None"):
         run(Paths(), forced=True)

@@ -114,16 +114,3 @@ def test_extremes() -> None:
     assert got[1][2:].isnan().all()
     token, odds = PICK.launch(vocabulary(9), logits_of(0, 9), None, None)
     assert (token.shape, odds.shape) == ((0,), (0,))
-
-
-@pytest.mark.parametrize("vocab", [65 * 64, 4096, 5000, 640])
-def test_blocks_of_the_vocabulary_hold_its_largest(vocab: int) -> None:
-    scores = logits_of(40, vocab, dtype=torch.bfloat16).float().cpu()  # with ties
-    scores[0], scores[1, 700 % vocab], scores[2, [5, vocab - 1]], scores[3, 64:] = -INF, NAN, INF, -INF
-    assert pick.likeliest_token(scores).tolist() == scores.argmax(-1).tolist()
-    for count in (1, 16, 64):
-        values, ids = pick.likeliest_tokens(scores[2:], count)
-        assert values.tolist() == scores[2:].topk(count).values.tolist() == scores[2:].gather(1, ids).tolist()
-        assert all(len(set(row)) == count for row in ids.tolist())
-    assert pick.likeliest_tokens(scores, vocab + 1)[0].shape == (40, vocab)
-    assert (pick.in_blocks(scores) is None) == (vocab in (5000, 640))

@@ -111,7 +111,7 @@ def random_round(
         cache[:, row, :, min(length, used) : used] = torch.nan
     cache[:, :, :, used + tokens :] = torch.nan
     key, value = cache[:, :, :, : used + tokens]
-    mask = RoundMask(torch.tensor(committed, device=DEVICE), torch.tensor(parent, device=DEVICE), width, block)
+    mask = RoundMask(torch.tensor(committed, device=DEVICE), torch.tensor(parent, device=DEVICE), block)
     return query, key, value, mask
 
 
@@ -138,10 +138,12 @@ ROUNDS: list[tuple[list[int], list[list[int]], int, int, int, tuple[int, int], i
 @pytest.mark.parametrize(
     ("case", "dtype"), [*product(range(len(ROUNDS)), DTYPES[:1]), *product((2, 4), DTYPES[1:])], ids=lambda value: str(value)
 )
-def test_attention(case: int, dtype: torch.dtype) -> None:
+def test_attention(case: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     *shape, head_dim, splits = ROUNDS[case]
+    if splits is not None:
+        monkeypatch.setattr(round_layers, "_KEYS_PER_PROGRAM", triton.cdiv(shape[4], splits))
     query, key, value, mask = random_round(*shape, head_dim, dtype)  # type: ignore[arg-type]
-    got, again = (round_attention(query, key, value, mask, head_dim**-0.5, splits) for _ in range(2))
+    got, again = (round_attention(query, key, value, mask, head_dim**-0.5) for _ in range(2))
     assert got.dtype == dtype
     assert torch.equal(got, again), "the mask's counters are as they were"
     atol = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
@@ -156,15 +158,15 @@ def test_places_beyond_the_reach_of_32_bits(rows: int, strides: tuple[int, ...],
     sparse = torch.from_file(str(tmp_path / "sparse"), shared=True, size=(2 << 30) + 48)
     key = sparse.as_strided((rows, 1, 3, 16), strides)
     key.copy_(scored)
-    query, mask = torch.ones(rows, 1, 1, 16), RoundMask(torch.tensor([2] * rows), torch.tensor([[-1]] * rows), 1, 1)
+    query, mask = torch.ones(rows, 1, 1, 16), RoundMask(torch.tensor([2] * rows), torch.tensor([[-1]] * rows), 1)
     close(round_attention(query, key, key, mask, 0.25), round_attention_ref(query, scored, scored, mask, 0.25), atol=2e-6)
 
 
 def test_mask_by_hand() -> None:
     """Two states of one token, the second behind the first, over two slots of which one is committed."""
-    sees = RoundMask(torch.tensor([1]), torch.tensor([[-1, 0]]), 2, 1).dense(2)
+    sees = RoundMask(torch.tensor([1]), torch.tensor([[-1, 0]]), 1).dense(2)
     assert sees.tolist() == [[[[True, False, True, False], [True, False, True, True]]]]
-    alone = RoundMask(torch.tensor([1]), torch.tensor([[-1, -1]]), 2, 1)
+    alone = RoundMask(torch.tensor([1]), torch.tensor([[-1, -1]]), 1)
     assert alone.dense(2).tolist() == [[[[True, False, True, False], [True, False, False, True]]]]
     for used in (2, 1):
         assert alone.bias(used, torch.float64).exp().bool().tolist() == alone.dense(used).tolist()  # type: ignore[union-attr]

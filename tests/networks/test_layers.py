@@ -15,10 +15,10 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate import generation
 from modeling_mrp.kernels import dispatch
 from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch, triton
-from modeling_mrp.kernels.round_layers import RoundMask
+from modeling_mrp.kernels.round_layers import RoundMask, run_fused
 from modeling_mrp.networks import layers as layers_file
 from modeling_mrp.networks.cache import BlockCache
-from modeling_mrp.networks.layers import pack, packed_weight, plan_layers, run_fused
+from modeling_mrp.networks.layers import pack, packed_weight, plan_layers
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -42,7 +42,7 @@ def a_round(model: MRPForCausalLM, dispatch: Dispatch) -> tuple[Tensor, Tensor, 
         buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(5)))
     cache.target(8, tokens)
     committed, plans = torch.tensor([4, 3]).to(device), plan_layers(model, True, dispatch)
-    mask = RoundMask(committed, torch.tensor([[-1, -1, 0]] * 2, device=device), 3, config.block_size, dispatch, plans=plans)
+    mask = RoundMask(committed, torch.tensor([[-1, -1, 0]] * 2, device=device), config.block_size, dispatch, plans=plans)
     positions = committed[:, None] + torch.arange(config.block_size, device=device).repeat(3)
     return numbers(3, 2, tokens, config.hidden_size, dtype=model.dtype), positions, mask, cache
 
@@ -137,7 +137,7 @@ def test_what_is_no_plain_linear_is_not_packed() -> None:
 def test_weights_move_before_anything_refers_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels can be used, whether or not they are: a call with them goes on from the cache of one without."""
     model, options = make_model(), {"max_new_tokens": 4, "eos_token_id": None, "return_dict_in_generate": True}
-    monkeypatch.setattr(generation, "kernels_usable", lambda *_: True)
+    monkeypatch.setattr(generation, "unusable", lambda *_: None)
     first: Any = model.generate(torch.tensor(PROMPTS[:1]), kernels=False, **options)
     assert all(map(packs, groups(model)))
     again: Any = model.generate(first.sequences, past_key_values=first.past_key_values, **options)

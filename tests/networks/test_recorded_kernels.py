@@ -122,8 +122,8 @@ IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])
 def test_kernels_are_compared_once_each_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where they are chosen by themselves. Those that are right change nothing; one that is broken is told and not
     used."""
-    compared, usable = list[str](), dispatch._unusable
-    monkeypatch.setattr(dispatch, "_unusable", lambda device, dtype, interpreted: usable(device, dtype, True))
+    compared, unusable = list[str](), dispatch.unusable
+    monkeypatch.setattr(dispatch, "unusable", lambda device, dtype, interpreted: unusable(device, dtype, True))
     monkeypatch.setattr(dispatch, "CHECKED_ON", {"cpu"})
     for register in ("_failed", "_checked"):
         monkeypatch.setattr(dispatch, register, set())

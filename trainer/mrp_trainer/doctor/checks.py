@@ -16,9 +16,8 @@ from modeling_mrp.kernels.dispatch import (
     Kernel,
     check_close,
     failed_kernels,
-    kernels_usable,
     relative_error,
-    triton,
+    unusable,
 )
 from modeling_mrp.kernels.pick import PICK
 from modeling_mrp.kernels.round_layers import ROTATED, ROUND_ATTENTION, SUM_AND_NORM
@@ -140,7 +139,7 @@ def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
     """Compare each kernel with its PyTorch twin on samples as wide as the model."""
     weight = model.lm_head.weight.detach()
     like = weight if weight.dtype in KERNEL_DTYPES else weight.float()
-    if not (kernels_usable(like.device, like.dtype) or (triton is not None and triton.knobs.runtime.interpret)):
+    if unusable(like.device, like.dtype, interpreted=True) is not None:
         why = "an NVIDIA GPU, triton and 16 or 32 bits are needed, or on a CPU TRITON_INTERPRET=1"
         yield from (Check(f"kernel {kernel.name}", None, None, why) for kernel in KERNELS)
         return

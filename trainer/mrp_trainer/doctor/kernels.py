@@ -49,10 +49,10 @@ def _of_attention(heads: int, kv_heads: int, dim: int, like: Tensor) -> Iterator
     are merged; twice, as in two layers."""
     block, used = 4, 512
     parent = torch.arange(-1, 1, device=like.device).repeat(3, 1)
-    mask = RoundMask(torch.arange(5, 300, 147, device=like.device), parent, 2, block)
+    mask = RoundMask(torch.arange(5, 300, 147, device=like.device), parent, block)
     queries = 4 * scattered(3, 2 * block, heads, dim, like=like).transpose(1, 2)
     keys, values = scattered(3, used + 2 * block, 2, kv_heads, dim, like=like, seed=1).permute(2, 0, 3, 1, 4)
-    yield from [(queries, keys, values, mask, dim**-0.5, 3)] * 2
+    yield from [(queries, keys, values, mask, dim**-0.5)] * 2
 
 
 def _of_rotation(heads: int, kv_heads: int, dim: int, like: Tensor) -> tuple[Any, ...]:
