@@ -79,7 +79,7 @@ def measured(model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], 
     """
     mode, amount = (Mode(rule), Amount())
     if states > 1:
-        branches = BRANCHES if len(prompts) < CROWD else 1
+        branches = 1 if len(prompts) >= CROWD and states <= 4 else BRANCHES  # as by default
         mode, amount = Mode(rule, drafting=Drafting(states, branches, 1)), Amount(states, 1)
 
     def decoder(networks: Any) -> Decoder:

@@ -4265,8 +4265,8 @@ class DecodingOptions:
         mrp_steps: reveals of the head after each backbone step, unverified
         num_draft_states: K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured
             time says pay, none where none do
-        draft_branches: followers considered per state; 1 drafts a chain; None: 3, and 1 in a call of 16 rows or more, where
-            what the host decides adds up
+        draft_branches: followers considered per state; 1 drafts a chain; None: 3, and 1 in a call of 16 rows or more with K of
+            4 or less or `auto`, where what the host decides adds up
         draft_passes: head passes per round, at most; each re-reads what is drafted so far
         draft_shortlist: tokens of a position that a head pass chooses among, those likeliest before it, where no processors or
             bans act; 0: all tokens; None: of a vocabulary of more than 16,384 16, or 64 where text is sampled
@@ -4397,7 +4397,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             return Mode(RULES[name](self, block_size))
         auto = options.num_draft_states == "auto"
         states = WIDTHS[-1] if auto else options.num_draft_states
-        branches = options.draft_branches or (BRANCHES if rows < CROWD else 1)
+        chain = rows >= CROWD and (auto or states <= 4)  # with more states a tree saves more forwards than the host takes
+        branches = options.draft_branches or (1 if chain else BRANCHES)
         passes = min(options.draft_passes, states - 1) if with_head else 0
         drafting = Drafting(states, branches, passes, auto, options.draft_shortlist if with_head else None)
         return Mode(RULES[options.target](self, block_size), drafting=drafting)

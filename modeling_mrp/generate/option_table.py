@@ -133,8 +133,8 @@ class DecodingOptions:
         mrp_steps: reveals of the head after each backbone step, unverified
         num_draft_states: K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured
             time says pay, none where none do
-        draft_branches: followers considered per state; 1 drafts a chain; None: 3, and 1 in a call of 16 rows or more, where
-            what the host decides adds up
+        draft_branches: followers considered per state; 1 drafts a chain; None: 3, and 1 in a call of 16 rows or more with K of
+            4 or less or `auto`, where what the host decides adds up
         draft_passes: head passes per round, at most; each re-reads what is drafted so far
         draft_shortlist: tokens of a position that a head pass chooses among, those likeliest before it, where no processors or
             bans act; 0: all tokens; None: of a vocabulary of more than 16,384 16, or 64 where text is sampled

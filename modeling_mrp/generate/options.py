@@ -64,7 +64,8 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             return Mode(RULES[name](self, block_size))
         auto = options.num_draft_states == "auto"
         states = WIDTHS[-1] if auto else options.num_draft_states
-        branches = options.draft_branches or (BRANCHES if rows < CROWD else 1)
+        chain = rows >= CROWD and (auto or states <= 4)  # with more states a tree saves more forwards than the host takes
+        branches = options.draft_branches or (1 if chain else BRANCHES)
         passes = min(options.draft_passes, states - 1) if with_head else 0
         drafting = Drafting(states, branches, passes, auto, options.draft_shortlist if with_head else None)
         return Mode(RULES[options.target](self, block_size), drafting=drafting)
