@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 from .dispatch import AUTOMATIC, LAUNCH, Dispatch, Kernel, processors, tl, triton
 
@@ -50,7 +50,14 @@ def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
 def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
     """`sum_and_norm` in PyTorch."""
     total = hidden if added is None else hidden + added
-    return total, norm(total)
+    return total, normed_by(norm, total)
+
+
+def normed_by(norm: Any, hidden: Tensor) -> Tensor:
+    """Apply a `Qwen3RMSNorm`, number for number; writing over its own results spares a large batch on a CPU fresh memory."""
+    wide = hidden.float()
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return scaled.to(hidden.dtype).mul_(norm.weight)
 
 
 def rotated(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
@@ -86,10 +93,11 @@ def rotated_ref(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary
     if isinstance(projected, Tensor):
         projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
     query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in projected)
-    query, key = apply_rotary_pos_emb(norms[0](query).transpose(1, 2), norms[1](key).transpose(1, 2), *rotary)
-    keys.copy_(key)
+    query, key = (normed_by(norm, part).transpose(1, 2) for norm, part in zip(norms, (query, key), strict=True))
+    cos, sin = (part[:, None] for part in rotary)
+    keys.copy_((key * cos).addcmul_(rotate_half(key), sin))
     values.copy_(value.transpose(1, 2))
-    return query, keys, values
+    return (query * cos).addcmul_(rotate_half(query), sin), keys, values
 
 
 @dataclass(frozen=True)
@@ -216,7 +224,7 @@ def run_fused(owner: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: 
         hidden, normed = run(SUM_AND_NORM, hidden, attention.o_proj(attended.flatten(2)), layer.post_attention_layernorm)
         both = of_mlp(normed)
         gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
-        added = layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
+        added = layer.mlp.down_proj(layer.mlp.act_fn(gate).mul_(up))
     _, last = run(SUM_AND_NORM, hidden, added, owner.norm)
     return last
 
