@@ -190,19 +190,21 @@ def _differ(of: dict[tuple[str, str], Line], families: Sequence[str], target: st
 
 
 def summary(folder: Path = RESULTS) -> str:
-    """Tabulate the problems that each target solves and its tokens per unit, alone and drafted, math and code in one cell."""
-    of, rows = by_setting(folder), []
+    """Tabulate problems solved and tokens per unit of each target, alone and drafted; the widest interval is below."""
+    of, rows, arms = by_setting(folder), [], list[float]()
     for target in TARGETS:
         settings = [alone(target), *(drafted(mode, target, k) for k in (4, 8) for mode in ("self_spec", "mrp_spec"))]
         made = [[of[family, setting_name(setting)] for family in JUDGED] for setting in settings]
         units = [row_of(pair, "tokens_per_unit") for pair in made]
+        arms += [abs(end / line["tokens_per_unit"] - 1) for pair in made for line in pair for end in line["tokens_per_unit_95"]]
         others = [row_of(made[-1], "tokens_per_unit", shape) for shape in _OTHERS]
         solved = ", ".join(f"{line['accuracy']:.1f}" for line in made[0])
         plain = row_of(made[-1], "tokens_per_forward")
         rows.append([f"`{target}`", solved, *units, *others, plain, str(_differ(of, JUDGED, target))])
     head = ["alone", *(f"`{mode}`, K = {k}" for k in (4, 8) for mode in ("self_spec", "mrp_spec"))]
     last = [*(f"at {shape}" for shape in _OTHERS), "a forward"]
-    return markdown_table(["target", "solved, %", *head, *last, "texts that differ"], rows)
+    table = markdown_table(["target", "solved, %", *head, *last, "texts that differ"], rows)
+    return f"{table}\n\n95 % intervals of tokens per unit reach {100 * max(arms):.0f} % to either side at most."
 
 
 _BESIDE_RELEASED: tuple[tuple[str, str, dict[str, bool]], ...] = (
