@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -221,9 +222,10 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """Give a mask the form that the chosen attention takes: eager and flex attention add a boolean one to the scores."""
+        """Give a mask the form that the chosen attention takes: those registered with `eager_mask`, and flex, add it to scores."""
         chosen = self.config._attn_implementation
-        if isinstance(mask, BlockMask | RoundMask) or chosen not in ("eager", "flex_attention") or mask.dtype != torch.bool:
+        adds = chosen == "flex_attention" or ALL_MASK_ATTENTION_FUNCTIONS.get(chosen) is eager_mask
+        if isinstance(mask, BlockMask | RoundMask) or not adds or mask.dtype != torch.bool:
             return mask
         if chosen == "flex_attention" and mask.device.type == "cpu":  # where it is compiled to what writes outside its memory
             raise ValueError("attn_implementation is 'flex_attention', not for a CPU: call set_attn_implementation('sdpa')")

@@ -31,6 +31,7 @@ class Step:
 
 def chosen_by(rule: str, step: Step, past: list[Step], options: Any) -> list[Any]:
     """The picks that a rule reveals, by position."""
+    assert f"by_{rule}" in globals(), f"write by_{rule} here: the rule once more, slowly"
     picks = globals()[f"by_{rule}"](step, [one for one in past if one.start == step.start], options)
     return sorted(picks or ranked(step.picks)[:1], key=lambda pick: pick.position)
 

@@ -41,6 +41,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria, GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StopStringCriteria, StoppingCriteria, StoppingCriteriaList, logits_process as kinds
 from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper, MinPLogitsWarper, TopHLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 from transformers.generation.streamers import BaseStreamer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -822,14 +823,7 @@ def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
 def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
     """`sum_and_norm` in PyTorch."""
     total = hidden if added is None else hidden + added
-    return total, normed_by(norm, total)
-
-
-def normed_by(norm: Any, hidden: Tensor) -> Tensor:
-    """Apply a `Qwen3RMSNorm`, number for number; writing over its own results spares a large batch on a CPU fresh memory."""
-    wide = hidden.float()
-    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-    return scaled.to(hidden.dtype).mul_(norm.weight)
+    return total, norm(total)
 
 
 def rotated(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
@@ -865,7 +859,7 @@ def rotated_ref(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary
     if isinstance(projected, Tensor):
         projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
     query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in projected)
-    query, key = (normed_by(norm, part).transpose(1, 2) for norm, part in zip(norms, (query, key), strict=True))
+    query, key = norms[0](query).transpose(1, 2), norms[1](key).transpose(1, 2)
     cos, sin = (part[:, None] for part in rotary)
     keys.copy_((key * cos).addcmul_(rotate_half(key), sin))
     values.copy_(value.transpose(1, 2))
@@ -981,6 +975,8 @@ def product(linears: Sequence[Any], weight: Tensor | None) -> Callable[[Tensor],
 
 def run_fused(owner: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:
     """Run the planned layers of the backbone or the head, their `owner`, over hidden states, and the norm behind them.
+
+    Where kernels do not run, as on a CPU, their twins do.
 
     Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim] each; keys and values go to
     the target of `cache`, a `BlockCache`.
@@ -1738,7 +1734,7 @@ Guesses = list[tuple[Columns, float]]
 
 # Drafts suppose that a column is revealed first with a chance proportional to this power of its odds. Reveals follow the first
 # power or a little more, but the fourth drafts best: a state that the path misses is remembered, so depth is worth more than
-# its chance (`benchmarks/NOTES.md`, Drafting).
+# its chance (`benchmarks/NOTES.md`, Few head passes a round).
 ORDER_SHARPNESS = 4.0
 # The log-odds that an estimate is on the right side of a threshold are its distance from the threshold times this.
 THRESHOLD_SHARPNESS = 2.0
@@ -2022,7 +2018,7 @@ too, in this round or the last one, the path continues there. Drafts decide how 
 
 
 # Most followers considered per state, and the number of rows from which it is one: such a chain makes 0.5 to 6 % fewer tokens a
-# forward, but saves a quarter of the host's time, which adds up over the rows (`benchmarks/NOTES.md`).
+# forward, but saves a quarter of the host's time, which adds up over the rows (`benchmarks/NOTES.md`, The host decides).
 BRANCHES, CROWD = 3, 16
 _MASK = 0xFFFFFFFF
 
@@ -2863,7 +2859,7 @@ class Networks:
 
     Attributes:
         drafter: Picks tokens from the head's estimates of hidden states.
-        forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states) and `head`.
+        forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states, drafts or not) and `head`.
     """
 
     def __init__(
@@ -2949,7 +2945,10 @@ class Networks:
         return [[next(found) for _ in nodes] for nodes in drafts]
 
     def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        """Run the backbone over states: hidden states [n, block, hidden_size], and by row the place of its first state."""
+        """Run the backbone over states: hidden states [n, block, hidden_size], and by row the place of its first state.
+
+        A serving engine runs its own in place of this.
+        """
         hidden = self._network(packed, held)
         return hidden, range(0, len(hidden), max(map(len, packed)))
 
@@ -5019,7 +5018,7 @@ def _picker(model: Any, processors: kinds.LogitsProcessorList, config: MRPGenera
         entropy=mode.rule.needs_entropy,
         likeliest=sample and mode.drafting is not None,
         shortlist=0 if shaped else few,
-        dispatch=dispatch if dispatch.allows("they", weight) else PYTORCH,
+        dispatch=dispatch if dispatch.allows("those of the pick", weight) else PYTORCH,
     )
 
 
@@ -6084,9 +6083,10 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """Give a mask the form that the chosen attention takes: eager and flex attention add a boolean one to the scores."""
+        """Give a mask the form that the chosen attention takes: those registered with `eager_mask`, and flex, add it to scores."""
         chosen = self.config._attn_implementation
-        if isinstance(mask, BlockMask | RoundMask) or chosen not in ("eager", "flex_attention") or mask.dtype != torch.bool:
+        adds = chosen == "flex_attention" or ALL_MASK_ATTENTION_FUNCTIONS.get(chosen) is eager_mask
+        if isinstance(mask, BlockMask | RoundMask) or not adds or mask.dtype != torch.bool:
             return mask
         if chosen == "flex_attention" and mask.device.type == "cpu":  # where it is compiled to what writes outside its memory
             raise ValueError("attn_implementation is 'flex_attention', not for a CPU: call set_attn_implementation('sdpa')")

@@ -288,7 +288,7 @@ def _picker(model: Any, processors: kinds.LogitsProcessorList, config: MRPGenera
         entropy=mode.rule.needs_entropy,
         likeliest=sample and mode.drafting is not None,
         shortlist=0 if shaped else few,
-        dispatch=dispatch if dispatch.allows("they", weight) else PYTORCH,
+        dispatch=dispatch if dispatch.allows("those of the pick", weight) else PYTORCH,
     )
 
 

@@ -50,14 +50,7 @@ def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
 def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
     """`sum_and_norm` in PyTorch."""
     total = hidden if added is None else hidden + added
-    return total, normed_by(norm, total)
-
-
-def normed_by(norm: Any, hidden: Tensor) -> Tensor:
-    """Apply a `Qwen3RMSNorm`, number for number; writing over its own results spares a large batch on a CPU fresh memory."""
-    wide = hidden.float()
-    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-    return scaled.to(hidden.dtype).mul_(norm.weight)
+    return total, norm(total)
 
 
 def rotated(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
@@ -93,7 +86,7 @@ def rotated_ref(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary
     if isinstance(projected, Tensor):
         projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
     query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in projected)
-    query, key = (normed_by(norm, part).transpose(1, 2) for norm, part in zip(norms, (query, key), strict=True))
+    query, key = norms[0](query).transpose(1, 2), norms[1](key).transpose(1, 2)
     cos, sin = (part[:, None] for part in rotary)
     keys.copy_((key * cos).addcmul_(rotate_half(key), sin))
     values.copy_(value.transpose(1, 2))
@@ -209,6 +202,8 @@ def product(linears: Sequence[Any], weight: Tensor | None) -> Callable[[Tensor],
 
 def run_fused(owner: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:
     """Run the planned layers of the backbone or the head, their `owner`, over hidden states, and the norm behind them.
+
+    Where kernels do not run, as on a CPU, their twins do.
 
     Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim] each; keys and values go to
     the target of `cache`, a `BlockCache`.

@@ -48,7 +48,7 @@ class Networks:
 
     Attributes:
         drafter: Picks tokens from the head's estimates of hidden states.
-        forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states) and `head`.
+        forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states, drafts or not) and `head`.
     """
 
     def __init__(
@@ -134,7 +134,10 @@ class Networks:
         return [[next(found) for _ in nodes] for nodes in drafts]
 
     def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        """Run the backbone over states: hidden states [n, block, hidden_size], and by row the place of its first state."""
+        """Run the backbone over states: hidden states [n, block, hidden_size], and by row the place of its first state.
+
+        A serving engine runs its own in place of this.
+        """
         hidden = self._network(packed, held)
         return hidden, range(0, len(hidden), max(map(len, packed)))
 

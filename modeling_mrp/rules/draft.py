@@ -25,7 +25,7 @@ from .reveal import RevealRule, log_sigmoid
 from .state import Frontier, Key, Row, Scores, State
 
 # Most followers considered per state, and the number of rows from which it is one: such a chain makes 0.5 to 6 % fewer tokens a
-# forward, but saves a quarter of the host's time, which adds up over the rows (`benchmarks/NOTES.md`).
+# forward, but saves a quarter of the host's time, which adds up over the rows (`benchmarks/NOTES.md`, The host decides).
 BRANCHES, CROWD = 3, 16
 _MASK = 0xFFFFFFFF
 

@@ -23,7 +23,7 @@ Guesses = list[tuple[Columns, float]]
 
 # Drafts suppose that a column is revealed first with a chance proportional to this power of its odds. Reveals follow the first
 # power or a little more, but the fourth drafts best: a state that the path misses is remembered, so depth is worth more than
-# its chance (`benchmarks/NOTES.md`, Drafting).
+# its chance (`benchmarks/NOTES.md`, Few head passes a round).
 ORDER_SHARPNESS = 4.0
 # The log-odds that an estimate is on the right side of a threshold are its distance from the threshold times this.
 THRESHOLD_SHARPNESS = 2.0

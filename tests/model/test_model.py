@@ -8,7 +8,9 @@ import torch
 from conftest import make_model
 from helpers import BLOCK, close, random_ids
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import eager_mask
+from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
 from modeling_mrp import MRPForCausalLM
 
@@ -78,9 +80,12 @@ def test_what_a_forward_gives(random_model: MRPForCausalLM) -> None:
     close(random_model.lm_head(out.hidden_states[-1]), out.logits, atol=0)
     positions = torch.arange(9).expand(2, 9)
     close(out.hidden_states[-1], random_model.backbone(ids, positions, seen(positions)))
-    eager = make_model()
-    eager.set_attn_implementation("eager")
-    close(eager(ids).logits, out.logits, atol=1e-5)  # transformers' eager attention takes its softmax in float32
+    AttentionInterface.register("another eager", eager_attention_forward)
+    AttentionMaskInterface.register("another eager", eager_mask)
+    for name in ("eager", "another eager"):
+        eager = make_model()
+        eager.set_attn_implementation(name)
+        close(eager(ids).logits, out.logits, atol=1e-5)  # transformers' eager attention takes its softmax in float32
     nowhere = make_model().to("meta")
     assert nowhere(torch.tensor([[1, 2, 3]], device="meta")).logits.shape == (1, 3, 64)
     with pytest.raises(ValueError, match=r"is on the meta device.*load the model with from_pretrained"):
