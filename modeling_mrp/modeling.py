@@ -222,7 +222,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """Give a mask the form that the chosen attention takes: those registered with `eager_mask`, and flex, add it to scores."""
+        """Give a mask the form that the chosen attention takes: flex and those with `eager_mask` add it to the scores."""
         chosen = self.config._attn_implementation
         adds = chosen == "flex_attention" or ALL_MASK_ATTENTION_FUNCTIONS.get(chosen) is eager_mask
         if isinstance(mask, BlockMask | RoundMask) or not adds or mask.dtype != torch.bool:

@@ -823,7 +823,15 @@ def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
 def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
     """`sum_and_norm` in PyTorch."""
     total = hidden if added is None else hidden + added
-    return total, norm(total)
+    return total, normed_by(norm, total)
+
+
+def normed_by(norm: Any, hidden: Tensor) -> Tensor:
+    """Apply a `Qwen3RMSNorm`: in float32 number for number as it does, in less new memory, which takes large rounds time."""
+    if hidden.dtype != torch.float32:
+        return norm(hidden)
+    scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return (hidden * scale).mul_(norm.weight)
 
 
 def rotated(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
@@ -859,7 +867,7 @@ def rotated_ref(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary
     if isinstance(projected, Tensor):
         projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
     query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in projected)
-    query, key = norms[0](query).transpose(1, 2), norms[1](key).transpose(1, 2)
+    query, key = normed_by(norms[0], query).transpose(1, 2), normed_by(norms[1], key).transpose(1, 2)
     cos, sin = (part[:, None] for part in rotary)
     keys.copy_((key * cos).addcmul_(rotate_half(key), sin))
     values.copy_(value.transpose(1, 2))
@@ -2859,7 +2867,7 @@ class Networks:
 
     Attributes:
         drafter: Picks tokens from the head's estimates of hidden states.
-        forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states, drafts or not) and `head`.
+        forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over states of rounds) and `head`.
     """
 
     def __init__(
@@ -6083,7 +6091,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """Give a mask the form that the chosen attention takes: those registered with `eager_mask`, and flex, add it to scores."""
+        """Give a mask the form that the chosen attention takes: flex and those with `eager_mask` add it to the scores."""
         chosen = self.config._attn_implementation
         adds = chosen == "flex_attention" or ALL_MASK_ATTENTION_FUNCTIONS.get(chosen) is eager_mask
         if isinstance(mask, BlockMask | RoundMask) or not adds or mask.dtype != torch.bool:

@@ -48,7 +48,7 @@ class Networks:
 
     Attributes:
         drafter: Picks tokens from the head's estimates of hidden states.
-        forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states, drafts or not) and `head`.
+        forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over states of rounds) and `head`.
     """
 
     def __init__(
