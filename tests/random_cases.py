@@ -165,9 +165,9 @@ def random_options(rng: random.Random, block: int, mode: str) -> dict[str, Any]:
     return options | random_processors(rng, mode == "sequential" and options["denoising_steps"] in (None, block))
 
 
-def random_drafting(rng: random.Random) -> dict[str, Any]:
-    """Draw what does not change the text."""
-    width = rng.randint(1, 12)
+def random_drafting(rng: random.Random, block: int) -> dict[str, Any]:
+    """Draw what does not change the text; the slow decoder takes seconds over twelve states of 32 tokens."""
+    width = rng.randint(1, 12 if block < 32 else 6)
     return {
         "num_draft_states": rng.choice((width, width, width, "auto")),
         "draft_branches": rng.randint(1, 6),
@@ -234,7 +234,7 @@ class Case:
         """Draw a mode that drafts for this one; nothing where none does."""
         if self.mode not in TARGETS:
             return {}
-        return {"decoding": self.rng.choice(DRAFTING), "target": self.mode, **random_drafting(self.rng)}
+        return {"decoding": self.rng.choice(DRAFTING), "target": self.mode, **random_drafting(self.rng, self.model.config.block_size)}
 
     def stopping(self) -> dict[str, Any]:
         """Draw how `stops` are said."""

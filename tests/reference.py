@@ -119,6 +119,7 @@ class Row:
         self.step_of: dict[State, int] = {}
         self.computed: dict[State, Tensor] = {}
         self.known: dict[State, Said] = {}
+        self.read: dict[tuple[State, int], tuple[Said, Said]] = {}  # by state and what told of it: that, and what the head says
         self.steps = self.row_forwards = self.row_head_forwards = self.drafted = self.accepted = 0
         self.head_read = 0  # positions of which the head has keys and values
         self.asked = len(prompt)  # positions that the criterion has seen
@@ -239,8 +240,8 @@ class Row:
             return [i for i in range(first, last + 1) if self.mask not in text[i : i + length]]
 
         whole, once = [(word, through(len(word))) for word in words], through(size) if size else []
-        found = []
-        for token in {*text, *(one for word in words for one in word)} - {self.mask}:  # others complete nothing
+        found, named = [], {one for word, begins in whole if begins for one in word}
+        for token in (named | {*text} if once else named) - {self.mask}:  # others complete nothing
             text[position] = token
             again = any(text[i : i + size] == text[j : j + size] for i in once for j in range(len(text) - size + 1) if j != i)
             if again or any(text[i : i + len(word)] == word for word, begins in whole for i in begins):
@@ -481,9 +482,11 @@ class Row:
                 nodes = self.draft(state, source, memory, estimates, size)[min(turn, 1) :]
                 told = [(node, of) for node, of, _ in nodes if of is not None and self.masked(node)]
                 for node, of in told:
-                    hidden = of.hidden + self.head(node, of.hidden)
-                    stale = of.stale or of.picks
-                    estimates[node] = self.shortlisted(node, hidden, stale) if few else self.say(node, hidden)
+                    if (node, id(of)) not in self.read:  # every pass reads anew what it is told, which is mostly the same
+                        hidden = of.hidden + self.head(node, of.hidden)
+                        stale = of.stale or of.picks
+                        self.read[node, id(of)] = of, self.shortlisted(node, hidden, stale) if few else self.say(node, hidden)
+                    estimates[node] = self.read[node, id(of)][1]
                 if told:
                     self.asks_head(state)
             nodes = self.draft(state, source, memory, estimates, width)
