@@ -234,7 +234,8 @@ class Case:
         """Draw a mode that drafts for this one; nothing where none does."""
         if self.mode not in TARGETS:
             return {}
-        return {"decoding": self.rng.choice(DRAFTING), "target": self.mode, **random_drafting(self.rng, self.model.config.block_size)}
+        drafting = random_drafting(self.rng, self.model.config.block_size)
+        return {"decoding": self.rng.choice(DRAFTING), "target": self.mode, **drafting}
 
     def stopping(self) -> dict[str, Any]:
         """Draw how `stops` are said."""

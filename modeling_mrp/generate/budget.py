@@ -75,7 +75,6 @@ class Times:
         self.seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
         self.first: defaultdict[Shape, list[float]] = defaultdict(list)
         self.recording = inf  # what the first rounds of a shape take beyond later ones (graphs, compiling): the least of all
-        self.head = 1.0  # the time of a round with the head, over one without
 
     def learn(self, shape: Shape, seconds: float) -> None:
         """Learn the seconds of a round."""
@@ -88,20 +87,17 @@ class Times:
             if self.known(shape):
                 known.setdefault(scored, min(first))
                 self.recording = min(self.recording, sum(first) - len(first) * min(first))
-        if passes and scored in known:
-            self.head = known[scored] / (self.estimate(scored, 0) or known[scored])
 
     def known(self, shape: Shape) -> bool:
         """Tell if the time of this shape itself is known: another one with as many states says nothing of its recording."""
         return len(self.first[shape]) == self.FIRST
 
     def estimate(self, scored: int, passes: int) -> float:
-        """Estimate the seconds of a round, rather too low than too high: those of the largest known smaller one, or 0."""
-        known = self.seconds[passes > 0]
-        if passes and scored not in known:
-            return self.estimate(scored, 0) * self.head
-        below = [one for one in known if one <= scored]
-        return known[max(below)] if below else 0.0
+        """Estimate the seconds of a round, rather too low than too high: those of the largest known smaller one without a pass,
+        where its own are not known; or 0."""
+        plain = self.seconds[0]
+        below = [one for one in plain if one <= scored]
+        return self.seconds[passes > 0].get(scored) or (plain[max(below)] if below else 0.0)
 
 
 class Auto:

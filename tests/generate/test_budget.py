@@ -120,9 +120,9 @@ class Machine:
         return time
 
 
-def a_step(clock: str, target: str, block: int, rows: int, budget: Any, warm: float, measured: float) -> float:
+def a_step(clock: str, target: str, block: int, rows: int, budget: Any, warm: float, measured: float, seed: int = 0) -> float:
     """Seconds of a row's step in calls of 50 to 150 steps a row, behind so many seconds of them."""
-    machine, draw, clocked, steps = Machine(clock, target, block), random.Random(1), 0.0, 0
+    machine, draw, clocked, steps = Machine(clock, target, block, seed), random.Random(1), 0.0, 0
     while clocked < warm + measured:
         lengths = [draw.randint(50, 150) for _ in range(rows)]
         before = clocked
@@ -154,7 +154,8 @@ CELLS = [
 def test_in_steady_state_it_is_as_fast_as_the_best_number(clock: str, target: str, block: int, rows: int) -> None:
     warm = {"gpu": 60, "cpu": 40, "experts": 60}[clock]
     best = min(a_step(clock, target, block, rows, fixed, 2, 40) for fixed in FIXED)
-    assert a_step(clock, target, block, rows, Auto(8, 1), warm, 40) <= 1.03 * best
+    ours = [a_step(clock, target, block, rows, Auto(8, 1), warm, 40, seed) for seed in range(3)]
+    assert sum(ours) / len(ours) <= 1.03 * best
 
 
 @pytest.mark.parametrize("clock", ["gpu", "cpu", "experts"])
