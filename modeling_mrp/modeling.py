@@ -14,7 +14,6 @@ from transformers.utils import can_return_tuple
 from .generate.generation import MRPGenerationMixin, logger
 from .generate.options import MRPGenerationConfig, check_rows
 from .generate.score import MRPScoringMixin
-from .kernels.round_layers import RoundMask, run_fused
 from .model.code import model_tags
 from .model.configuration import MRPConfig
 from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask, taken_from
@@ -23,7 +22,7 @@ from .model.head import MRPHead, turned_as
 from .model.loading import MRPPreTrainedModel
 from .networks.cache import BlockCache
 
-AnyMask = Tensor | BlockMask | RoundMask
+AnyMask = Tensor | BlockMask
 # What callers of transformers' models may pass beside the arguments that all of these have (`return_dict` is one).
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 
@@ -53,13 +52,9 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         Args:
             input_ids: [batch, length] long.
             position_ids: [batch, length] long, absolute.
-            mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex attention; in a round a
-                `RoundMask`, with a `BlockCache`.
+            mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex attention.
             past_key_values: A cache that the layers update, or None.
         """
-        if isinstance(mask, RoundMask):
-            embeds = self.model.embed_tokens(input_ids)
-            return run_fused(self.model, embeds, self.model.rotary_emb(embeds, position_ids), mask, past_key_values)
         # With a cache each call has other lengths, for which what `nn.Module.compile` made would be made anew.
         model = self.model if past_key_values is None else self.model._call_impl
         return model(
@@ -225,7 +220,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         """Give a mask the form that the chosen attention takes: flex and those with `eager_mask` add it to the scores."""
         chosen = self.config._attn_implementation
         adds = chosen == "flex_attention" or ALL_MASK_ATTENTION_FUNCTIONS.get(chosen) is eager_mask
-        if isinstance(mask, BlockMask | RoundMask) or not adds or mask.dtype != torch.bool:
+        if isinstance(mask, BlockMask) or not adds or mask.dtype != torch.bool:
             return mask
         if chosen == "flex_attention" and mask.device.type == "cpu":  # where it is compiled to what writes outside its memory
             raise ValueError("attn_implementation is 'flex_attention', not for a CPU: call set_attn_implementation('sdpa')")

@@ -803,8 +803,9 @@ _MOST_SHARES = 16  # one program merges them, one after the other
 _LOG2_E = 1.4426950408889634
 
 Pair = tuple[Tensor, Tensor]
-# By owner, the backbone or the head, each of its layers with the products before its attention and before its MLP's gate.
-Plans = dict[Any, list[tuple[Any, ...]]]
+# Each layer of the backbone or the head with the products before its attention and before its MLP's gate; and by owner.
+Plan = list[tuple[Any, ...]]
+Plans = dict[Any, Plan]
 
 
 def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
@@ -884,7 +885,6 @@ class RoundMask:
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
         sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
-        plans: The layers that `run_fused` runs.
     """
 
     committed: Tensor
@@ -892,7 +892,6 @@ class RoundMask:
     block_size: int
     dispatch: Dispatch = AUTOMATIC
     sees_all: bool = False
-    plans: Plans | None = field(default=None, repr=False, compare=False)
     _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
 
     def dense(self, used: int) -> Tensor:
@@ -981,17 +980,16 @@ def product(linears: Sequence[Any], weight: Tensor | None) -> Callable[[Tensor],
     return (lambda hidden: [linear(hidden) for linear in linears]) if weight is None else partial(F.linear, weight=weight)
 
 
-def run_fused(owner: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:
-    """Run the planned layers of the backbone or the head, their `owner`, over hidden states, and the norm behind them.
+def run_fused(plan: Plan, norm: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:
+    """Run the planned layers of the backbone or the head over hidden states, and the norm behind them.
 
     Where kernels do not run, as on a CPU, their twins do.
 
     Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim] each; keys and values go to
     the target of `cache`, a `BlockCache`.
     """
-    assert mask.plans is not None
     run, added = mask.dispatch.run, None
-    for layer, of_attention, of_mlp in mask.plans[owner]:
+    for layer, of_attention, of_mlp in plan:
         hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
         attention = layer.self_attn
         place, norms = attention.layer_idx, (attention.q_norm, attention.k_norm)
@@ -1001,7 +999,7 @@ def run_fused(owner: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: 
         both = of_mlp(normed)
         gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
         added = layer.mlp.down_proj(layer.mlp.act_fn(gate).mul_(up))
-    _, last = run(SUM_AND_NORM, hidden, added, owner.norm)
+    _, last = run(SUM_AND_NORM, hidden, added, norm)
     return last
 
 
@@ -1248,6 +1246,291 @@ def backbone_of(name: str) -> Any:
     return FAMILIES[name]
 
 
+# ---------------------------------------------------------------------------------------------------- model.code
+
+"""The remote code that a repository carries."""
+
+
+
+MODELING, CUSTOM_GENERATE = "modeling_mrp.py", "custom_generate/generate.py"
+AUTO_MAP = {
+    "AutoConfig": "modeling_mrp.MRPConfig",
+    "AutoModel": "modeling_mrp.MRPForCausalLM",
+    "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
+}
+
+
+def code_files(family: str = DENSE) -> dict[str, str]:
+    """Collect the remote code of a repository, by path: this file if it is a bundle, else what `bundle` makes for a family."""
+    own = Path(__file__)
+    if own.name == MODELING:
+        text = own.read_text(encoding="utf-8")
+    else:
+        text = import_module(f"{__name__.partition('.')[0]}.bundle").bundled(family)
+    return {MODELING: text, CUSTOM_GENERATE: f"from typing import Any\n\n\n{inspect.getsource(generate)}"}
+
+
+def write_code(folder: Path, family: str = DENSE) -> None:
+    """Put the remote code beside a checkpoint of that family."""
+    for name, text in code_files(family).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def model_tags(family: str) -> list[str]:
+    """List the tags of a model's repository, by its family."""
+    return ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", family, "mrp"]
+
+
+def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
+    """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in, as
+    `sdar.generate(custom_generate="org/head", trust_remote_code=True)` does; an MRP model decodes with its own.
+
+    The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
+    repository and its commit by where transformers keeps the file. Arguments are those of MRP's `generate`; `token`,
+    `cache_dir` and the like are for finding the repository.
+
+    Raises:
+        ValueError: if the head does not fit the model; or the repository is a local folder.
+    """
+    import re
+    from pathlib import Path
+
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    for_downloads = ("token", "cache_dir", "local_files_only", "force_download", "proxies", "revision")
+    download = {name: kwargs.pop(name) for name in for_downloads if name in kwargs}
+    if not hasattr(model, "mrp_head"):
+        owner, name, commit = Path(__file__).parts[-5:-2]
+        if owner == "transformers_modules":
+            raise ValueError(
+                "custom_generate is a local folder, which cannot tell where its head lies: push it and name the repository, "
+                "or load both with MRPForCausalLM.from_backbone(backbone, head=folder)"
+            )
+        owner, name = (re.sub("^_(?=[0-9])", "", part) for part in (owner, name))  # as Python modules can be called
+        repository = f"{owner}/{name}".replace("_hyphen_", "-").replace("_dot_", ".")
+        download["revision"] = commit  # code is kept by commit: the weights are of the same
+        mrp = get_class_from_dynamic_module("modeling_mrp.MRPForCausalLM", repository, **download)
+        model = mrp.from_stock_model(model, repository, **download)
+    return type(model).generate(model, inputs, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------- model.configuration
+
+"""Configuration of a block-diffusion backbone with an optional MRP head."""
+
+
+
+
+# How transformers 4.52, which wrote the published configs, spelled three of today's fields.
+_OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
+
+
+def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
+    """Translate a config's fields for `MRPConfig`: ours stay; of a published config, the known ones, under our model type.
+
+    Raises:
+        ValueError: for another kind of model, as its config or the name of its repository, `source`, says; or another head.
+    """
+    for name, ours in (("head_predicts", "residual"), ("num_mrp_heads", 1)):
+        if (value := fields.get(name, ours)) != ours:
+            raise ValueError(f"{name} is {value!r}: a head here is one, of residuals ({name}={ours!r})")
+    kind = str(fields.get("model_type", "sdar_mrp"))
+    if kind == "sdar_mrp":
+        return fields
+    causal = fields.get("use_regular_causal") or re.match(r"(i-dlm|uno)\b", Path(source).name.lower())
+    if kind.startswith("sdar") and causal:
+        raise ValueError(
+            f"{source or 'the config'} is of I-DLM or UNO, by its name or by use_regular_causal: each token of it sees the "
+            "tokens before it alone, and predicts the next one. It does not load; models that do are in docs/models.md"
+        )
+    known = {field.name for field in dataclasses.fields(MRPConfig)} | _OLD_SPELLINGS
+    if kind != DENSE:
+        backbone = next((one for one in families().values() if one.published.items() <= fields.items()), None)
+        if backbone is None:
+            raise ValueError(
+                f"the config's model_type is {kind!r}: what loads are checkpoints of this package ('sdar_mrp'), published ones "
+                "('sdar' and those in docs/models.md) and, by MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'), to "
+                "be converted by training. The code of a repository reads its own family alone: for others install this package"
+            )
+        fields = {name: value for name, value in fields.items() if value is not None}
+        if "hidden_size" in fields and "num_attention_heads" in fields:
+            fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+        fields = {**backbone.translated(fields), "family": backbone.family}
+        known |= backbone.fields.keys()
+    return {**{name: value for name, value in fields.items() if name in known}, "model_type": "sdar_mrp"}
+
+
+class MRPConfig(Qwen3Config):
+    """A `Qwen3Config` plus what block diffusion and the MRP head need (SDAR, arXiv 2510.06303; MRP, arXiv 2605.18817).
+
+    The published configs (`model_type: "sdar"` and those of other families) load too; fields of theirs that mean nothing here
+    are dropped. A family may have fields of its own, such as a number of experts.
+
+    Args:
+        family: Which layers the backbone has (`modeling_mrp/model/families`); `sdar`: Qwen3's.
+        block_size: Tokens per diffusion block, counted from absolute position 0.
+        mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
+        num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
+        base_model_name_or_path: The backbone, in the config of a repository that holds a head alone; None everywhere else.
+        base_model_revision: The backbone's commit, branch or tag.
+
+    Raises:
+        ValueError: if a block, an id or a number of layers is out of bounds; a layer uses sliding-window attention (the
+            block-causal mask has no window); the attention is another repository's; the config is of another kind of model.
+    """
+
+    model_type = "sdar_mrp"
+    # As transformers' classes of layers spell it; no config of a family without experts has either.
+    attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
+
+    block_size: int = 16
+    mask_token_id: int = 151669
+    num_nextn_predict_layers: int = 0
+    base_model_name_or_path: str | None = None
+    base_model_revision: str | None = None
+    family: str = DENSE
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name, value, least, most, why in (
+            ("block_size", self.block_size, 1, self.max_position_embeddings, "max_position_embeddings"),
+            ("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1, "the tokenizer's mask token, inside the vocabulary"),
+            ("pad_token_id", self.pad_token_id or 0, 0, self.vocab_size - 1, "inside the vocabulary, or null"),
+            ("num_nextn_predict_layers", self.num_nextn_predict_layers, 0, 1024, "0: no head"),
+        ):
+            if not isinstance(value, int) or not least <= value <= most:
+                raise ValueError(f"{name} is {value!r}: it must be an int from {least} to {most} ({why})")
+        own = {} if self.family == DENSE else backbone_of(self.family).fields
+        super().__post_init__(**{**own, **kwargs})
+        if self.layer_types != ["full_attention"] * self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in each of the "
+                f"{self.num_hidden_layers} layers"
+            )
+        if "/" in str(self._attn_implementation):
+            raise ValueError(
+                f"attn_implementation is {self._attn_implementation!r}, code of another repository, which is not run (and "
+                "knows no block-causal mask): use 'sdpa' or 'eager'"
+            )
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read the fields of a `config.json` as transformers does, in our spelling."""
+        found, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return our_fields(found, str(pretrained_model_name_or_path)), kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a config from its fields, ours or those of a published config."""
+        return super().from_dict(our_fields(config_dict), **kwargs)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save the config as transformers does, which names the remote code, and the code beside it."""
+        self.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        write_code(Path(save_directory), self.family)
+
+    @property
+    def has_head(self) -> bool:
+        """True if the checkpoint carries an MRP head."""
+        return self.num_nextn_predict_layers > 0
+
+
+# ---------------------------------------------------------------------------------------------------- model.head
+
+"""The MRP head, and the check that it fits a backbone.
+
+Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x, x' the state after a
+reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
+"""
+
+
+
+
+# What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
+_SHARED = [
+    *("family", "hidden_size", "vocab_size", "block_size", "mask_token_id", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "hidden_act", "rms_norm_eps", "rope_parameters"),
+]
+
+
+class MRPHead(nn.Module):
+    """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
+
+    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are Qwen3's, and keep their own KV in the
+    layers of the cache that follow the backbone's. A new head is the identity.
+    """
+
+    def __init__(self, config: MRPConfig) -> None:
+        super().__init__()
+        self._tp_plan = dict(config.base_model_tp_plan or {})  # its layers are divided as the backbone's are
+        self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers))
+        self.place_behind(config)
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        nn.init.zeros_(self.norm.weight)  # a new head adds nothing: A + C = A
+
+    def place_behind(self: Any, backbone: MRPConfig) -> None:
+        """Let the layers keep their KV behind that of a backbone's, and attend as it does."""
+        for index, layer in enumerate(self.layers):
+            layer.self_attn.layer_idx, layer.self_attn.config = backbone.num_hidden_layers + index, backbone
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
+        """Predict h_C [batch, length, hidden_size]; in a round `Networks` runs the layers between `joined` and `norm`.
+
+        Args:
+            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
+            hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
+            attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys].
+            position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
+        """
+        hidden = self.joined(inputs_embeds, hidden_states)
+        for layer in self.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+            )
+        return self.norm(hidden)
+
+    def joined(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
+        """Join embeddings of x' and hidden states to the input of the layers, [batch, length, hidden_size]."""
+        joined: Tensor = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
+        return joined
+
+
+def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
+    """Widen cos and sin [batch, length, turned] to [batch, length, head_dim] by pairs of dimensions that are rotated by 0."""
+    cos, sin = rotary
+    turned = cos.shape[-1] // 2
+    if 2 * turned == head_dim:
+        return cos, sin
+    still = (0, head_dim // 2 - turned)
+    cos, sin = F.pad(cos[..., :turned], still, value=1.0), F.pad(sin[..., :turned], still)
+    return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+
+
+def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
+    """Raise `ValueError` if settings that a head and its backbone share differ; it lists them all with both values."""
+    pairs = ((name, getattr(head, name), getattr(backbone, name)) for name in _SHARED)
+    if differences := [f"{name} is {own!r}, the backbone's {its!r}" for name, own, its in pairs if own != its]:
+        raise ValueError(
+            f"the head of {whose} does not belong to this backbone: its " + "; its ".join(differences) + ". Use the "
+            "backbone that it was trained on, or train a head for this one"
+        )
+
+
 # ---------------------------------------------------------------------------------------------------- networks.layers
 
 """Which layers of a model are fused in a round, and the packing of their weights.
@@ -1310,6 +1593,8 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
 def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type[nn.Module]]]:
     """Iterate over the modules that fused layers replace, each with its class; one of another need not have what follows."""
     yield model.model, MRPBackbone
+    if model.mrp_head in layers:
+        yield model.mrp_head, MRPHead
     for owner, each in layers.items():
         yield owner.norm, Qwen3RMSNorm
         for layer in each:
@@ -2858,7 +3143,7 @@ class Networks:
     """Backbone, head and pick of one decode.
 
     Args:
-        model: An `MRPForCausalLM`, or any object with its `config`, `backbone` and `residual`.
+        model: An `MRPForCausalLM`; without `plans` any object with its `config`, `backbone` and `residual`.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
         picker: Picks tokens from the backbone's hidden states, on the device of its `lm_head`, by its choice of kernels.
@@ -3114,12 +3399,21 @@ class Networks:
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width)
         positions = (starts[:, None] + torch.arange(self.block, device=self.device)).view(rows, -1)
-        mask: Any = RoundMask(held, parent, self.block, self.picker.dispatch, plain, self.plans)
-        mask = mask if self.plans is not None else mask.dense(begin)
-        if hidden is not None:
-            return self.model.residual(ids, hidden, positions, mask, self.cache).to(self.device)
-        made = self.model.backbone(ids, positions, mask, self.cache).to(self.device)
-        return self._shifted_states(made, held, parent) if self.shifted else made
+        mask = RoundMask(held, parent, self.block, self.picker.dispatch, plain)
+        if self.plans is not None:
+            made = self._fused(self.plans, ids, positions, mask, hidden)
+        elif hidden is None:
+            made = self.model.backbone(ids, positions, mask.dense(begin), self.cache).to(self.device)
+        else:
+            made = self.model.residual(ids, hidden, positions, mask.dense(begin), self.cache).to(self.device)
+        return self._shifted_states(made, held, parent) if self.shifted and hidden is None else made
+
+    def _fused(self, plans: Plans, ids: Tensor, positions: Tensor, mask: RoundMask, hidden: Tensor | None) -> Tensor:
+        """Run the fused layers of the backbone, or with `hidden` of the head, over states side by side."""
+        backbone, head = self.model.model, self.model.mrp_head
+        embeds = backbone.embed_tokens(ids)
+        owner, begun = (backbone, embeds) if hidden is None else (head, head.joined(embeds, hidden))
+        return run_fused(plans[owner], owner.norm, begun, backbone.rotary_emb(embeds, positions), mask, self.cache)
 
     def _shifted_states(self, hidden: Tensor, held: Tensor, parent: Tensor) -> Tensor:
         """Put before the hidden states of each state, [rows, width * block, hidden_size], the one that predicts its first
@@ -5229,288 +5523,6 @@ def _said(unembedding: Unembedding, hidden: Tensor, token: Tensor) -> tuple[Tens
     return torch.cat(logprobs), torch.cat(likeliest)
 
 
-# ---------------------------------------------------------------------------------------------------- model.code
-
-"""The remote code that a repository carries."""
-
-
-
-MODELING, CUSTOM_GENERATE = "modeling_mrp.py", "custom_generate/generate.py"
-AUTO_MAP = {
-    "AutoConfig": "modeling_mrp.MRPConfig",
-    "AutoModel": "modeling_mrp.MRPForCausalLM",
-    "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
-}
-
-
-def code_files(family: str = DENSE) -> dict[str, str]:
-    """Collect the remote code of a repository, by path: this file if it is a bundle, else what `bundle` makes for a family."""
-    own = Path(__file__)
-    if own.name == MODELING:
-        text = own.read_text(encoding="utf-8")
-    else:
-        text = import_module(f"{__name__.partition('.')[0]}.bundle").bundled(family)
-    return {MODELING: text, CUSTOM_GENERATE: f"from typing import Any\n\n\n{inspect.getsource(generate)}"}
-
-
-def write_code(folder: Path, family: str = DENSE) -> None:
-    """Put the remote code beside a checkpoint of that family."""
-    for name, text in code_files(family).items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-
-
-def model_tags(family: str) -> list[str]:
-    """List the tags of a model's repository, by its family."""
-    return ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", family, "mrp"]
-
-
-def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
-    """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in, as
-    `sdar.generate(custom_generate="org/head", trust_remote_code=True)` does; an MRP model decodes with its own.
-
-    The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
-    repository and its commit by where transformers keeps the file. Arguments are those of MRP's `generate`; `token`,
-    `cache_dir` and the like are for finding the repository.
-
-    Raises:
-        ValueError: if the head does not fit the model; or the repository is a local folder.
-    """
-    import re
-    from pathlib import Path
-
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    for_downloads = ("token", "cache_dir", "local_files_only", "force_download", "proxies", "revision")
-    download = {name: kwargs.pop(name) for name in for_downloads if name in kwargs}
-    if not hasattr(model, "mrp_head"):
-        owner, name, commit = Path(__file__).parts[-5:-2]
-        if owner == "transformers_modules":
-            raise ValueError(
-                "custom_generate is a local folder, which cannot tell where its head lies: push it and name the repository, "
-                "or load both with MRPForCausalLM.from_backbone(backbone, head=folder)"
-            )
-        owner, name = (re.sub("^_(?=[0-9])", "", part) for part in (owner, name))  # as Python modules can be called
-        repository = f"{owner}/{name}".replace("_hyphen_", "-").replace("_dot_", ".")
-        download["revision"] = commit  # code is kept by commit: the weights are of the same
-        mrp = get_class_from_dynamic_module("modeling_mrp.MRPForCausalLM", repository, **download)
-        model = mrp.from_stock_model(model, repository, **download)
-    return type(model).generate(model, inputs, **kwargs)
-
-
-# ---------------------------------------------------------------------------------------------------- model.configuration
-
-"""Configuration of a block-diffusion backbone with an optional MRP head."""
-
-
-
-
-# How transformers 4.52, which wrote the published configs, spelled three of today's fields.
-_OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
-
-
-def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
-    """Translate a config's fields for `MRPConfig`: ours stay; of a published config, the known ones, under our model type.
-
-    Raises:
-        ValueError: for another kind of model, as its config or the name of its repository, `source`, says; or another head.
-    """
-    for name, ours in (("head_predicts", "residual"), ("num_mrp_heads", 1)):
-        if (value := fields.get(name, ours)) != ours:
-            raise ValueError(f"{name} is {value!r}: a head here is one, of residuals ({name}={ours!r})")
-    kind = str(fields.get("model_type", "sdar_mrp"))
-    if kind == "sdar_mrp":
-        return fields
-    causal = fields.get("use_regular_causal") or re.match(r"(i-dlm|uno)\b", Path(source).name.lower())
-    if kind.startswith("sdar") and causal:
-        raise ValueError(
-            f"{source or 'the config'} is of I-DLM or UNO, by its name or by use_regular_causal: each token of it sees the "
-            "tokens before it alone, and predicts the next one. It does not load; models that do are in docs/models.md"
-        )
-    known = {field.name for field in dataclasses.fields(MRPConfig)} | _OLD_SPELLINGS
-    if kind != DENSE:
-        backbone = next((one for one in families().values() if one.published.items() <= fields.items()), None)
-        if backbone is None:
-            raise ValueError(
-                f"the config's model_type is {kind!r}: what loads are checkpoints of this package ('sdar_mrp'), published ones "
-                "('sdar' and those in docs/models.md) and, by MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'), to "
-                "be converted by training. The code of a repository reads its own family alone: for others install this package"
-            )
-        fields = {name: value for name, value in fields.items() if value is not None}
-        if "hidden_size" in fields and "num_attention_heads" in fields:
-            fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
-        fields = {**backbone.translated(fields), "family": backbone.family}
-        known |= backbone.fields.keys()
-    return {**{name: value for name, value in fields.items() if name in known}, "model_type": "sdar_mrp"}
-
-
-class MRPConfig(Qwen3Config):
-    """A `Qwen3Config` plus what block diffusion and the MRP head need (SDAR, arXiv 2510.06303; MRP, arXiv 2605.18817).
-
-    The published configs (`model_type: "sdar"` and those of other families) load too; fields of theirs that mean nothing here
-    are dropped. A family may have fields of its own, such as a number of experts.
-
-    Args:
-        family: Which layers the backbone has (`modeling_mrp/model/families`); `sdar`: Qwen3's.
-        block_size: Tokens per diffusion block, counted from absolute position 0.
-        mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
-        num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
-        base_model_name_or_path: The backbone, in the config of a repository that holds a head alone; None everywhere else.
-        base_model_revision: The backbone's commit, branch or tag.
-
-    Raises:
-        ValueError: if a block, an id or a number of layers is out of bounds; a layer uses sliding-window attention (the
-            block-causal mask has no window); the attention is another repository's; the config is of another kind of model.
-    """
-
-    model_type = "sdar_mrp"
-    # As transformers' classes of layers spell it; no config of a family without experts has either.
-    attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
-
-    block_size: int = 16
-    mask_token_id: int = 151669
-    num_nextn_predict_layers: int = 0
-    base_model_name_or_path: str | None = None
-    base_model_revision: str | None = None
-    family: str = DENSE
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        for name, value, least, most, why in (
-            ("block_size", self.block_size, 1, self.max_position_embeddings, "max_position_embeddings"),
-            ("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1, "the tokenizer's mask token, inside the vocabulary"),
-            ("pad_token_id", self.pad_token_id or 0, 0, self.vocab_size - 1, "inside the vocabulary, or null"),
-            ("num_nextn_predict_layers", self.num_nextn_predict_layers, 0, 1024, "0: no head"),
-        ):
-            if not isinstance(value, int) or not least <= value <= most:
-                raise ValueError(f"{name} is {value!r}: it must be an int from {least} to {most} ({why})")
-        own = {} if self.family == DENSE else backbone_of(self.family).fields
-        super().__post_init__(**{**own, **kwargs})
-        if self.layer_types != ["full_attention"] * self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in each of the "
-                f"{self.num_hidden_layers} layers"
-            )
-        if "/" in str(self._attn_implementation):
-            raise ValueError(
-                f"attn_implementation is {self._attn_implementation!r}, code of another repository, which is not run (and "
-                "knows no block-causal mask): use 'sdpa' or 'eager'"
-            )
-
-    @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read the fields of a `config.json` as transformers does, in our spelling."""
-        found, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return our_fields(found, str(pretrained_model_name_or_path)), kwargs
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make a config from its fields, ours or those of a published config."""
-        return super().from_dict(our_fields(config_dict), **kwargs)
-
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Save the config as transformers does, which names the remote code, and the code beside it."""
-        self.auto_map = dict(AUTO_MAP)
-        super().save_pretrained(save_directory, *args, **kwargs)
-        write_code(Path(save_directory), self.family)
-
-    @property
-    def has_head(self) -> bool:
-        """True if the checkpoint carries an MRP head."""
-        return self.num_nextn_predict_layers > 0
-
-
-# ---------------------------------------------------------------------------------------------------- model.head
-
-"""The MRP head, and the check that it fits a backbone.
-
-Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x, x' the state after a
-reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
-"""
-
-
-
-
-# What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
-_SHARED = [
-    *("family", "hidden_size", "vocab_size", "block_size", "mask_token_id", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "intermediate_size", "hidden_act", "rms_norm_eps", "rope_parameters"),
-]
-
-
-class MRPHead(nn.Module):
-    """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
-
-    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are Qwen3's, and keep their own KV in the
-    layers of the cache that follow the backbone's. A new head is the identity.
-    """
-
-    def __init__(self, config: MRPConfig) -> None:
-        super().__init__()
-        self._tp_plan = dict(config.base_model_tp_plan or {})  # its layers are divided as the backbone's are
-        self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers))
-        self.place_behind(config)
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        nn.init.zeros_(self.norm.weight)  # a new head adds nothing: A + C = A
-
-    def place_behind(self: Any, backbone: MRPConfig) -> None:
-        """Let the layers keep their KV behind that of a backbone's, and attend as it does."""
-        for index, layer in enumerate(self.layers):
-            layer.self_attn.layer_idx, layer.self_attn.config = backbone.num_hidden_layers + index, backbone
-
-    def forward(
-        self,
-        inputs_embeds: Tensor,
-        hidden_states: Tensor,
-        attention_mask: Tensor | RoundMask | None,
-        position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Cache | None = None,
-    ) -> Tensor:
-        """Predict h_C [batch, length, hidden_size]; with and without kernels, this is what a head computes.
-
-        Args:
-            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
-            hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
-            attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys]; in a round a `RoundMask`.
-            position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
-        """
-        hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
-        if isinstance(attention_mask, RoundMask):
-            return run_fused(self, hidden, position_embeddings, attention_mask, past_key_values)
-        for layer in self.layers:
-            hidden = layer(
-                hidden,
-                attention_mask=attention_mask,
-                position_embeddings=position_embeddings,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
-            )
-        return self.norm(hidden)
-
-
-def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Widen cos and sin [batch, length, turned] to [batch, length, head_dim] by pairs of dimensions that are rotated by 0."""
-    cos, sin = rotary
-    turned = cos.shape[-1] // 2
-    if 2 * turned == head_dim:
-        return cos, sin
-    still = (0, head_dim // 2 - turned)
-    cos, sin = F.pad(cos[..., :turned], still, value=1.0), F.pad(sin[..., :turned], still)
-    return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-
-
-def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
-    """Raise `ValueError` if settings that a head and its backbone share differ; it lists them all with both values."""
-    pairs = ((name, getattr(head, name), getattr(backbone, name)) for name in _SHARED)
-    if differences := [f"{name} is {own!r}, the backbone's {its!r}" for name, own, its in pairs if own != its]:
-        raise ValueError(
-            f"the head of {whose} does not belong to this backbone: its " + "; its ".join(differences) + ". Use the "
-            "backbone that it was trained on, or train a head for this one"
-        )
-
-
 # ---------------------------------------------------------------------------------------------------- model.layouts
 
 """The layouts that checkpoints come in: names of tensors, and the files of a folder or a repository.
@@ -5888,7 +5900,7 @@ def head_to_save(
 
 
 
-AnyMask = Tensor | BlockMask | RoundMask
+AnyMask = Tensor | BlockMask
 # What callers of transformers' models may pass beside the arguments that all of these have (`return_dict` is one).
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 
@@ -5918,13 +5930,9 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         Args:
             input_ids: [batch, length] long.
             position_ids: [batch, length] long, absolute.
-            mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex attention; in a round a
-                `RoundMask`, with a `BlockCache`.
+            mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex attention.
             past_key_values: A cache that the layers update, or None.
         """
-        if isinstance(mask, RoundMask):
-            embeds = self.model.embed_tokens(input_ids)
-            return run_fused(self.model, embeds, self.model.rotary_emb(embeds, position_ids), mask, past_key_values)
         # With a cache each call has other lengths, for which what `nn.Module.compile` made would be made anew.
         model = self.model if past_key_values is None else self.model._call_impl
         return model(
@@ -6090,7 +6098,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         """Give a mask the form that the chosen attention takes: flex and those with `eager_mask` add it to the scores."""
         chosen = self.config._attn_implementation
         adds = chosen == "flex_attention" or ALL_MASK_ATTENTION_FUNCTIONS.get(chosen) is eager_mask
-        if isinstance(mask, BlockMask | RoundMask) or not adds or mask.dtype != torch.bool:
+        if isinstance(mask, BlockMask) or not adds or mask.dtype != torch.bool:
             return mask
         if chosen == "flex_attention" and mask.device.type == "cpu":  # where it is compiled to what writes outside its memory
             raise ValueError("attn_implementation is 'flex_attention', not for a CPU: call set_attn_implementation('sdpa')")

@@ -30,8 +30,9 @@ _MOST_SHARES = 16  # one program merges them, one after the other
 _LOG2_E = 1.4426950408889634
 
 Pair = tuple[Tensor, Tensor]
-# By owner, the backbone or the head, each of its layers with the products before its attention and before its MLP's gate.
-Plans = dict[Any, list[tuple[Any, ...]]]
+# Each layer of the backbone or the head with the products before its attention and before its MLP's gate; and by owner.
+Plan = list[tuple[Any, ...]]
+Plans = dict[Any, Plan]
 
 
 def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
@@ -111,7 +112,6 @@ class RoundMask:
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
         sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
-        plans: The layers that `run_fused` runs.
     """
 
     committed: Tensor
@@ -119,7 +119,6 @@ class RoundMask:
     block_size: int
     dispatch: Dispatch = AUTOMATIC
     sees_all: bool = False
-    plans: Plans | None = field(default=None, repr=False, compare=False)
     _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
 
     def dense(self, used: int) -> Tensor:
@@ -208,17 +207,16 @@ def product(linears: Sequence[Any], weight: Tensor | None) -> Callable[[Tensor],
     return (lambda hidden: [linear(hidden) for linear in linears]) if weight is None else partial(F.linear, weight=weight)
 
 
-def run_fused(owner: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:
-    """Run the planned layers of the backbone or the head, their `owner`, over hidden states, and the norm behind them.
+def run_fused(plan: Plan, norm: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:
+    """Run the planned layers of the backbone or the head over hidden states, and the norm behind them.
 
     Where kernels do not run, as on a CPU, their twins do.
 
     Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim] each; keys and values go to
     the target of `cache`, a `BlockCache`.
     """
-    assert mask.plans is not None
     run, added = mask.dispatch.run, None
-    for layer, of_attention, of_mlp in mask.plans[owner]:
+    for layer, of_attention, of_mlp in plan:
         hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
         attention = layer.self_attn
         place, norms = attention.layer_idx, (attention.q_norm, attention.k_norm)
@@ -228,7 +226,7 @@ def run_fused(owner: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: 
         both = of_mlp(normed)
         gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
         added = layer.mlp.down_proj(layer.mlp.act_fn(gate).mul_(up))
-    _, last = run(SUM_AND_NORM, hidden, added, owner.norm)
+    _, last = run(SUM_AND_NORM, hidden, added, norm)
     return last
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
-from ..kernels.round_layers import RoundMask, run_fused
 from .configuration import MRPConfig
 
 # What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
@@ -49,21 +48,19 @@ class MRPHead(nn.Module):
         self,
         inputs_embeds: Tensor,
         hidden_states: Tensor,
-        attention_mask: Tensor | RoundMask | None,
+        attention_mask: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor],
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        """Predict h_C [batch, length, hidden_size]; with and without kernels, this is what a head computes.
+        """Predict h_C [batch, length, hidden_size]; in a round `Networks` runs the layers between `joined` and `norm`.
 
         Args:
             inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
             hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
-            attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys]; in a round a `RoundMask`.
+            attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys].
             position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
         """
-        hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
-        if isinstance(attention_mask, RoundMask):
-            return run_fused(self, hidden, position_embeddings, attention_mask, past_key_values)
+        hidden = self.joined(inputs_embeds, hidden_states)
         for layer in self.layers:
             hidden = layer(
                 hidden,
@@ -73,6 +70,11 @@ class MRPHead(nn.Module):
                 use_cache=past_key_values is not None,
             )
         return self.norm(hidden)
+
+    def joined(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
+        """Join embeddings of x' and hidden states to the input of the layers, [batch, length, hidden_size]."""
+        joined: Tensor = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
+        return joined
 
 
 def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from ..kernels.dispatch import Dispatch
 from ..kernels.round_layers import Plans, product
 from ..model.families.sdar import MRPBackbone
+from ..model.head import MRPHead
 
 # Whose hooks only note what a model was asked to hand out: hidden states of its own forward.
 _NOTES_ONLY = "transformers.utils.output_capturing"
@@ -66,6 +67,8 @@ def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
 def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type[nn.Module]]]:
     """Iterate over the modules that fused layers replace, each with its class; one of another need not have what follows."""
     yield model.model, MRPBackbone
+    if model.mrp_head in layers:
+        yield model.mrp_head, MRPHead
     for owner, each in layers.items():
         yield owner.norm, Qwen3RMSNorm
         for layer in each:

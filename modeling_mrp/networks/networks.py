@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.round_layers import Plans, RoundMask
+from ..kernels.round_layers import Plans, RoundMask, run_fused
 from ..model.diffusion import block_causal_mask
 from ..rules.draft import Node
 from ..rules.state import Row, Scores, State
@@ -39,7 +39,7 @@ class Networks:
     """Backbone, head and pick of one decode.
 
     Args:
-        model: An `MRPForCausalLM`, or any object with its `config`, `backbone` and `residual`.
+        model: An `MRPForCausalLM`; without `plans` any object with its `config`, `backbone` and `residual`.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
         picker: Picks tokens from the backbone's hidden states, on the device of its `lm_head`, by its choice of kernels.
@@ -295,12 +295,21 @@ class Networks:
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width)
         positions = (starts[:, None] + torch.arange(self.block, device=self.device)).view(rows, -1)
-        mask: Any = RoundMask(held, parent, self.block, self.picker.dispatch, plain, self.plans)
-        mask = mask if self.plans is not None else mask.dense(begin)
-        if hidden is not None:
-            return self.model.residual(ids, hidden, positions, mask, self.cache).to(self.device)
-        made = self.model.backbone(ids, positions, mask, self.cache).to(self.device)
-        return self._shifted_states(made, held, parent) if self.shifted else made
+        mask = RoundMask(held, parent, self.block, self.picker.dispatch, plain)
+        if self.plans is not None:
+            made = self._fused(self.plans, ids, positions, mask, hidden)
+        elif hidden is None:
+            made = self.model.backbone(ids, positions, mask.dense(begin), self.cache).to(self.device)
+        else:
+            made = self.model.residual(ids, hidden, positions, mask.dense(begin), self.cache).to(self.device)
+        return self._shifted_states(made, held, parent) if self.shifted and hidden is None else made
+
+    def _fused(self, plans: Plans, ids: Tensor, positions: Tensor, mask: RoundMask, hidden: Tensor | None) -> Tensor:
+        """Run the fused layers of the backbone, or with `hidden` of the head, over states side by side."""
+        backbone, head = self.model.model, self.model.mrp_head
+        embeds = backbone.embed_tokens(ids)
+        owner, begun = (backbone, embeds) if hidden is None else (head, head.joined(embeds, hidden))
+        return run_fused(plans[owner], owner.norm, begun, backbone.rotary_emb(embeds, positions), mask, self.cache)
 
     def _shifted_states(self, hidden: Tensor, held: Tensor, parent: Tensor) -> Tensor:
         """Put before the hidden states of each state, [rows, width * block, hidden_size], the one that predicts its first

@@ -41,8 +41,8 @@ def a_round(model: MRPForCausalLM, dispatch: Dispatch) -> tuple[Tensor, Tensor, 
     for buffer in cache._buffers.values():
         buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(5)))
     cache.target(8, tokens)
-    committed, plans = torch.tensor([4, 3]).to(device), plan_layers(model, True, dispatch)
-    mask = RoundMask(committed, torch.tensor([[-1, -1, 0]] * 2, device=device), config.block_size, dispatch, plans=plans)
+    committed = torch.tensor([4, 3], device=device)
+    mask = RoundMask(committed, torch.tensor([[-1, -1, 0]] * 2, device=device), config.block_size, dispatch)
     positions = committed[:, None] + torch.arange(config.block_size, device=device).repeat(3)
     return numbers(3, 2, tokens, config.hidden_size, dtype=model.dtype), positions, mask, cache
 
@@ -58,7 +58,9 @@ def test_layers_are_what_their_modules_are(dtype: torch.dtype, which: str) -> No
     owner: Any = model.model if which == "backbone" else model.mrp_head
     hidden, positions, mask, kept = a_round(model, FORCED)
     rotary = model.model.rotary_emb(hidden, positions)
-    got = run_fused(owner, hidden, rotary, mask, kept)
+    plans = plan_layers(model, True, FORCED)
+    assert plans is not None
+    got = run_fused(plans[owner], owner.norm, hidden, rotary, mask, kept)
     *_, cache = a_round(model, FORCED)
     wanted = hidden
     for layer in owner.layers:
