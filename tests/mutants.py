@@ -5,6 +5,7 @@ found it, and the reason where nothing can: such a one is left out. Each is made
 selection of tests runs in a process of its own, up to the first failure. What survives is printed at last.
 """
 
+import ast
 import json
 import os
 import resource
@@ -37,6 +38,14 @@ def changed(mutant: Mutant) -> str | None:
     """The text of its file with the change; None where the old text does not stand there once."""
     text = (ROOT / "modeling_mrp" / mutant["file"]).read_text(encoding="utf-8")
     return text.replace(mutant["old"], mutant["new"]) if text.count(mutant["old"]) == 1 else None
+
+
+def parses(text: str | None) -> bool:
+    """Tell if there is a text, and it is Python."""
+    try:
+        return text is not None and bool(ast.parse(text))
+    except SyntaxError:
+        return False
 
 
 def selected(mutant: Mutant) -> list[list[str]]:
@@ -86,10 +95,12 @@ def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
     os.chdir(ROOT)
     sys.path[:0] = [str(folder)]
     note, options = Note(), ["-x", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={folder} . trainer serving"]
+    ran = False
     for tests in calls:  # what finds it at once need not wait for the others to be read
-        if not note.failed:
-            pytest.main([*options, *tests], plugins=[note])
-    report.write_text(note.failed, encoding="utf-8")
+        if not note.failed:  # a test that is gone ends with a code of its own, and so does a package that cannot be imported
+            ran |= pytest.main([*options, *tests], plugins=[note]) <= pytest.ExitCode.TESTS_FAILED
+    if ran:
+        report.write_text(note.failed, encoding="utf-8")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -98,9 +109,9 @@ def main(arguments: Sequence[str]) -> int:
     for name in WARM:
         import_module(name)
     mutants: list[Mutant] = json.loads(RECORD.read_text(encoding="utf-8"))
-    stale = [f"{one['file']}: {one['old']!r}" for one in mutants if changed(one) is None]
+    stale = [f"{one['file']}: {one['old']!r}" for one in mutants if not parses(changed(one))]
     if stale:
-        raise SystemExit("not once in its file, mend tests/mutants.json:\n" + "\n".join(stale))
+        raise SystemExit("not once in its file, or no Python, mend tests/mutants.json:\n" + "\n".join(stale))
     chosen = [
         one
         for one in mutants

@@ -134,8 +134,13 @@ def random_processors(rng: random.Random, left_to_right: bool) -> dict[str, Any]
         "suppress_tokens": ids,
         "sequence_bias": [[biased, rng.choice((-4.0, 4.0))], [ids[3:4], 2.0]],
         "logits_processor": [Sways(rng.choice((0.1, 1.0)))],
+        "remove_invalid_values": True,
+        "renormalize_logits": True,
     }
-    return {name: kinds[name] for name in rng.sample(list(kinds), rng.choice((0, 0, 0, 1, 2, 3)))}
+    chosen = rng.sample(list(kinds), rng.choice((0, 0, 0, 1, 2, 3)))
+    if "logits_processor" in chosen:  # one NaN of ours would make all of a position's scores NaN
+        kinds.pop("renormalize_logits")
+    return {name: kinds[name] for name in chosen if name in kinds}
 
 
 def random_options(rng: random.Random, block: int, mode: str) -> dict[str, Any]:
@@ -160,7 +165,8 @@ def random_options(rng: random.Random, block: int, mode: str) -> dict[str, Any]:
             "temperature": rng.choice((0.3, 0.7, 1.0, 1.7)),
             "top_k": rng.choice((0, 0, 1, 5, 50)),
             "top_p": rng.choice((1.0, 1.0, 0.5, 0.9)),
-            **rng.choice(({}, {}, {}, {"min_p": 0.05}, {"typical_p": 0.8})),
+            **rng.choice(({}, {}, {}, {"min_p": 0.05}, {"typical_p": 0.8}, {"epsilon_cutoff": 0.02}, {"eta_cutoff": 0.05})),
+            **rng.choice(({}, {}, {}, {}, {"top_h": 0.4})),
         }
     return options | random_processors(rng, mode == "sequential" and options["denoising_steps"] in (None, block))
 

@@ -32,7 +32,8 @@ DEFAULTS: dict[str, Any] = {
     **{"num_draft_states": 4, "draft_branches": 3, "draft_shortlist": 0, "seed": 0, "max_new_tokens": 20, "min_new_tokens": 0},
     **{"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "stop": None},
     **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None},
-    **{"eos_token_id": (), "logits_processor": (), "sequence_bias": None},
+    **{"eos_token_id": (), "logits_processor": (), "sequence_bias": None, "remove_invalid_values": False},
+    **{"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "renormalize_logits": False},
 }
 
 
@@ -44,14 +45,19 @@ def options_of(given: dict[str, Any]) -> SimpleNamespace:
     options.processors = [
         *([hf.SequenceBiasLogitsProcessor(options.sequence_bias)] if options.sequence_bias else []),
         *([hf.RepetitionPenaltyLogitsProcessor(options.repetition_penalty)] if options.repetition_penalty != 1 else []),
+        *([hf.InfNanRemoveLogitsProcessor()] if options.remove_invalid_values else []),
         *([hf.SuppressTokensLogitsProcessor(options.suppress_tokens)] if options.suppress_tokens else []),
         *options.logits_processor,
+        *([hf.LogitNormalization()] if options.renormalize_logits else []),
     ]
     warpers: list[Any] = [
+        *([hf.TopHLogitsWarper(options.top_h)] if options.top_h else []),
         *([hf.TopKLogitsWarper(options.top_k)] if options.top_k else []),
         *([hf.TopPLogitsWarper(options.top_p)] if options.top_p < 1 else []),
         *([hf.MinPLogitsWarper(options.min_p)] if options.min_p else []),
         *([hf.TypicalLogitsWarper(options.typical_p)] if options.typical_p < 1 else []),
+        *([hf.EpsilonLogitsWarper(options.epsilon_cutoff)] if options.epsilon_cutoff else []),
+        *([hf.EtaLogitsWarper(options.eta_cutoff)] if options.eta_cutoff else []),
     ]
     options.warpers = warpers if options.do_sample else []
     return options

@@ -26,7 +26,7 @@ from tests.random_cases import MASK, VOCAB, WAYS, Case, SlowRow, assert_same_tex
 SEEDS, CASES = 32, 6
 SIZES = (1, 1, 2, 3, 5)
 TABLES = ("accepted_lengths", "offered_at_depth", "accepted_at_depth")
-PROCESSORS = ("logits_processor", "repetition_penalty", "suppress_tokens", "sequence_bias")
+PROCESSORS = ("logits_processor", "repetition_penalty", "suppress_tokens", "sequence_bias", "renormalize_logits")
 
 
 class AnyBudget:

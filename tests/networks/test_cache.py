@@ -10,11 +10,13 @@ from conftest import make_model
 from helpers import MASK, PROMPTS, generate, left_padded, random_ids, says_all, texts
 from mrp_trainer.heads import with_new_head
 from peft import LoraConfig, get_peft_model
+from tape import TapeRecorder
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.generation import StoppingCriteria
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.networks import graphs
 from modeling_mrp.networks.cache import BlockCache
 
 CPU = torch.device("cpu")
@@ -148,14 +150,17 @@ def test_a_cache_that_does_not_fit_is_refused(misfit: str) -> None:
 
 @pytest.mark.usefixtures("new_memory_is_nan")
 @pytest.mark.parametrize("decoding", ["mrp_spec", "mrp_remask"])
-def test_a_row_that_left_its_batch_early_goes_on_beside_one_that_did_not(decoding: str) -> None:
-    """What the head has read of the one lies beside memory of the other that nobody has written: it must not count."""
-    model, prompts = make_model(5, block_size=4), [[1, 2, 3, 4, 5], [9, 8, 7]]
+@pytest.mark.parametrize(("early", "first"), [(1, [1, 2, 3, 4, 5]), (0, [*range(1, 38)])])
+def test_a_row_that_left_its_batch_early_goes_on_beside_one_that_did_not(early: int, first: list[int], decoding: str) -> None:
+    """What the head has read of the one lies beside memory of the other that nobody has written: it must not count. Where the
+    other one takes its place, all that it holds must come back, be it more than any other row does."""
+    model, prompts = make_model(5, block_size=4), [first, [9, 8, 7]]
     options: dict[str, Any] = {"decoding": decoding, "num_draft_states": 3, "do_sample": True, "top_k": 0, "seed": 2}
-    long, short = texts(model, prompts, max_new_tokens=40, eos_token_id=None, **options)
-    eos = next(token for token in short[:6] if token not in long)
-    out = generate(model, prompts, max_new_tokens=40, eos_token_id=eos, **options)
-    changed = [prompts[0] + long + [40] * 3, prompts[1] + short[:8]]
+    both = texts(model, prompts, max_new_tokens=24, eos_token_id=None, **options)
+    eos = next(token for token in both[early][:6] if token not in both[1 - early])
+    out = generate(model, prompts, max_new_tokens=24, eos_token_id=eos, **options)
+    both[early], both[1 - early] = both[early][:8], both[1 - early] + [40] * 3
+    changed = [prompt + text for prompt, text in zip(prompts, both, strict=True)]
     options |= {"max_new_tokens": 12, "eos_token_id": None}
     assert texts(model, changed, past_key_values=out.past_key_values, **options) == texts(model, changed, **options)
 
@@ -194,6 +199,15 @@ def test_rows_that_have_ended_are_not_computed(mode: str) -> None:
     assert mode == "mrp_spec" or len(set(sizes)) == 4
     assert out.stats.slot_forwards == sum(sizes)
     assert [(steps >= 0).sum().item() for steps in out.reveal_step] == ends.limits
+
+
+def test_recorded_rounds_keep_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of nine rows five, though one alone goes on at last: fewer would be no faster."""
+    monkeypatch.setitem(graphs.RECORDERS, "cpu", TapeRecorder)
+    ends = EndsAt(6, [4, 40, 8, 12, 24, 4, 4, 4, 4])
+    options: dict[str, Any] = {"graphs": True, "stopping_criteria": [ends], "max_new_tokens": 40}
+    stats: Any = generate(make_model(3), random_ids(1, 9, 6).tolist(), **options, eos_token_id=None).stats
+    assert 5 <= stats.slot_forwards / sum(stats.forwards.values()) < 9
 
 
 def test_a_call_that_breaks_off_leaves_its_cache_in_order() -> None:
