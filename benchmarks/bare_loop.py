@@ -1,4 +1,4 @@
-"""`dynamic` in a minimal loop of sixty lines: the least code that decodes, which `turns` times beside `generate`:
+"""`dynamic` in a minimal decoding loop of sixty lines, which `benchmarks.turns` compares with `generate`:
 ``python -m benchmarks.turns --batches 1 --targets dynamic --states bare alone --dtype float64``.
 """
 

@@ -215,7 +215,7 @@ class Decoder:
         return measure_loop(loop, self.model, self.tokenizer, asked, self.batch_size)
 
     def _paths(self, target: str) -> list[list[Node]]:
-        """Record the paths of a target on tuning problems of all families."""
+        """List what follows each state when tuning problems are decoded."""
         found: list[list[Node]] = []
         eos = [self.tokenizer.eos_token_id, self.tokenizer.pad_token_id]
         for family in FAMILIES:

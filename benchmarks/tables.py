@@ -190,7 +190,7 @@ def _differ(of: dict[tuple[str, str], Line], families: Sequence[str], target: st
 
 
 def summary(folder: Path = RESULTS) -> str:
-    """Tabulate problems solved and tokens per unit of each target, alone and drafted; the widest interval is below."""
+    """Tabulate problems solved and tokens per unit of each target, alone and drafted, then the widest interval."""
     of, rows, arms = by_setting(folder), [], list[float]()
     for target in TARGETS:
         settings = [alone(target), *(drafted(mode, target, k) for k in (4, 8) for mode in ("self_spec", "mrp_spec"))]

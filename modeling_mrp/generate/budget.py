@@ -140,9 +140,9 @@ class Auto:
         return Amount(states, passes, narrow and states == 1)
 
     def best(self, size: int, going: int, one: float, two: float) -> tuple[int, int]:
-        """Choose the amount with the least known time per step, or a more hopeful one if the balance allows to try it.
+        """Choose the (states, passes) of least known time per step, or of a better best case if the balance pays a trial.
 
-        `going` of `size` rows have not ended; `one` and `two` are the seconds of a round with as many states.
+        `going` of `size` rows have not ended; `one` and `two`: seconds of a round of 1 and 2 states a row.
         """
         times, (rounds, _, stuck) = self.times, self.gains[PLAIN]
         stuck /= max(1.0, rounds)

@@ -134,7 +134,7 @@ class Networks:
         return [[next(found) for _ in nodes] for nodes in drafts]
 
     def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        """Run the backbone over states: hidden states [n, block, hidden_size], and by row the place of its first state.
+        """Run the backbone over states; return hidden states [n, block, hidden_size] and each row's first index in n.
 
         A serving engine runs its own in place of this.
         """

@@ -289,7 +289,7 @@ def write(row: Row, frontier: Frontier) -> None:
 
 
 def count_drafts(row: Row, nodes: Sequence[Node], last: State, depth: int) -> None:
-    """Count a round's drafts, of which `depth` led to the `last` accepted state."""
+    """Add a round's drafts to the row's counts; `depth` of them led to the state `last`."""
     counts = row.counts
     drafted = [node.state for node in nodes[1:] if node.parent < 0]
     counts.drafted += len(drafted)

@@ -230,7 +230,7 @@ class Prophet(Static):
 
 
 def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what a memo holds for the state's block, without the start; the default if it is of another block."""
+    """Return the values of a memo `(start, *values)` of the state's block; the default for any other memo."""
     return memo[1:] if memo is not None and memo[0] == state.start else default
 
 

@@ -215,7 +215,7 @@ class EngineNetworks(Networks):
         self._last: tuple[Tensor, np.ndarray, Tensor] | None = None  # the last result; its free columns, on both sides
 
     def _forward(self, packed: Packed, held: Sequence[int], hidden: Sequence[Hidden] = (), residual: bool = False) -> Tensor:
-        """Run the backbone over states, row by row, or the head if `hidden` is given.
+        """Run the backbone over packed states, or the head if `hidden` is given.
 
         Returns:
             [states, block, hidden_size]: the backbone's hidden states; the head's h_A + h_C, or h_C alone if `residual`.

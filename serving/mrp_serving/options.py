@@ -27,7 +27,7 @@ TOLD = ("return_reveal_step", "return_provisional")
 
 @dataclass(frozen=True)
 class Settings:
-    """The meaning of a server's options.
+    """The checked options of a server.
 
     Attributes:
         mode: What is revealed, refined and drafted by default; no request drafts more.

@@ -54,7 +54,7 @@ def pace_of(model: Any, mode: Mode, share: Share | None) -> Budget:
 
 
 def share_in(group: Any) -> Share | None:
-    """Make the `Share` of a group of processes, over the host; None if there is only one process."""
+    """Make the broadcast from a group's first process, over the host; None for a single process."""
     if dist.get_world_size(group) == 1:
         return None
 

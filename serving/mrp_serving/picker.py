@@ -175,7 +175,7 @@ class StockPicker(EnginePicker):
         return EngineUnembedding(self.lm_head_weight, self.mask_token_id, unembed=self.unembed, with_mask=True)
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
-        """Pick from logits [n, vocab] in few passes over them, since a vocabulary has more numbers than a layer."""
+        """Pick from logits [n, vocab] in few passes over memory, as they are the largest tensor of a round."""
         own = logits[:, self.mask_token_id].clone()
         logits[:, self.mask_token_id] = -torch.inf
         token = logits.argmax(-1, keepdim=True)

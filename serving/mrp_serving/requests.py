@@ -173,7 +173,7 @@ def _unserved(req: Any) -> dict[str, Any]:
 
 
 def refusal_of_body(asked: Any, prompt: Sequence[int]) -> str | None:
-    """Say why a request cannot be served that the engine would answer wrongly or with a 500; None if it can.
+    """Explain why a request that the engine would wrongly accept is refused; None if it is served.
 
     Args:
         asked: The engine's `GenerateReqInput` of one request.

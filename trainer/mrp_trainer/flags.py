@@ -170,7 +170,7 @@ def assigned(
 
 
 def parsed(text: str, where: str) -> Any:
-    """Parse a text of YAML; `ValueError`, which begins with `where`, if it is none."""
+    """Parse YAML; raise a `ValueError` that begins with `where` if it is malformed."""
     try:
         return yaml.load(text, _Yaml)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -90,7 +90,7 @@ class RecordEncoder:
 
     @cached_property
     def _end_tokens(self) -> list[str]:
-        """List the texts of those end tokens that are encoded the same everywhere, as special tokens are."""
+        """List the texts of the end tokens that are added tokens, encoded alike in every context."""
         added = self.tokenizer.added_tokens_decoder
         return [added[token].content for token in self.end_token_ids if token in added]
 

@@ -170,7 +170,7 @@ def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) 
 
 
 def check_ways(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
-    """Compare texts with graphs, and texts with kernels, with those without; and report what fell back to PyTorch.
+    """Compare decoding with graphs, and with kernels, to decoding without; report what fell back to PyTorch.
 
     The kernels' texts are compared on a GPU only: interpreted kernels are compared one by one instead.
     """

@@ -56,7 +56,7 @@ def _of_attention(heads: int, kv_heads: int, dim: int, like: Tensor) -> Iterator
 
 
 def _of_rotation(heads: int, kv_heads: int, dim: int, like: Tensor) -> tuple[Any, ...]:
-    """Make tokens with all heads, and a target that holds NaN."""
+    """Make a sample for `rotated`, its target filled with NaN."""
     angles = 3 * scattered(2, 3, dim // 2, like=like).repeat(1, 1, 2)
     target = like.new_full((2, 2, kv_heads, 3, dim), torch.nan)
     norms = _norm(dim, like), _norm(dim, like, 1)

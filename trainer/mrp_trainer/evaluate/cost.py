@@ -29,7 +29,7 @@ def head_share(line: Mapping[str, Any], shape: str = CHARGED) -> float:
 
 
 def charge(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
-    """Compute the units that a line's decoding takes per forward; None where it does not count head passes."""
+    """Compute a measurement's cost per forward, in units; None if its head passes were not counted."""
     passes = line.get("head_per_token")
     return None if passes is None else 1 + head_share(line, shape) * passes * line["tokens_per_forward"]
 

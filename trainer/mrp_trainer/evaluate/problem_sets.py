@@ -144,7 +144,7 @@ def _answer(answer: Any, judge: str) -> str | None:
 
 
 def _prompt_ids(where: str, asked: Chat | Text, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
-    """Encode a prompt: messages, and with `chat` also a text, through the chat template; otherwise as plain text."""
+    """Encode a prompt, through the chat template if it is a `Chat` or `chat` is set, otherwise as plain text."""
     text = asked.prompt if isinstance(asked, Text) else ""
     if chat or isinstance(asked, Chat):
         if not tokenizer.chat_template:

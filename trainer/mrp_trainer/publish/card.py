@@ -35,7 +35,7 @@ _METRICS = {
 
 
 def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
-    """Read the measurements in files that `mrp evaluate` wrote, without headers; `ValueError` names a line that is none."""
+    """Read the measurements in files that `mrp evaluate` wrote, without headers; `ValueError` names a malformed line."""
     lines: list[dict[str, Any]] = []
     for path in map(Path, paths):
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

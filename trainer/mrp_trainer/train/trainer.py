@@ -215,7 +215,7 @@ class MRPTrainer(Trainer):
 
         The wrappers of DDP, FSDP and peft synchronise gradients, gather shards and choose adapters in their own forward. They
         also change its arguments and outputs: peft passes arguments by name, and FSDP rounds to bfloat16. So the batch bypasses
-        them, and only the graph is used of their output.
+        them, and of their output only the graph is used.
         """
         bare = bare_model(self.accelerator.unwrap_model(model))
         own = vars(bare).get("forward")
@@ -316,8 +316,8 @@ class MRPTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As `Trainer.log`; adds to a line of training, as means since the last one, KL(B||A) and KL(B||A+C) in nats, the share
-        of the gap closed, and how often A+C and B name the same token."""
+        """Log as `Trainer.log`, with means of KL(B||A) and KL(B||A+C) in nats (A, B: logits before and after a reveal; C: the
+        head's), the share of that gap closed, and how often A+C and B agree."""
         if "loss" in logs:
             logs = {**logs, **_summary(self._trained.take(self.accelerator))}
         super().log(logs, *args, **kwargs)
