@@ -210,8 +210,7 @@ class MRPTrainer(Trainer):
         return (loss, {}) if return_outputs else loss
 
     def _inside(self, model: nn.Module, objective: Objective, batch: PackedBatch, scale: Tensor) -> tuple[Tensor, Measured]:
-        """Run the objective in place of the bare model's forward, inside those of its wrappers; the loss is multiplied by
-        `scale`.
+        """Compute the objective inside the wrapped model's forward; return the loss times `scale`, and the measurements.
 
         The wrappers of DDP, FSDP and peft synchronise gradients, gather shards and choose adapters in their own forward. They
         also change its arguments and outputs: peft passes arguments by name, and FSDP rounds to bfloat16. So the batch bypasses
