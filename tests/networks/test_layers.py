@@ -191,6 +191,7 @@ def wrap(module: Any) -> None:
 
 MORE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "hook model": (lambda model: model.model.register_forward_hook(print), "a MRPBackbone carries hooks: remove"),
+    "hook head": (lambda model: model.mrp_head.register_forward_hook(print), "a MRPHead carries hooks: remove"),
     "hook in a layer": (lambda model: model.model.layers[1].mlp.register_forward_hook(print), "a Qwen3MLP carries hooks"),
     "pre-hook": (lambda model: model.mrp_head.layers[0].register_forward_pre_hook(print), "a Qwen3DecoderLayer carries hooks"),
     "wrapped": (
