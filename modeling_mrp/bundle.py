@@ -1,8 +1,7 @@
 """Remote code of a repository: this package in one file, generated, since code on the Hub lies flat.
 
-It holds what the model imports, directly or not, and the family of backbones that the checkpoint needs: each module after those
-that it imports, below one section of imports. Modules import each other by `from .module import name`, at the top of a file,
-and no two give one name to different things (tests/model/test_bundle.py).
+It holds what the model imports, directly or not, and the checkpoint's family, below one section of imports. Modules import each
+other by `from .module import name`, at the top of a file, and no two give one name to different things.
 ``python -m modeling_mrp.bundle hub_configs/sdar-tiny-mrp`` regenerates it.
 """
 
@@ -29,21 +28,18 @@ def add_modules(name: str, found: dict[str, str]) -> None:
 
 def code_of(text: str, imported: dict[str, set[str]]) -> str:
     """Remove a module's imports from its text; collect what it imports of other packages, by how such a line begins."""
-    gone: set[int] = set()
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Import):
-            imported.setdefault("import ", set()).update(map(ast.unparse, node.names))
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            imported.setdefault(f"from {node.module} import ", set()).update(map(ast.unparse, node.names))
-        elif not isinstance(node, ast.ImportFrom):
-            continue
-        gone.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    imports = [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in imports:
+        start = "import " if isinstance(node, ast.Import) else f"from {node.module} import "
+        if isinstance(node, ast.Import) or not node.level:
+            imported.setdefault(start, set()).update(map(ast.unparse, node.names))
+    gone = {number for node in imports for number in range(node.lineno, (node.end_lineno or 0) + 1)}
     return "\n".join(line for number, line in enumerate(text.splitlines(), 1) if number not in gone).strip()
 
 
 @cache
 def bundled(family: str = DENSE) -> str:
-    """Generate the remote code of this package for models of a family; one that is registered elsewhere is left out."""
+    """Generate the code of a repository for models of a family; a family that is registered elsewhere is left out."""
     modules: dict[str, str] = {}
     add_modules("modeling", modules)
     home = backbone_of(family).__module__.removeprefix(f"{__package__}.")

@@ -39,12 +39,12 @@ def check_tensors(config: MRPConfig, found: Mapping[str, StoredTensor], prefix: 
     with torch.device("meta"):
         state: Any = MRPForCausalLM(config).state_dict().items()
     needed = {name: tuple(tensor.shape) for name, tensor in state if name.startswith(prefix)}
-    optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    misfits = [f"missing: {name}" for name in sorted(needed.keys() - found.keys() - optional)]
+    missing = needed.keys() - found.keys() - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    misfits = [f"missing: {name}" for name in sorted(missing)]
     misfits += [f"unexpected: {name}" for name in sorted(found.keys() - needed.keys())]
-    for name in sorted(found.keys() & needed.keys()):
-        if found[name].shape != needed[name]:
-            misfits.append(f"wrong shape: {name} is {list(found[name].shape)}, needs {list(needed[name])}")
+    for name, tensor in found.items():
+        if tensor.shape != needed.get(name, tensor.shape):
+            misfits.append(f"wrong shape: {name} is {list(tensor.shape)}, needs {list(needed[name])}")
     if misfits:
         raise ValueError(
             f"the checkpoint does not fit its config ({len(misfits)} tensors):\n  " + "\n  ".join(misfits) + "\n"

@@ -30,8 +30,7 @@ _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     """A block-diffusion language model with an optional MRP head.
 
-    A token sees every token of earlier blocks and of its own block, and a masked position predicts its own token (no shift by
-    one, but in `shifted` families).
+    A token sees every token of earlier blocks and of its own, and a masked position predicts its own token.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -102,17 +101,15 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        noise_level: Tensor | None = None,
-        noise_mask: Tensor | None = None,
+        noise: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of every position given what is revealed, or the block-diffusion loss when `labels` are given.
 
-        The loss noises the input: each learned token is masked with probability t ~ U(0, 1] drawn per sequence (in eval mode
-        from a seed that the sequence's tokens give, so that it has one loss), one pass holds [x_t | x_0], and the loss is the
-        cross-entropy at the masked positions weighted 1 / t, over the number of learned tokens (SDAR, equation 3). The logits
-        returned are those of the noisy copy.
+        The loss masks each learned token with probability t ~ U(0, 1], drawn per sequence (in eval mode from a seed that its
+        tokens give, so that it has one loss). One pass holds [x_t | x_0]; the loss is the cross-entropy at the masked positions
+        weighted 1 / t, over the number of learned tokens (SDAR, equation 3), and the logits are those of the noisy copy.
 
         Args:
             input_ids: [batch, length] long. Positions that hold `mask_token_id` are predicted.
@@ -122,8 +119,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             past_key_values: Keys and values of earlier, clean blocks; none in a `shifted` family.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
             labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt).
-            noise_level, noise_mask: With `labels`, [batch], t of each sequence, in (0, 1], and [batch, length] bool, the
-                positions to mask, instead of drawing them.
+            noise: With `labels`, [batch, 1 + length] on [0, 1), instead of drawing it: 1 - t, and what t is compared with.
             num_items_in_batch: With `labels`, what the loss is divided by instead: transformers' Trainer counts the learned
                 tokens of all accumulation steps.
             use_cache, logits_to_keep, kwargs: As in transformers.
@@ -132,8 +128,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             Float logits [batch, kept, vocab]; with `output_hidden_states=True` hidden states, of which the last are h_A.
 
         Raises:
-            ValueError: for an argument that has no effect, with `labels` or without, or does not fit the tokens; or for the
-                `BlockCache` of a `generate`.
+            ValueError: for an argument that has no effect or does not fit the tokens; or for the `BlockCache` of a `generate`.
         """
         if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON):
             raise ValueError(f"forward has no argument {', '.join(unknown)}: check the spelling, or leave it out")
@@ -150,23 +145,20 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                     f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] of input_ids with a mask and "
                     "positions of its own. Leave out either. For a prompt, prefix or P-tuning adapter use others, such as LoRA"
                 )
-            assert input_ids is not None
-            return self._training_pass(input_ids, labels, attention_mask, noise_level, noise_mask, num_items_in_batch)
-        given = {"noise_level": noise_level, "noise_mask": noise_mask, "num_items_in_batch": num_items_in_batch}
-        if unused := [name for name, value in given.items() if value is not None]:
+            return self._training_pass(tokens, labels, attention_mask, noise, num_items_in_batch)
+        if noise is not None or num_items_in_batch is not None:
             raise ValueError(
-                f"{', '.join(unused)}: no effect without labels. Pass them too, or leave these out. A Trainer keeps them for a "
-                "loss of its own (compute_loss_func, label_smoothing_factor): leave that option out, as it is one of clean text"
+                "noise, num_items_in_batch: no effect without labels. Pass them too, or leave these out. A Trainer keeps them "
+                "for a loss of its own (compute_loss_func, label_smoothing_factor) on clean text: leave that option out"
             )
         if isinstance(past_key_values, BlockCache):
             raise ValueError("past_key_values are a BlockCache, which only generate goes on from: pass a DynamicCache here")
         told = input_ids is None or self.training or input_ids.is_meta or torch.compiler.is_compiling()
         if not told and not (input_ids == self.config.mask_token_id).any():  # lm-eval's log-likelihood tasks ask for them
             logger.warning_once(
-                "Logits of a text without masks were asked for. A visible position predicts its own token, so that "
-                "log-likelihoods made of them (perplexity, lm-eval's loglikelihood) mean nothing. Call model.score(input_ids), "
-                "with lm-eval `python -m mrp_trainer.evaluate.lm_eval run --model mrp`, or put the mask, id "
-                f"{self.config.mask_token_id}, where a token is to be predicted"
+                "In a text without masks each position predicts its own token: log-likelihoods made of them mean nothing. Call "
+                "model.score(input_ids), with lm-eval `python -m mrp_trainer.evaluate.lm_eval run --model mrp`, or put the "
+                f"mask, id {self.config.mask_token_id}, where a token is to be predicted"
             )
         mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, past_key_values)
         outputs = self.model(
@@ -227,28 +219,19 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
     def _training_pass(
-        self,
-        input_ids: Tensor,
-        labels: Tensor,
-        attention_mask: Tensor | None,
-        level: Tensor | None,
-        noise_mask: Tensor | None,
-        items: int | Tensor | None,
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None, noise: Tensor | None, items: int | Tensor | None
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
-        for name, given in (("labels", labels), ("attention_mask", attention_mask), ("noise_mask", noise_mask)):
+        for name, given in (("labels", labels), ("attention_mask", attention_mask)):
             if given is not None and given.shape != input_ids.shape:
                 raise ValueError(f"{name} has shape {list(given.shape)}: with these input_ids it must be {[batch, length]}")
-        if level is not None and not bool(((level > 0) & (level <= 1)).all()):
-            raise ValueError(f"noise_level is {level.tolist()}: levels are above 0 and at most 1")
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         check_rows(valid, 0, self.config.max_position_embeddings)
         learned = labels != -100
         clean = torch.where(learned, labels, input_ids)
-        noise = noise_of(clean, valid, self.training)
-        level = 1 - noise[:, 0] if level is None else level
-        noise_mask = noise[:, 1:] < level[:, None] if noise_mask is None else noise_mask
-        hidden = noise_mask & learned & valid
+        noise = noise_of(clean, valid, self.training) if noise is None else noise
+        level = 1 - noise[:, :1]
+        hidden = (noise[:, 1:] < level) & learned & valid
         ids = torch.cat([clean.masked_fill(hidden, self.config.mask_token_id), clean], 1)
         positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
         mask = noisy_and_clean_mask(positions, valid, self.config.block_size)
@@ -259,6 +242,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             states = taken_from(states, torch.where(positions > 0, before, -1))
         logits = self.lm_head(states[:, :length])
         picked = logits[hidden] if logits.dtype == torch.float64 else logits[hidden].float()
-        losses = F.cross_entropy(picked, clean[hidden], reduction="none") / level[:, None].expand(batch, length)[hidden].float()
+        losses = F.cross_entropy(picked, clean[hidden], reduction="none") / level.expand(batch, length)[hidden].float()
         items = (learned & valid).sum() if items is None else torch.as_tensor(items, device=ids.device)
         return CausalLMOutputWithPast(loss=losses.sum() / items.clamp(min=1), logits=logits)

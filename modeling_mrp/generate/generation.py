@@ -11,7 +11,7 @@ from transformers.generation import logits_process as kinds
 from transformers.generation.streamers import BaseStreamer
 
 from ..kernels.dispatch import PYTORCH, Dispatch, unusable
-from ..model.offloading import fetched
+from ..model.offloading import device_of, fetched
 from ..networks.cache import BlockCache, PassingReference, adapted_layers, adapters_of_rows, devices_of_layers, weights_seen
 from ..networks.graphs import cache_for, release_graphs
 from ..networks.layers import pack, plan_layers
@@ -294,7 +294,7 @@ def _picker(model: Any, processors: kinds.LogitsProcessorList, config: MRPGenera
 
 def check_weights(model: Any) -> None:
     """Raise `ValueError` for an active adapter that is more than a change of the layers' weights, and for an `lm_head` of which
-    more than its weight would have to be read: divided, packed or adapted."""
+    more than its weight would have to be read: divided, packed or adapted; or that is nowhere."""
     of_rows = adapters_of_rows(model) or ()
     layers = [layer for layer in adapted_layers(model) if not layer.disable_adapters]
     on = {name for layer in layers for name in (*layer.active_adapters, *of_rows)}
@@ -310,6 +310,7 @@ def check_weights(model: Any) -> None:
             "an adapter of the weights instead, such as LoRA, or decode without it under model.disable_adapter()"
         )
     lm_head, weight, why = model.lm_head, model.lm_head.weight, None
+    device_of(lm_head)
     if hasattr(weight, "to_local"):
         why = "is divided among processes: leave it, and embed_tokens if these are tied, out of tp_plan"
     elif not weight.is_floating_point():

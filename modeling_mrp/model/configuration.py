@@ -38,13 +38,10 @@ def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
         if backbone is None:
             raise ValueError(
                 f"the config's model_type is {kind!r}: what loads are checkpoints of this package ('sdar_mrp'), published ones "
-                "('sdar' and those in docs/models.md) and, by MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'), to "
-                "be converted by training. The code of a repository reads its own family alone: for others install this package"
+                "('sdar' and those in docs/models.md) and, by MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'). The "
+                "code of a repository reads its own family alone: for others install this package"
             )
-        fields = {name: value for name, value in fields.items() if value is not None}
-        if "hidden_size" in fields and "num_attention_heads" in fields:
-            fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
-        fields = {**backbone.translated(fields), "family": backbone.family}
+        fields = backbone.translated({name: value for name, value in fields.items() if value is not None})
         known |= backbone.fields.keys()
     return {**{name: value for name, value in fields.items() if name in known}, "model_type": "sdar_mrp"}
 
@@ -52,20 +49,15 @@ def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
 class MRPConfig(Qwen3Config):
     """A `Qwen3Config` plus what block diffusion and the MRP head need (SDAR, arXiv 2510.06303; MRP, arXiv 2605.18817).
 
-    The published configs (`model_type: "sdar"` and those of other families) load too; fields of theirs that mean nothing here
-    are dropped. A family may have fields of its own, such as a number of experts.
+    The published configs load too; fields of theirs that mean nothing here are dropped. `ValueError` for values that no model
+    here can have.
 
     Args:
-        family: Which layers the backbone has (`modeling_mrp/model/families`); `sdar`: Qwen3's.
+        family: Which layers the backbone has (`modeling_mrp/model/families`), which may have fields of their own.
         block_size: Tokens per diffusion block, counted from absolute position 0.
         mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
         num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
-        base_model_name_or_path: The backbone, in the config of a repository that holds a head alone; None everywhere else.
-        base_model_revision: The backbone's commit, branch or tag.
-
-    Raises:
-        ValueError: if a block, an id or a number of layers is out of bounds; a layer uses sliding-window attention (the
-            block-causal mask has no window); the attention is another repository's; the config is of another kind of model.
+        base_model_name_or_path, base_model_revision: The backbone, in the config of a repository that holds a head alone.
     """
 
     model_type = "sdar_mrp"
@@ -88,13 +80,10 @@ class MRPConfig(Qwen3Config):
         ):
             if not isinstance(value, int) or not least <= value <= most:
                 raise ValueError(f"{name} is {value!r}: it must be an int from {least} to {most} ({why})")
-        own = {} if self.family == DENSE else backbone_of(self.family).fields
-        super().__post_init__(**{**own, **kwargs})
+        super().__post_init__(**{**backbone_of(self.family).fields, **kwargs})
         if self.layer_types != ["full_attention"] * self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in each of the "
-                f"{self.num_hidden_layers} layers"
-            )
+            needed = f"block diffusion needs 'full_attention' in each of the {self.num_hidden_layers} layers"
+            raise ValueError(f"layer_types is {self.layer_types}: {needed}")
         if "/" in str(self._attn_implementation):
             raise ValueError(
                 f"attn_implementation is {self._attn_implementation!r}, code of another repository, which is not run (and "

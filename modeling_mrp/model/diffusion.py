@@ -1,7 +1,6 @@
-"""Block diffusion: attention masks, and the noise of a text with its loss.
+"""Block diffusion: attention masks (True where a query may look at a key), and the noise of a text with its loss.
 
-Positions are absolute and count from 0 at a sequence's first real token; the block of a position is
-``position // block_size``. Masks here are boolean, True where a query may look at a key.
+Positions are absolute, from 0 at a sequence's first real token; the block of a position is ``position // block_size``.
 """
 
 import zlib
@@ -48,7 +47,6 @@ def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
         return torch.rand(len(ids), 1 + ids.shape[1], device=ids.device)
     drawn = torch.zeros(len(ids), 1 + ids.shape[1])
     for row, (kept, tokens) in enumerate(zip(valid.cpu(), ids.cpu(), strict=True)):
-        seed = zlib.crc32(repr(tokens[kept].tolist()).encode())
-        places = F.pad(kept, (1, 0), value=True)
-        drawn[row, places] = torch.rand(int(places.sum()), generator=torch.Generator().manual_seed(seed))
+        own = torch.Generator().manual_seed(zlib.crc32(repr(tokens[kept].tolist()).encode()))
+        drawn[row, F.pad(kept, (1, 0), value=True)] = torch.rand(1 + int(kept.sum()), generator=own)
     return drawn.to(ids.device)

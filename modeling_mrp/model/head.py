@@ -24,8 +24,7 @@ _SHARED = [
 class MRPHead(nn.Module):
     """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
 
-    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are Qwen3's, and keep their own KV in the
-    layers of the cache that follow the backbone's. A new head is the identity.
+    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``, with Qwen3's layers. A new head adds nothing.
     """
 
     def __init__(self, config: MRPConfig) -> None:
@@ -37,7 +36,7 @@ class MRPHead(nn.Module):
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers))
         self.place_behind(config)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        nn.init.zeros_(self.norm.weight)  # a new head adds nothing: A + C = A
+        nn.init.zeros_(self.norm.weight)
 
     def place_behind(self: Any, backbone: MRPConfig) -> None:
         """Let the layers keep their KV behind that of a backbone's, and attend as it does."""

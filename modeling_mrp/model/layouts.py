@@ -1,7 +1,4 @@
-"""The layouts that checkpoints come in: names of tensors, and the files of a folder or a repository.
-
-The backbone's tensors have Qwen3's names in all of them.
-"""
+"""The layouts that checkpoints come in: names of heads' tensors, and the files of a folder or a repository."""
 
 import json
 import os
@@ -39,25 +36,19 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[dict[str, Any], str | None]:
-    """Read a JSON file of a checkpoint, fetched from the Hub if needed, and find its commit, None for a folder's.
-
-    Raises `OSError` if there is none, or no such folder or repository, and `ValueError` if it holds no object.
-    """
+    """Read a JSON file of a checkpoint, fetched if needed, and find its commit, None for a folder's; `OSError` without one."""
     try:
         if (path := cached_file(source, name, **hub)) is None:
             raise OSError(f"there is no {name}; an adapter is loaded with model.load_adapter, on its base")
     except OSError as error:
         raise OSError(
-            f"{source!r} is no folder here, and as a repository it could not be read: check the path ({error})"
+            f"{source!r} is no folder here, and could not be read as a repository: check the path ({error})"
         ) from error
     return json_object(Path(path)), None if os.path.isdir(source) else extract_commit_hash(path, None)
 
 
 def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
-    """Find a checkpoint's safetensors files, fetched if needed: all, or those with tensors of some prefixes.
-
-    Raises `ValueError` if there are none, and `OSError` if the Hub does not answer, or refuses, or a shard is not there.
-    """
+    """Find a checkpoint's safetensors files, fetched if needed, or those with tensors of some prefixes; or `ValueError`."""
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     there = (cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub) for name in names)
     if (found := next(filter(None, there), None)) is None:
@@ -74,16 +65,11 @@ def is_hub_id(name: str) -> bool:
 
 
 def backbone_location(name: str, source: str) -> str:
-    """Check the name of a backbone in the config of the head repository `source`, and return it.
-
-    Raises `ValueError` for a name that is neither a repository's nor, in a local folder's config, a folder's absolute path.
-    """
-    if os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name):
-        return name
-    if not is_hub_id(name) or os.path.exists(name):
+    """Check and return the backbone's name in the config of the head repository `source`; `ValueError` if it may not be."""
+    allowed = is_hub_id(name) and not os.path.exists(name)
+    if not allowed and not (os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name)):
         raise ValueError(
-            f"the config of {source} names the backbone {name!r}, which is not followed: a config from the Hub names a "
-            "repository ('org/name') and no path that exists here, that of a local folder may also name an existing folder by "
-            "its absolute path. Give another its head by from_backbone(backbone, head=...)"
+            f"the config of {source} names the backbone {name!r}, which is not followed: it must be 'org/name', and no path "
+            "that exists here, or in a folder's config another's absolute path. Load both by from_backbone(backbone, head=...)"
         )
     return name

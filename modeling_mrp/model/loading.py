@@ -45,7 +45,7 @@ class MRPPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
-    # Of a loaded model: a repository's id and its commit, or a folder's absolute path and None.
+    # What a head names: a repository's id and its commit, or a folder's absolute path and None; of a loaded model, its source.
     backbone_source: tuple[str, str | None] | None = None
 
     @classmethod
@@ -57,12 +57,9 @@ class MRPPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load as transformers does: a full checkpoint of this package, one in the published layouts, or a head repository.
 
-        A head repository's backbone is loaded by the name and revision in its config, and given the head; `revision` and
-        `subfolder` are then the head's. Only safetensors are read, and no code but this package's runs.
-
-        Raises:
-            ValueError: if the checkpoint is of another kind of model, is cut short or does not fit its config (all tensors that
-                do not are listed); if the backbone of a head repository may not be followed or does not suit the head.
+        A head repository's backbone is loaded by the name and revision in its config; `revision` and `subfolder` are a head's.
+        Only safetensors are read, and no code but this package's runs. `ValueError` for another kind of model, tensors that
+        do not fit the config (it lists them), or a backbone that may not be followed.
         """
         kwargs["key_mapping"] = {**_KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
         if pretrained_model_name_or_path is None:  # from a config and a state dict
@@ -100,14 +97,14 @@ class MRPPreTrainedModel(PreTrainedModel):
         return (model, info) if with_info else model
 
     @classmethod
-    def from_backbone(cls, backbone: Any, head: Any = None, head_revision: str | None = None, **kwargs: Any) -> Any:
+    def from_backbone(cls, backbone: Any, head: Any = None, **kwargs: Any) -> Any:
         """Load a backbone and a head from different places.
 
         Args:
             backbone: A folder or id that `from_pretrained` takes, except a head repository; or that of an autoregressive Qwen3
                 checkpoint, with `block_size` and `mask_token_id`, which becomes a block-diffusion model only by training.
             head: What `attach_head` takes, in place of a head that the backbone has.
-            kwargs: As for `from_pretrained`; `revision` is the backbone's.
+            kwargs: As for `from_pretrained`; `revision` is the backbone's (a head's: `attach_head`).
         """
         source = os.fspath(backbone)
         found, _ = stored_json(source, **hub_options(kwargs))
@@ -123,18 +120,15 @@ class MRPPreTrainedModel(PreTrainedModel):
             )
         model = cls.from_pretrained(source, **kwargs)
         if head is not None:
-            model._take_head(head, hub_options({**kwargs, "revision": head_revision, "subfolder": None}), kwargs)
+            model._take_head(head, hub_options({**kwargs, "revision": None, "subfolder": None}), kwargs)
         return model
 
     def attach_head(self: Any, head: Any, **hub: Any) -> None:
-        """Give the model a head, in place of its own if it has one. The backbone stays as it is.
+        """Give the model a head, in place of its own if it has one; `ValueError`, and the model as before, if it does not fit.
 
         Args:
             head: A folder or id, of which the head is read and nothing else, in whatever layout; or an `MRPHead`.
             hub: `revision`, `token`, ... for an id.
-
-        Raises:
-            ValueError: if there is none, it was made for another backbone, or its tensors do not fit; the model is as before.
         """
         if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
             raise ValueError(f"{', '.join(unknown)}: attach_head takes {', '.join(HUB_OPTIONS)}. Check the spelling")
@@ -144,8 +138,8 @@ class MRPPreTrainedModel(PreTrainedModel):
             check_same_backbone(head.layers[0].self_attn.config, self.config, "another model")
         if (processes := getattr(self, "_tp_size", None) or 1) > 1:
             raise ValueError(
-                f"the model's layers are divided among {processes} processes, those of a head that is attached are not: attach "
-                "it in one process, save_pretrained the whole model, and load that with tensor parallelism"
+                f"the layers are divided among {processes} processes, those of an attached head would not be: attach it in one "
+                "process, save_pretrained the whole model, and load that with tensor parallelism"
             )
         device = device_of(self.lm_head)
         head.to(device, self.lm_head.weight.dtype)
@@ -165,18 +159,13 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
-        """Make an MRP model that shares a stock model's parameters, with a repository's head; later calls reuse it.
-
-        Raises `ValueError` if the stock model has other parameters than a Qwen3 decoder under `model.` and `lm_head.`.
-        """
+        """Make an MRP model that shares a stock Qwen3 model's parameters, with a repository's head; later calls reuse it."""
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         like = parameters["lm_head.weight"]
-        source = (repository, download.get("revision"), like.dtype, like.device)
+        source = (repository, download.get("revision"), like.dtype, like.device, *map(id, parameters.values()))
         known, model = _MADE.get(stock, (None, None))
         if known == source:
-            shared = dict(model.named_parameters(remove_duplicate=False))
-            if all(shared[name] is value for name, value in parameters.items()):
-                return model
+            return model
         head = cls.config_class.from_pretrained(repository, **download)
         fields = {"block_size": head.block_size, "mask_token_id": head.mask_token_id, **stock.config.to_dict()}
         config = cls.config_class.from_dict({**fields, "model_type": "sdar", "num_nextn_predict_layers": 0})
@@ -199,36 +188,24 @@ class MRPPreTrainedModel(PreTrainedModel):
         self,
         save_directory: Any,
         is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
+        state_dict: Any = None,
         *,
         head_only: bool = False,
-        base_model_name_or_path: str | None = None,
-        base_model_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save weights, both configs and the remote code as transformers does, or the head alone.
-
-        Args:
-            head_only: Whether to write the head alone, which names its backbone and loads it.
-            base_model_name_or_path, base_model_revision: With `head_only`, the backbone's id or absolute path and its commit,
-                branch or tag, if it is not what the model was loaded from.
-
-        Raises:
-            ValueError: for an option of the generation config that is out of range, or a head that cannot be saved alone.
-        """
-        folder, named = Path(save_directory), (base_model_name_or_path, base_model_revision)
+        """Save weights, both configs and the remote code as transformers does; with `head_only` the head alone, which names
+        `backbone_source` as its backbone and loads it. `ValueError` for a head that cannot be saved alone."""
+        folder = Path(save_directory)
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
         if head_only:
             if kwargs.get("push_to_hub"):
                 raise ValueError("push_to_hub with head_only=True: save the head to a folder, and push that with `mrp push`")
-            head, config = head_to_save(self, state_dict, named if base_model_name_or_path else self.backbone_source)
+            head, config = head_to_save(self, state_dict)
             if is_main_process:
                 config.save_pretrained(folder)
                 self.generation_config.save_pretrained(folder)
                 save_file(head, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-        elif any(named):
-            raise ValueError(f"the backbone is {named}: a full checkpoint names none. Pass head_only=True, or leave them out")
         else:
             kwargs["save_original_format"] = False  # our names, also if the model came in a published layout
             super().save_pretrained(folder, is_main_process, state_dict, **kwargs)
@@ -250,8 +227,7 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
         """Read the head of a checkpoint from its files."""
-        if (commit := stored_json(source, **hub)[1]) is not None:
-            hub = {**hub, "revision": commit}
+        hub = {**hub, "revision": stored_json(source, **hub)[1] or hub.get("revision", "main")}
         config: Any = MRPConfig.from_pretrained(source, **hub)
         if not config.has_head:
             raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
@@ -271,15 +247,14 @@ class MRPPreTrainedModel(PreTrainedModel):
         return head
 
 
-def head_to_save(
-    model: Any, state_dict: dict[str, Tensor] | None, backbone: tuple[str | None, str | None] | None
-) -> tuple[dict[str, Tensor], MRPConfig]:
+def head_to_save(model: Any, state_dict: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], MRPConfig]:
     """Select the tensors and the config of a head repository; `ValueError` for a head that cannot be saved alone."""
-    if model.mrp_head is None or backbone is None:
+    if model.mrp_head is None:
+        raise ValueError("head_only=True: the model has no MRP head. Give it one with attach_head, or save it whole")
+    if model.backbone_source is None:
         raise ValueError(
-            "head_only=True needs a head, and a checkpoint that it can name as its backbone: the model has "
-            f"{'no MRP head' if model.mrp_head is None else 'one, and was not loaded from any'}. Give it one with attach_head, "
-            "pass base_model_name_or_path (and base_model_revision), or save it whole"
+            "head_only=True: a head names its backbone, and this model was not loaded from a checkpoint, or trained since. Set "
+            "model.backbone_source = (name or path, revision or None), or save it whole"
         )
     state = model.state_dict() if state_dict is None else state_dict
     head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
@@ -293,7 +268,7 @@ def head_to_save(
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
-    config.base_model_name_or_path, config.base_model_revision = backbone
+    config.base_model_name_or_path, config.base_model_revision = model.backbone_source
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the backbone's
     return head, config

@@ -1,10 +1,14 @@
 """Access to modules whose weights accelerate keeps on disk or in CPU memory and fetches for each of their forwards."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+
+try:
+    from accelerate.utils import align_module_device as fetched
+except ImportError:  # then all weights are where they are used
+    fetched = nullcontext
 
 
 def device_of(module: Any) -> torch.device:
@@ -18,17 +22,3 @@ def device_of(module: Any) -> torch.device:
             "model with from_pretrained, with device_map if it is to be offloaded"
         )
     return torch.device(device)
-
-
-@contextmanager
-def fetched(module: Any) -> Iterator[None]:
-    """Keep the weight of a module on its device, for code that reads it without calling the module."""
-    device_of(module)  # or says that the weight is nowhere
-    hook = getattr(module, "_hf_hook", None)
-    if hook is not None:
-        hook.pre_forward(module)
-    try:
-        yield
-    finally:
-        if hook is not None:
-            hook.post_forward(module, None)

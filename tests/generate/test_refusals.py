@@ -147,7 +147,7 @@ ARGUMENTS: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "forward": [
         ({"input_ids": None}, "neither input_ids nor inputs_embeds: pass one of them"),
-        ({"noise_level": torch.ones(1)}, "^noise_level: no effect without labels.*Pass them too"),
+        ({"noise": torch.zeros(1, 6)}, "^noise, num_items_in_batch: no effect without labels.*Pass them too"),
         ({"attention_masks": 5}, "no argument attention_masks: check the spelling"),
         ({"use_cache": False, "output_attentions": None, "output_hidden_states": False, "return_dict": None}, ""),  # as peft
     ],
@@ -156,10 +156,9 @@ ARGUMENTS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"attention_mask": torch.ones(1, 1, 5, 5)}, ALONE),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}, "has holes.*contiguous, .*one side"),
         *(({name: value}, f"^{name}: no effect with labels.*Leave out either") for name, value in NAMED.items()),
-        *(({"noise_level": torch.tensor([v])}, r"noise_level is \[.*\]: levels are above 0") for v in (0.0, 1.01, NAN)),
-        ({"noise_mask": torch.ones(1, 4).bool()}, r"noise_mask has shape \[1, 4\]: .* must be \[1, 5\]"),
+        ({"labels": torch.ones(1, 4).long()}, r"labels has shape \[1, 4\]: .* must be \[1, 5\]"),
         ({"num_items_in_batch": 3, "use_cache": None, "position_ids": None, "logits_to_keep": 0, "junk": None}, ""),
-        ({"noise_level": torch.ones(1), "noise_mask": PROMPT > 0}, ""),
+        ({"noise": torch.zeros(1, 6)}, ""),
     ],
     "score": [
         ({"input_ids": torch.tensor([[1, 60]])}, "mask id 60.*call the model"),

@@ -91,7 +91,8 @@ def test_offline_in_a_fresh_process(saved: tuple[Path, Path], fresh: Fresh, tmp_
     full, adapter = saved
     in_hub_cache(full, fresh.hub_cache, "org/backbone")
     model = MRPForCausalLM.from_pretrained(full)
-    model.save_pretrained(tmp_path / "head", head_only=True, base_model_name_or_path="org/backbone", base_model_revision=SHA)
+    model.backbone_source = ("org/backbone", SHA)
+    model.save_pretrained(tmp_path / "head", head_only=True)
     in_hub_cache(tmp_path / "head", fresh.hub_cache, "org/head")
     config = json.loads((adapter / "adapter_config.json").read_text())
     shutil.copytree(adapter, tmp_path / "adapter")

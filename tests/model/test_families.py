@@ -182,10 +182,11 @@ def test_a_loss_of_fast_dllm_is_that_of_the_shifted_logits(tmp_path: Path) -> No
     clean one."""
     twin, length = twin_of("fast_dllm_v2", 4, tmp_path), 10
     ids = torch.randint(6, 90, (1, length), generator=torch.Generator().manual_seed(3))
-    hidden = torch.zeros(1, length, dtype=torch.bool)
-    hidden[0, [3, 4, 5, 8]] = True
+    noise = torch.full((1, 1 + length), 0.5)
+    noise[0, [4, 5, 6, 9]] = 0.0
+    hidden = noise[:, 1:] < 0.5
     with torch.no_grad():
-        loss = twin.model(ids, labels=ids, noise_mask=hidden, noise_level=torch.tensor([0.5])).loss
+        loss = twin.model(ids, labels=ids, noise=noise).loss
     total = 0.0
     for at in (3, 4, 5, 8):
         start = at // 4 * 4

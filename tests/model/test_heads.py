@@ -217,8 +217,7 @@ def test_a_head_that_cannot_be_saved_alone(folders: dict[str, Path], tmp_path: P
     refused: list[tuple[MRPForCausalLM, dict[str, Any], str]] = [
         (backbone, {"head_only": True}, r"the model has no MRP head\. Give it one with attach_head"),
         (backbone, {"head_only": True, "push_to_hub": True}, "save the head to a folder, and push that with `mrp push`"),
-        (make_model(), {"head_only": True}, "pass base_model_name_or_path"),
-        (backbone, {BASE[1]: "x"}, r"names none\. Pass head_only=True"),
+        (make_model(), {"head_only": True}, r"Set model\.backbone_source = \(name"),
     ]
     for model, given, message in refused:
         with pytest.raises(ValueError, match=message):

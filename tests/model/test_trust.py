@@ -40,7 +40,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_model().float()
     model.save_pretrained(folder / "full")
     model.save_pretrained(folder / "sharded", max_shard_size="20KB")
-    model.save_pretrained(folder / "head", head_only=True, base_model_name_or_path=str(folder / "full"))
+    model.backbone_source = (str(folder / "full"), None)
+    model.save_pretrained(folder / "head", head_only=True)
     return folder
 
 

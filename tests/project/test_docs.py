@@ -100,7 +100,8 @@ def test_the_python_of_the_page_of_loading(tmp_path: Path, elsewhere: Path) -> N
     bare.save_pretrained(tmp_path / "bare")
     AutoTokenizer.from_pretrained(TINY, trust_remote_code=True).save_pretrained(tmp_path / "bare")
     backbone = as_published(tmp_path / "bare", tmp_path / "backbone")
-    embedded.save_pretrained(tmp_path / "head", head_only=True, base_model_name_or_path=str(backbone))
+    embedded.backbone_source = (str(backbone), None)
+    embedded.save_pretrained(tmp_path / "head", head_only=True)
     names = run_page(
         "docs/loading.md",
         **{  # custom generation needs a Hub, and a stock model its repository's code: tests/model/test_custom_generate.py

@@ -87,7 +87,9 @@ def test_a_card_claims_nothing_that_no_person_said(folder: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["head", "adapter"])
 def test_cards_of_heads_and_adapters_name_their_base(tmp_path: Path, kind: str) -> None:
-    make_model().save_pretrained(tmp_path, head_only=True, base_model_name_or_path="org/base", base_model_revision="v1")
+    model = make_model()
+    model.backbone_source = ("org/base", "v1")
+    model.save_pretrained(tmp_path, head_only=True)
     if kind == "adapter":
         (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
     card = render_card(tmp_path, kind, "org/mine")
@@ -110,7 +112,9 @@ RUN = {
 def test_the_recipe_comes_from_the_run(folder: Path, tmp_path: Path, base: str) -> None:
     """What made the weights, with the names of files alone; what is left is a file for `--config`. A model that was trained
     names the one it began with, if that is on the Hub."""
-    make_model().save_pretrained(tmp_path / "head", head_only=True, base_model_name_or_path=base)
+    model = make_model()
+    model.backbone_source = (base, None)
+    model.save_pretrained(tmp_path / "head", head_only=True)
     (tmp_path / "head" / "run.yaml").write_text(yaml.safe_dump(RUN))
     told = str(render_card(tmp_path / "head", "head", "org/mine")).split("## Trained\n\n")[1].split("\n## ")[0]
     assert told.startswith("Trained by `mrp train head` with these settings")

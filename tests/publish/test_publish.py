@@ -42,7 +42,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     model.save_pretrained(at / "full")
     model.save_pretrained(at / "shards", max_shard_size="40KB")
     tokenizer(64).save_pretrained(at / "shards")
-    model.save_pretrained(at / "head", head_only=True, base_model_name_or_path="org/backbone", base_model_revision="a" * 40)
+    model.backbone_source = ("org/backbone", "a" * 40)
+    model.save_pretrained(at / "head", head_only=True)
     (at / "adapter").mkdir()
     named = {"base_model_name_or_path": "org/head", "peft_type": "LORA"}
     (at / "adapter" / "adapter_config.json").write_text(json.dumps(named))

@@ -48,7 +48,8 @@ def published(folder: Path) -> Path:
 def head_alone(folder: Path) -> Path:
     """A head repository that names a backbone in the layout of SDAR."""
     model: Any = MRPForCausalLM.from_pretrained(TINY)
-    model.save_pretrained(folder / "head", head_only=True, base_model_name_or_path=str(bare(folder)))
+    model.backbone_source = (str(bare(folder)), None)
+    model.save_pretrained(folder / "head", head_only=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / "head" / name).write_bytes((TINY / name).read_bytes())
     return folder / "head"

@@ -38,9 +38,9 @@ def training_example() -> dict[str, Tensor]:
     for row, (prompt, length) in enumerate(((5, 11), (4, 6), (0, 8))):
         labels[row, prompt:length] = ids[row, prompt:length]
         mask[row, length:] = 0
-    noise = torch.rand(3, 11, generator=torch.Generator().manual_seed(1)) < 0.6
-    level = torch.tensor([0.9, 0.35, 0.6], dtype=torch.float64)
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "noise_level": level, "noise_mask": noise}
+    noise = torch.rand(3, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    noise[:, 0] = torch.tensor([0.1, 0.65, 0.4])
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "noise": noise}
 
 
 @pytest.mark.usefixtures("exact_norms")
@@ -48,12 +48,14 @@ def training_example() -> dict[str, Tensor]:
 def test_loss_and_gradients_equal_the_loop_over_blocks(before: list[int]) -> None:
     """With so much of each row's padding before its tokens. The package takes its cross-entropy in float32, hence 1e-6."""
     example = training_example()
-    level, noise = example["noise_level"], example["noise_mask"]
+    level, noise = 1 - example["noise"][:, 0], example["noise"][:, 1:] < 1 - example["noise"][:, :1]
     packed, naive = make_model(), make_model()
     moved = {
-        name: torch.stack([row.roll(shift) for row, shift in zip(value, before, strict=True)]) if value.dim() > 1 else value
+        name: torch.stack([row.roll(shift) for row, shift in zip(value, before, strict=True)])
         for name, value in example.items()
     }
+    rolled = [row.roll(shift) for row, shift in zip(example["noise"][:, 1:], before, strict=True)]
+    moved["noise"] = torch.cat([example["noise"][:, :1], torch.stack(rolled)], 1)
     loss = packed(**moved).loss
     expected = naive_loss(naive, example["input_ids"], example["labels"], [11, 6, 8], level, noise)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -109,7 +111,7 @@ QUIET: dict[str, Any] = {"use_cpu": True, "report_to": "none", "max_steps": 1, "
 def stock_trainer(folder: Path, size: int = 1, of_trainer: Any = None, **options: Any) -> Trainer:
     """transformers' own, whose step takes two rows; every learned token is masked."""
     ids = random_ids(13, 2, 8)
-    rows = [{"input_ids": row, "labels": row, "noise_level": torch.tensor(1.0), "noise_mask": row > 0} for row in ids]
+    rows = [{"input_ids": row, "labels": row, "noise": torch.zeros(9)} for row in ids]
     options |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": 2 // size, "logging_steps": 1}
     arguments = TrainingArguments(str(folder), **QUIET, **options)
     return Trainer(make_model(num_nextn_predict_layers=0), arguments, train_dataset=rows, **(of_trainer or {}))

@@ -18,11 +18,13 @@ class FamilyBackbone(MRPBackbone):
     Layers have a `self_attn` with `k_proj`, and put keys of `num_key_value_heads` heads of `head_dim` into the cache.
 
     Attributes:
-        fields: Fields of the config beyond those of `MRPConfig`, with their values where a config leaves them out.
+        unsaid: Fields that its published configs leave out, with their values.
+        renamed: Fields of its published configs that have another name here, with that.
         conversions: How transformers makes the model's tensors of published ones.
     """
 
-    fields: ClassVar[dict[str, Any]] = {}
+    unsaid: ClassVar[dict[str, Any]] = {}
+    renamed: ClassVar[dict[str, str]] = {}
     layer: ClassVar[Any]
     attention: ClassVar[Any]
     norm_kind: ClassVar[Any]
@@ -40,6 +42,14 @@ class FamilyBackbone(MRPBackbone):
         cls._can_record_outputs = {"hidden_states": cls.layer, "attentions": cls.attention}
         if cls.conversions:
             register_checkpoint_conversion_mapping(cls.__name__, list(cls.conversions), overwrite=True)
+
+    @classmethod
+    def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Translate those fields of a published config that are not null into those of `MRPConfig`; others are dropped."""
+        if "hidden_size" in fields and "num_attention_heads" in fields:
+            fields = {"head_dim": fields["hidden_size"] // fields["num_attention_heads"], **fields}
+        ours = {cls.renamed.get(name, name): value for name, value in fields.items()}
+        return {**cls.unsaid, **ours, "family": cls.family}
 
     def __init__(self, config: Any) -> None:
         if getattr(config, "distributed_config", None) is not None:

@@ -4,9 +4,6 @@ The hidden state at position i predicts the token at i + 1. So a block's first t
 before it, once that is clean, and does not see its own block.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
 from .backbone import FamilyBackbone
@@ -19,9 +16,5 @@ class FastDLLMBackbone(FamilyBackbone):
     shifted = True
     layer, attention = Qwen2DecoderLayer, Qwen2Attention
     norm_kind, rotary = Qwen2RMSNorm, Qwen2RotaryEmbedding
-    published, unsaid = {"model_type": "Fast_dLLM_Qwen"}, {"mask_token_id": 151665}
-
-    @classmethod
-    def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """As in the base; published configs call the block size `bd_size`."""
-        return super().translated({"block_size": fields.get("bd_size", 32), **fields})
+    published, renamed = {"model_type": "Fast_dLLM_Qwen"}, {"bd_size": "block_size"}
+    unsaid = {"block_size": 32, "mask_token_id": 151665}

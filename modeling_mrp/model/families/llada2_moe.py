@@ -6,7 +6,6 @@ expert; rotation of a part of each head. Checkpoints hold queries, keys and valu
 
 import logging
 import re
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -33,12 +32,11 @@ _NAMES = {
 log = logging.getLogger(__name__)
 
 
-class SplitHeads(ConversionOps):
+class _SplitHeads(ConversionOps):
     """A split of the rows of one matrix into those of queries, keys and values, by a config's numbers of heads."""
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: list[str], **kwargs: Any) -> Any:
-        """Split the one tensor of `input_dict`; `config` is among the keyword arguments."""
         (given,) = input_dict.values()
         config, tensor = kwargs["config"], given[0] if isinstance(given, list) else given
         sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
@@ -65,12 +63,13 @@ class LLaDA2Backbone(FamilyBackbone):
     layer, attention = glm4_moe.Glm4MoeDecoderLayer, glm4_moe.Glm4MoeAttention
     norm_kind, rotary = glm4_moe.Glm4MoeRMSNorm, glm4_moe.Glm4MoeRotaryEmbedding
     unsaid = {"block_size": 32, "mask_token_id": 156895, "eos_token_id": 156892}
+    renamed: ClassVar[dict[str, str]] = {"num_shared_experts": "n_shared_experts"}
     conversions = (
         *(WeightRenaming(published, ours) for published, ours in _NAMES.items()),
         WeightConverter(
             source_patterns="attention.query_key_value.weight",
             target_patterns=[f"self_attn.{part}_proj.weight" for part in "qkv"],
-            operations=[SplitHeads()],
+            operations=[_SplitHeads()],
         ),
         *get_checkpoint_conversion_mapping("glm4_moe"),
     )
@@ -85,14 +84,13 @@ class LLaDA2Backbone(FamilyBackbone):
             )
 
     @classmethod
-    def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """As in the base; `ValueError` for layers that have other parts than those of the published models."""
         if wrong := {name: fields[name] for name, value in _FIXED.items() if fields.get(name, value) != value}:
             raise ValueError(f"the config has {wrong}: published models of the family 'llada2_moe' do not, nor does this")
         rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
         return {
             **super().translated({name: value for name, value in fields.items() if name not in _DROPPED}),
-            "n_shared_experts": fields.get("num_shared_experts", 1),
             "rope_parameters": {
                 **{"rope_type": "default", "rope_theta": fields.get("rope_theta", 10000.0)},
                 **{"partial_rotary_factor": fields.get("partial_rotary_factor", 0.5), **rope},

@@ -1,6 +1,5 @@
 """SDAR's backbone (`sdar`): Qwen3, and a mask that has to be given. The other families begin here, and are found here."""
 
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,7 +8,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 DENSE = "sdar"  # the family of a config that names none
 FAMILIES: dict[str, Any] = {}  # classes of backbones, which register themselves
-_FOLDER = Path(__file__).parent if Path(__file__).stem == DENSE else None  # the families' files, if this is one of them
 
 
 class MRPBackbone(Qwen3Model):
@@ -19,7 +17,7 @@ class MRPBackbone(Qwen3Model):
         family: The family's name, the value of `MRPConfig.family`.
         models, paper: Names of its published models, and where they are described.
         published: Fields that tell its published configs; `model_type` is the family's name unless it is among them.
-        unsaid: Fields that its published configs leave out, with their values.
+        fields: Fields of the config beyond those of `MRPConfig`, with their values where a config leaves them out.
         shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
     """
 
@@ -28,7 +26,7 @@ class MRPBackbone(Qwen3Model):
     models: ClassVar[str] = "SDAR"
     paper: ClassVar[str | None] = "2510.06303"
     published: ClassVar[dict[str, Any]] = {"model_type": DENSE}
-    unsaid: ClassVar[dict[str, Any]] = {}
+    fields: ClassVar[dict[str, Any]] = {}
     shifted: ClassVar[bool] = False
 
     @classmethod
@@ -45,18 +43,14 @@ class MRPBackbone(Qwen3Model):
             )
         return super().forward(*args, attention_mask=attention_mask, **kwargs)
 
-    @classmethod
-    def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate those fields of a published config that are not null into those of `MRPConfig`; others are dropped."""
-        return {**cls.unsaid, **fields}
-
 
 FAMILIES[DENSE] = MRPBackbone
 
 
 def families() -> dict[str, Any]:
     """Find the backbone class of every family, in this folder and elsewhere; a repository's code has only its checkpoint's."""
-    for file in sorted(_FOLDER.glob("[a-z]*.py")) if _FOLDER else ():
+    here = Path(__file__)
+    for file in sorted(here.parent.glob("[a-z]*.py")) if here.stem == DENSE else ():
         import_module(f"{__package__}.{file.stem}")
     return FAMILIES
 

@@ -84,7 +84,7 @@ def push(
     if base is not None and not is_hub_id(base):
         raise ValueError(
             f"base_model is {base!r}: it must be the id of a model on the Hub, 'org/name', where others find it. Name it "
-            "when saving (base_model_name_or_path), or with --base-model of the command"
+            "when saving (model.backbone_source), or with --base-model of the command"
         )
     written = found.files["README.md"].read_text(encoding="utf-8") if "README.md" in found.files else FORM
     is_ours = new_card or not is_users_card(written)
