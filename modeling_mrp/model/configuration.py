@@ -42,7 +42,7 @@ def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
                 "code of a repository reads its own family alone: for others install this package"
             )
         fields = backbone.translated({name: value for name, value in fields.items() if value is not None})
-        known |= backbone.fields.keys()
+        known |= backbone.fields.keys() | backbone.unsaid.keys()
     return {**{name: value for name, value in fields.items() if name in known}, "model_type": "sdar_mrp"}
 
 

@@ -185,13 +185,7 @@ class MRPPreTrainedModel(PreTrainedModel):
         return model
 
     def save_pretrained(
-        self,
-        save_directory: Any,
-        is_main_process: bool = True,
-        state_dict: Any = None,
-        *,
-        head_only: bool = False,
-        **kwargs: Any,
+        self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *, head_only: bool = False, **more: Any
     ) -> None:
         """Save weights, both configs and the remote code as transformers does; with `head_only` the head alone, which names
         `backbone_source` as its backbone and loads it. `ValueError` for a head that cannot be saved alone."""
@@ -199,7 +193,7 @@ class MRPPreTrainedModel(PreTrainedModel):
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
         if head_only:
-            if kwargs.get("push_to_hub"):
+            if more.get("push_to_hub"):
                 raise ValueError("push_to_hub with head_only=True: save the head to a folder, and push that with `mrp push`")
             head, config = head_to_save(self, state_dict)
             if is_main_process:
@@ -207,8 +201,8 @@ class MRPPreTrainedModel(PreTrainedModel):
                 self.generation_config.save_pretrained(folder)
                 save_file(head, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         else:
-            kwargs["save_original_format"] = False  # our names, also if the model came in a published layout
-            super().save_pretrained(folder, is_main_process, state_dict, **kwargs)
+            more["save_original_format"] = False  # our names, also if the model came in a published layout
+            super().save_pretrained(folder, is_main_process, state_dict, **more)
         both = [path for path in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME) if path.is_file()]
         if is_main_process and len(both) == 2:  # transformers leaves those of an earlier save, and loads them first
             min(both, key=lambda path: path.stat().st_mtime_ns).unlink()

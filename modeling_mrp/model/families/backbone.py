@@ -53,10 +53,7 @@ class FamilyBackbone(MRPBackbone):
 
     def __init__(self, config: Any) -> None:
         if getattr(config, "distributed_config", None) is not None:
-            raise ValueError(
-                f"distributed_config: a model of the family {self.family!r} is not divided over processes: use device_map, or "
-                "a model of SDAR's layers"
-            )
+            raise ValueError(f"a model of the family {self.family!r} is not divided over processes: use device_map")
         super(Qwen3Model, self).__init__(config)  # its own __init__ would make Qwen3's layers
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([self.layer(config, index) for index in range(config.num_hidden_layers)])

@@ -18,8 +18,6 @@ from .backbone import FamilyBackbone
 # What published configs say of parts that there is one kind of here.
 _FIXED = {"use_bias": False, "use_qkv_bias": False, "use_qk_norm": True, "norm_head": False, "score_function": "sigmoid"}
 _FIXED |= {"moe_router_enable_expert_bias": True, "use_sliding_window": False}
-# Fields that mean something else here, and what is said in other words.
-_DROPPED = ("num_nextn_predict_layers", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window")
 # Published names of modules, and ours.
 _NAMES = {
     "word_embeddings": "embed_tokens",
@@ -62,7 +60,10 @@ class LLaDA2Backbone(FamilyBackbone):
     }
     layer, attention = glm4_moe.Glm4MoeDecoderLayer, glm4_moe.Glm4MoeAttention
     norm_kind, rotary = glm4_moe.Glm4MoeRMSNorm, glm4_moe.Glm4MoeRotaryEmbedding
-    unsaid = {"block_size": 32, "mask_token_id": 156895, "eos_token_id": 156892}
+    unsaid: ClassVar[dict[str, Any]] = {
+        **{"block_size": 32, "mask_token_id": 156895, "eos_token_id": 156892},
+        **{"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    }
     renamed: ClassVar[dict[str, str]] = {"num_shared_experts": "n_shared_experts"}
     conversions = (
         *(WeightRenaming(published, ours) for published, ours in _NAMES.items()),
@@ -88,11 +89,4 @@ class LLaDA2Backbone(FamilyBackbone):
         """As in the base; `ValueError` for layers that have other parts than those of the published models."""
         if wrong := {name: fields[name] for name, value in _FIXED.items() if fields.get(name, value) != value}:
             raise ValueError(f"the config has {wrong}: published models of the family 'llada2_moe' do not, nor does this")
-        rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-        return {
-            **super().translated({name: value for name, value in fields.items() if name not in _DROPPED}),
-            "rope_parameters": {
-                **{"rope_type": "default", "rope_theta": fields.get("rope_theta", 10000.0)},
-                **{"partial_rotary_factor": fields.get("partial_rotary_factor", 0.5), **rope},
-            },
-        }
+        return super().translated({**fields, "num_nextn_predict_layers": 0})  # theirs are no head
