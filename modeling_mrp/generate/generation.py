@@ -11,7 +11,7 @@ from transformers.generation import logits_process as kinds
 from transformers.generation.streamers import BaseStreamer
 
 from ..kernels.dispatch import PYTORCH, Dispatch, unusable
-from ..model.offloading import device_of, fetched
+from ..model.loading import device_of, fetched
 from ..networks.cache import BlockCache, PassingReference, adapted_layers, adapters_of_rows, devices_of_layers, weights_seen
 from ..networks.graphs import cache_for, release_graphs
 from ..networks.layers import pack, plan_layers

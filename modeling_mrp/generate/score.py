@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from ..kernels.pick import Unembedding
 from ..model.diffusion import taken_from
-from ..model.offloading import fetched
+from ..model.loading import fetched
 from ..networks.cache import BlockCache
 from ..networks.networks import prefill_chunks
 from .generation import check_weights

@@ -20,12 +20,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from .configuration import MRPConfig
 from .head import MRPHead, check_same_backbone
 from .layouts import HEAD, HUB_OPTIONS, PUBLISHED_HEAD, backbone_location, hub_options, our_name, stored_json, weight_files
-from .offloading import device_of
 
 try:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+    from accelerate.utils import align_module_device as fetched  # while its context is open, from disk or another memory
 except ImportError:  # then no model is spread over devices
-    AlignDevicesHook = add_hook_to_module = None
+    AlignDevicesHook, add_hook_to_module, fetched = None, None, contextlib.nullcontext
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,6 @@ class MRPPreTrainedModel(PreTrainedModel):
             ) from error
         model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)  # no checkpoint holds its buffers
         model._take_head(repository, download, {})
-        model.mrp_head.requires_grad_(False)
         _MADE[stock] = source, model
         return model
 
@@ -239,6 +238,19 @@ class MRPPreTrainedModel(PreTrainedModel):
         except (SafetensorError, RuntimeError) as error:
             raise ValueError(f"the head of {source} is not whole, or does not fit its config: {error}") from error
         return head
+
+
+def device_of(module: Any) -> torch.device:
+    """Find the device of a module's weight, or the one to which its hook fetches it; `ValueError` if the weight is nowhere."""
+    device = module.weight.device
+    if device.type == "meta":
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if device is None:
+        raise ValueError(
+            f"the weight of a {type(module).__name__} is on the meta device, and no hook of accelerate fetches it: load the "
+            "model with from_pretrained, with device_map if it is to be offloaded"
+        )
+    return torch.device(device)
 
 
 def head_to_save(model: Any, state_dict: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], MRPConfig]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..model.offloading import device_of
+from ..model.loading import device_of
 
 # Slots that attention reads beyond the texts are a power of two of at least so many where shapes have to stay the same.
 LEAST_BUCKET = 256

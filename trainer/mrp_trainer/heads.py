@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from modeling_mrp.model.head import MRPHead
-from modeling_mrp.model.offloading import device_of
+from modeling_mrp.model.loading import device_of
 
 from .train.options import HeadInit
 
