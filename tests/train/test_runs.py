@@ -108,7 +108,7 @@ def test_a_model_that_is_nowhere_is_named_as_the_model(files: dict[str, str], tm
     """Not as a tokenizer; also by a dry run, which connects to nothing."""
     settings = settings_of(files, tmp_path / "o", model="org/none")
     for call in (open_run, dry_run):
-        with pytest.raises(OSError, match=r"^'org/none' is no folder here, and as a repository it could not be read"):
+        with pytest.raises(OSError, match=r"^'org/none' is no folder here, and could not be read as a repository"):
             call(settings)
     assert not (tmp_path / "o").exists()
 

@@ -48,14 +48,13 @@ def training_example() -> dict[str, Tensor]:
 def test_loss_and_gradients_equal_the_loop_over_blocks(before: list[int]) -> None:
     """With so much of each row's padding before its tokens. The package takes its cross-entropy in float32, hence 1e-6."""
     example = training_example()
-    level, noise = 1 - example["noise"][:, 0], example["noise"][:, 1:] < 1 - example["noise"][:, :1]
-    packed, naive = make_model(), make_model()
+    level, columns = 1 - example["noise"][:, 0], example.pop("noise")[:, 1:]
+    packed, naive, noise = make_model(), make_model(), columns < level[:, None]
     moved = {
         name: torch.stack([row.roll(shift) for row, shift in zip(value, before, strict=True)])
-        for name, value in example.items()
+        for name, value in {**example, "noise": columns}.items()
     }
-    rolled = [row.roll(shift) for row, shift in zip(example["noise"][:, 1:], before, strict=True)]
-    moved["noise"] = torch.cat([example["noise"][:, :1], torch.stack(rolled)], 1)
+    moved["noise"] = torch.cat([1 - level[:, None], moved["noise"]], 1)
     loss = packed(**moved).loss
     expected = naive_loss(naive, example["input_ids"], example["labels"], [11, 6, 8], level, noise)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
