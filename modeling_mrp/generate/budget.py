@@ -1,4 +1,4 @@
-"""The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
+"""Budgets, which choose how much a round drafts: a fixed amount, or the fastest by time and acceptance measured so far.
 
 Drafts never change the text, so the amount may depend on the clock.
 """
@@ -18,7 +18,7 @@ from ..rules.state import Row
 
 # The numbers of states per row to choose from; each has its own CUDA graph.
 WIDTHS = (1, 2, 3, 4, 6, 8)
-# States per row where the clock may not decide: so that several processes agree, or counts are reproducible.
+# States per row where the clock must not decide, so that several processes agree or counts are reproducible.
 UNTIMED_STATES = 4
 
 
@@ -41,15 +41,15 @@ class Budget(Protocol):
     """Chooses how much each round drafts."""
 
     def choose(self, rows: Sequence[Row]) -> Amount:
-        """Choose the amount for the next round of a batch; rows with a `stop` have ended."""
+        """Choose the amount for the batch's next round; rows whose `stop` is set have ended."""
 
     def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
-        """Learn from a round: its seconds, and the number of denoising steps it took, by row."""
+        """Learn from a round that took `seconds` and, by row, `steps` denoising steps."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same amount in every round."""
+    """Chooses the same amount for every round."""
 
     amount: Amount
 
@@ -61,23 +61,23 @@ class Fixed:
         """Learn nothing."""
 
 
-PLAIN = (1, 0)  # states and head passes of the target alone
-Shape = tuple[int, int, int]  # rows of the batch, states of each that are scored, and head passes
+PLAIN = (1, 0)  # states and head passes of a round without drafts (the target alone)
+Shape = tuple[int, int, int]  # of a round: rows of the batch, states scored per row, head passes
 
 
 class Times:
-    """Measured seconds of a round by the states of all rows together, with and without the head."""
+    """Measured seconds of a round by the number of states of all rows together, without and with head passes."""
 
-    FIRST = 3  # rounds of a shape make its time known; in the ones before, it may be recorded or compiled
-    RATE, OUTLIER = 0.1, 1.5
+    FIRST = 3  # rounds after which the time of a shape is known: the first ones may include recording or compiling
+    RATE, OUTLIER = 0.1, 1.5  # of the moving average; the multiple of it to which longer rounds are clipped
 
     def __init__(self) -> None:
         self.seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
         self.first: defaultdict[Shape, list[float]] = defaultdict(list)
-        self.recording = inf  # what the first rounds of a shape take beyond later ones (graphs, compiling): the least of all
+        self.recording = inf  # extra seconds of a shape's first rounds (graphs, compiling), the least of any shape
 
     def learn(self, shape: Shape, seconds: float) -> None:
-        """Learn the seconds of a round."""
+        """Learn the seconds of a round of this shape."""
         (rows, states, passes), first = shape, self.first[shape]
         known, scored = self.seconds[passes > 0], rows * states
         if self.known(shape):
@@ -89,12 +89,12 @@ class Times:
                 self.recording = min(self.recording, sum(first) - len(first) * min(first))
 
     def known(self, shape: Shape) -> bool:
-        """Tell if the time of this shape itself is known: another one with as many states says nothing of its recording."""
+        """Tell if this shape itself was timed: the time of another with as many states says nothing of this one's recording."""
         return len(self.first[shape]) == self.FIRST
 
     def estimate(self, scored: int, passes: int) -> float:
-        """Estimate the seconds of a round, rather too low than too high: those of the largest known smaller one without a pass,
-        where its own are not known; or 0."""
+        """Return the known seconds of a round of `scored` states; if they are unknown, those of the largest round known without
+        head passes and with no more states (rather too low than too high); or 0."""
         plain = self.seconds[0]
         below = [one for one in plain if one <= scored]
         return self.seconds[passes > 0].get(scored) or (plain[max(below)] if below else 0.0)
@@ -103,22 +103,22 @@ class Times:
 class Auto:
     """Chooses the amount of drafting that makes the most denoising steps per second.
 
-    A row cannot draft where its block is whole, or was before the last round, so an amount (at most `states` and `passes`) is
-    judged together with the rounds without drafts that follow from it. One about which too little is known is tried if its best
-    case beats the best known one: more states give more steps, each additional one fewer, and never cost less time. Trials are
-    paid from a balance: a share of the time that the target alone would have taken, and all that drafts have won over it in
-    batches of as many rows. So a first call is at most about that share slower than its target.
+    A row cannot draft while its block is clean, nor before the next block is scored, so an amount (at most `states` and
+    `passes`) is judged together with the undrafted rounds that follow from it. An amount about which too little is known is
+    tried if its best case beats the best known amount: more states give more steps, each further state fewer than the last, and
+    never cost less time. Trials are paid from a balance by number of rows: a share of the time that the target alone would have
+    taken, and all time that drafts have saved. So a first call is at most about that share slower than its target.
     """
 
     SHARE = 0.045  # share of the target's time that trials may cost
     ENOUGH = 0.98  # an amount is tried if its best case is below this share of the best known time
-    HOPE, SURE = 0.9, 4.0  # supposed: the chance of unknown drafts, and rounds of one step each
-    FADE = 1 - 1 / 8000  # factor on what is known, after each round
+    HOPE, SURE = 0.9, 4.0  # supposed: the chance of an untried draft, and rounds of one step each beside the measured ones
+    FADE = 1 - 1 / 8000  # factor on the sums in `gains` after each round
 
     def __init__(self, states: int, passes: int) -> None:
         widths = [one for one in WIDTHS if 1 < one <= states]
         self.ladders = [[(one, min(most, one - 1)) for one in widths] for most in sorted({0, passes})]
-        # By states and passes, sums that fade: rounds, steps per row in them, and the share of rows that could not draft next.
+        # By (states, passes), fading sums over rounds: of 1, of steps per row, and of the share of rows that cannot draft next.
         self.gains = {way: [0.0, 0.0, 0.0] for way in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
         self.times, self.plain = Times(), 0.0  # `plain`: seconds per step of the target alone
         self.balance: defaultdict[int, float] = defaultdict(float)  # seconds, by number of rows in the batch
@@ -142,7 +142,7 @@ class Auto:
     def best(self, size: int, going: int, one: float, two: float) -> tuple[int, int]:
         """Choose the (states, passes) of least known time per step, or of a better best case if the balance pays a trial.
 
-        `going` of `size` rows have not ended; `one` and `two`: seconds of a round of 1 and 2 states a row.
+        Of the batch's `size` rows, `going` have not ended; a round of 1 or 2 states a row takes `one` or `two` seconds.
         """
         times, (rounds, _, stuck) = self.times, self.gains[PLAIN]
         stuck /= max(1.0, rounds)
@@ -177,7 +177,7 @@ class Auto:
             seconds = max(seconds, flat[max(flat)] * scored / max(flat))
         price = max(1, times.FIRST - uses) * max(0.0, seconds - self.plain * going)
         price += (1 + (passes > 0)) * (uses < times.FIRST - 1) * times.recording
-        price += (self.tried[1:] != dream) * times.recording  # in case the batch shrinks meanwhile
+        price += (self.tried[1:] != dream) * times.recording  # again, should the batch shrink meanwhile
         if price > self.balance[size]:
             return best
         self.tried = size, *dream
@@ -186,7 +186,7 @@ class Auto:
     def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
         """See `Budget`."""
         if (amount.states, amount.passes) != self.way:
-            return  # there was no room for the chosen amount
+            return  # the round had no room for the chosen amount
         self.times.learn(self.shape, seconds)
         came = [(1, step, not can_draft(row)) for step, row, one in zip(steps, rows, self.drafts, strict=True) if one]
         new = [sum(part) / len(came) for part in zip(*came, strict=True)]
@@ -197,7 +197,7 @@ class Auto:
 
 
 def can_draft(row: Row) -> bool:
-    """Tell if there are scores from which a row's drafts can start, and masks to reveal."""
+    """Tell if a row has masks to reveal, and scores from which its drafts can start."""
     return row.state.masks > 0 and row.source is not None
 
 
@@ -205,9 +205,9 @@ _BUDGETS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Auto]]" = weakref
 
 
 def budget_of(model: nn.Module, mode: Hashable, states: int, passes: int, paced: bool) -> Budget:
-    """Return the budget of a call; what an `Auto` has learnt stays with the model for later calls.
+    """Return the budget of a call; an `Auto` stays with the model, so that later calls use what it has learnt.
 
-    Nothing depends on the clock under deterministic algorithms, or where several processes run, which must decide alike.
+    The budget is fixed under deterministic algorithms, and where several processes run, which must decide alike.
     """
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     if paced and alone and not torch.are_deterministic_algorithms_enabled():

@@ -1,7 +1,7 @@
 """The one decoding loop: rounds that score the states of all rows side by side; rows never wait for each other.
 
-A row (one sequence of the batch) is a little state machine. Its *next* state is known: it is what the backbone's scores of the
-last accepted state reveal. A round (`Decoder.round`) has four steps:
+A row (one sequence of the batch) is a little state machine. Its *next* state is known: it results from the reveal at the last
+accepted state. A round (`Decoder.round`) has four steps:
 
 1. **draft** (host): each row submits its next state, the states likely to follow it and, after a clean state (no masks left),
    the all-mask state of the next block, which attends to the clean one; head passes (device) estimate which are likely;
@@ -28,11 +28,11 @@ from .refine import Refinement, refined
 
 @dataclass(frozen=True)
 class Drafting:
-    """The amount of drafting: states that may follow, scored together in one forward. Drafts never change the text.
+    """The amount of drafting: how many likely next states one forward scores. Drafts never change the text.
 
     Attributes:
         states: K, the most states a row may submit per round, its own included.
-        branches: Followers considered per state, at most; 1 drafts a chain.
+        branches: Followers (states after one reveal) considered per state, at most; 1 drafts a chain.
         passes: Head passes per round, fewer than `states`; 0: drafts come from the backbone's own stale logits.
         paced: Whether `states` and `passes` are upper bounds, and each round drafts as much as measured time says pays
             (`Budget`).
@@ -46,7 +46,7 @@ class Drafting:
     shortlist: int | None = None
 
     def listed(self, vocab_size: int, sample: bool) -> int:
-        """Choose the size of a position's shortlist for a vocabulary; 0: a head pass scores all tokens, or there is no pass."""
+        """Return how many tokens a head pass chooses among at each position; 0: all of them, or there is no head pass."""
         if not self.passes or self.shortlist == 0:
             return 0
         usual = LIKELIEST if sample else SHORTLIST
@@ -57,11 +57,11 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Mode:
-    """The meaning of one value of `decoding`.
+    """The reveal rule, refinement and drafting behind one value of the option `decoding`.
 
     Attributes:
         rule: Decides which columns a step of the backbone reveals. Together with `refine` it determines the text.
-        refine: How the head changes these reveals; None: not at all.
+        refine: How the head changes the rule's reveals; None: not at all.
         drafting: How states are drafted; None: not at all.
     """
 
@@ -87,9 +87,9 @@ class Decoder:
         mode: What is revealed, refined and drafted.
         networks: Backbone, head and picks on the device.
         budget: Chooses how much each round drafts.
-        watches: Callbacks that get the batch's rows after the prefill and after every round; one may end rows (stopping
+        watches: Callbacks that get the batch's rows after the prefill and after every round; they may end rows (stopping
             criteria).
-        least_rows: Rows that have ended leave the batch by halves; it keeps at least this many rows.
+        least_rows: The batch is halved as its rows end, but keeps at least this many rows.
 
     Attributes:
         verified: Forwards that scored drafts.
@@ -108,7 +108,7 @@ class Decoder:
         self.verified = self.slots = 0
 
     def decode(self, rows: list[Row], reused: Sequence[int]) -> None:
-        """Decode every row to its end; of each row, the first `reused` tokens have cached keys and values already.
+        """Decode every row to its end; `reused` is, by row, the number of first tokens with keys and values in the cache.
 
         Raises:
             UnscoredError: for a position at which no token has a finite score.
@@ -133,24 +133,24 @@ class Decoder:
             watch(rows)
 
     def smaller(self, size: int, active: int) -> int:
-        """Halve the size of the batch as often as `active` rows still fit."""
+        """Return the size of the batch, halved as often as its `active` rows still fit."""
         while size > 1 and (half := (size + 1) // 2) >= max(active, self.least_rows):
             size = half
         return size
 
     def round(self, rows: Sequence[Row], amount: Amount) -> list[int]:
-        """Run one round; return the number of denoising steps it took, by row."""
+        """Run one round; return the number of denoising steps that each row took in it."""
         before = [row.steps for row in rows]
         drafts = self.draft(rows, amount)
         scores = self.networks.score(rows, drafts)
         self.slots += len(rows)
-        # Nodes after the row's own are drafts if they have no parent; those with one are first states of next blocks.
+        # Nodes after the row's own are drafts if they have no parent; nodes with a parent are first states of next blocks.
         self.verified += any(node.parent < 0 for nodes in drafts for node in nodes[1:])
         self.write(rows, self.accept(rows, drafts, scores, amount.states > 1))
         return [row.steps - steps for row, steps in zip(rows, before, strict=True)]
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
-        """Choose the states of the round for each row; none for rows that have ended."""
+        """Choose each row's nodes for the round; rows that have ended get none."""
         drafting = self.mode.drafting
         if drafting is None or amount.states == 1:
             return [target_nodes(row, amount.narrow) if row.stop is None else [] for row in rows]
@@ -163,15 +163,15 @@ class Decoder:
             ]
 
         for turn, size in enumerate(draft_sizes(amount.states, amount.passes) if amount.passes else []):
-            # Only the first pass reads the row's own state: what it is read from does not change.
+            # Only the first pass reads the row's own state: in later ones the head's input there would be the same.
             self.read(rows, [nodes[min(turn, 1) :] for nodes in grown(size)], estimates)
         return grown(amount.states)
 
     def read(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
-        """Run the head once over drafted states, and store in `estimates` the scores that it expects of the backbone at each.
+        """Run the head once over drafted states, and store its estimates of the backbone's scores there in `estimates`.
 
-        A state is read from the hidden states of its source, the state before it. Left out are clean states (nothing is picked
-        there) and first states of blocks (they have no source).
+        The head reads a state together with the hidden states of its source, the state before. Clean states (where nothing is
+        picked) and first states of blocks (which have no source) are left out.
         """
         asked = [
             (at, node.state, hidden, said.shortlist)

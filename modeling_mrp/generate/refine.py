@@ -9,16 +9,16 @@ from ..rules.state import Frontier, Row, Scores, State
 
 
 class Reveal:
-    """A reveal of one row while it is refined; it begins as the backbone's reveal at the row's frontier.
+    """A reveal of one row while the head refines it, starting from the backbone's reveal at the row's frontier.
 
     Attributes:
-        row, at: The row, and its place in the batch.
-        before: The frontier.
-        state: Its state, before the reveal.
+        row, at: The row, and its index in the batch.
+        before: The row's frontier.
+        state: The frontier's state, before the reveal.
         where: Columns to reveal.
         token, log_odds: By column, as in `Scores`; NaN where the head's number for a column is NaN.
-        hidden: h_A at the state, or the head's latest estimate after it.
-        drawn: By column that the head revealed, the state and the hidden states that it was picked from.
+        hidden: Hidden states h_A of the state, or the head's latest estimate for a state after it.
+        drawn: By column that the head revealed, the state and the hidden states from which its token was picked.
     """
 
     def __init__(self, row: Row, at: int, frontier: Frontier) -> None:
@@ -29,18 +29,18 @@ class Reveal:
         self.drawn: dict[int, tuple[State, Hidden]] = {}
 
     def shown(self, where: Sequence[int]) -> State:
-        """Make the state in which the given columns hold this reveal's tokens, for the head to read."""
+        """Make the state that results from revealing this reveal's tokens at the columns `where`, for the head to read."""
         return self.row.after(self.state, where, self.token)
 
     def keep(self, passed: Sequence[int], asked: Sequence[float]) -> None:
-        """Keep the columns that passed; mark earlier ones as unscored where `asked`, the head's number by column, is NaN."""
+        """Set log-odds at `where` to NaN where the head's numbers `asked` are NaN, and then reduce `where` to `passed`."""
         for column in self.where:
             if asked[column] != asked[column]:
                 self.log_odds[column] = asked[column]
         self.where = tuple(passed)
 
     def frontier(self) -> Frontier:
-        """Make the frontier of the columns that are left, and count and note those that were taken back."""
+        """Make the frontier of the columns that remain; count those put back to masks, and list them in its `remasked`."""
         before = self.before
         back = tuple([column for column in before.where if column not in self.where])
         self.row.counts.revoked += len(back)
@@ -48,14 +48,14 @@ class Reveal:
         return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn, back)
 
 
-# Changes reveals of some rows of the batch in place, before they are written; a frozen dataclass of its parameters.
+# A frozen dataclass of its parameters; a call changes the reveals of some rows of the batch in place, before they are written.
 Refinement = Callable[[Networks, Sequence[Row], list[Reveal]], None]
 
 
 def refined(
     refine: Refinement, networks: Networks, rows: Sequence[Row], frontiers: Sequence[Frontier | None]
 ) -> list[Frontier | None]:
-    """Refine the reveals at the frontiers of a batch's rows; return the frontiers that result."""
+    """Refine the reveals at the frontiers of a batch's rows; return the refined frontiers, by row."""
     reveals = [Reveal(row, at, one) for at, (row, one) in enumerate(zip(rows, frontiers, strict=True)) if one]
     if reveals:
         refine(networks, rows, reveals)
@@ -77,9 +77,9 @@ def ask(networks: Networks, rows: Sequence[Row], asked: list[tuple[Reveal, State
 def belief(
     networks: Networks, rows: Sequence[Row], asked: Sequence[tuple[Reveal, Columns]]
 ) -> list[tuple[Reveal, list[float]]]:
-    """Compute each reveal's log-odds [block] of its tokens by the head, given those at some columns; -inf at other columns.
+    """Compute by the head the log-odds [block] of each reveal's tokens given its tokens at some columns, -inf elsewhere.
 
-    If a token is itself among the given ones, a trained head says what the backbone would if this one token were still masked.
+    For a token that is itself given, a trained head estimates what the backbone would say with this token alone still masked.
     """
     hidden = ask(networks, rows, [(reveal, reveal.shown(given)) for reveal, given in asked])
     found = networks.token_odds([(one.row, one.state, one.where, one.token) for one, _ in asked], hidden)
@@ -109,10 +109,10 @@ class Direct:
 
 @dataclass(frozen=True)
 class ThresholdRemask:
-    """The published rule of `mrp_remask`: put tokens that the head has little confidence in back to masks.
+    """The published rule of `mrp_remask`: put tokens in which the head has little confidence back to masks.
 
     The head is conditioned on all the fresh reveals; a token whose corrected confidence is below tau becomes a mask again (MRP,
-    arXiv 2605.18817). At least one reveal stays, under every rule.
+    arXiv 2605.18817). At least one reveal stays, under every remasking rule.
     """
 
     threshold: float  # tau, in log-odds
@@ -126,9 +126,9 @@ class ThresholdRemask:
 
 @dataclass(frozen=True)
 class ResidualRemask:
-    """The rule `residual` of the released code: put tokens whose own logit the head changes much back to masks.
+    """The rule `residual` of the released code: put tokens back to masks if the head changes their logits by much.
 
-    The head reads the state before the reveal; a token goes back if its logit changes by more than `delta` in magnitude.
+    The head reads the state before the reveal; a token goes back if its logit changes by more than `delta`, up or down.
     """
 
     delta: float  # in logits
@@ -143,12 +143,12 @@ class ResidualRemask:
 
 @dataclass(frozen=True)
 class RereadRemask:
-    """The rule `reread`: keep the tokens that the head believes given all other kept ones, and not only because of these.
+    """The rule `reread`: keep the tokens that the head believes given all other kept ones and given the surest one alone.
 
-    Under `threshold`, two reveals that contradict each other both go back. Here only the least believed one below tau does;
-    then the head reads again what is left, until every token is believed given the others. Tokens that are wrong together still
-    support each other, so the head finally reads them given the most confident one alone: a token whose confidence is then
-    below `alone` goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal needs no head pass.
+    Under `threshold`, two tokens that contradict each other both go back. Here only the least believed token below tau does;
+    then the head reads the rest again, until every token's confidence given the others reaches tau. Tokens that are wrong
+    together still support each other, so the head finally reads them given the most confident one alone: a token whose
+    confidence is then below `alone` goes back, too (`benchmarks/NOTES.md`, Remasking). A single token needs no head pass.
     """
 
     threshold: float  # tau, in log-odds

@@ -1,9 +1,9 @@
 """The fused layers of a round: Triton kernels, each beside its PyTorch twin, for all that lies between the matrix products.
 
 A layer called module by module launches about seventy operations, nearly all of them on a few thousand numbers: on a GPU each
-takes longer to start than to run, also inside a CUDA graph. `run_fused` needs only a few launches; four of them are of kernels:
-a sum with its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache; attention.
-Casts are those of transformers' modules: what these round to the model's dtype is rounded here.
+takes longer to start than to run, also inside a CUDA graph. `run_fused` makes a few launches a layer; four are of kernels here:
+a sum and its norm (twice); norm and rotation of queries and keys, with the copy of keys and values to the cache; attention.
+Casts are those of transformers' modules: whatever these round to the model's dtype is rounded here, too.
 
 In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
 state and, where its state has a parent, those of the parent. Keys and values are read where `BlockCache` holds them: the
@@ -22,21 +22,21 @@ from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 from .dispatch import AUTOMATIC, LAUNCH, Dispatch, Kernel, processors, tl, triton
 
-_HEADS = 8  # heads, of one token or more, that a program of `_rotate` takes
-_PROGRAMS = 2  # of attention, wanted on a multiprocessor
+_HEADS = 8  # heads per program of `_rotate`, of one token or several
+_PROGRAMS = 2  # of attention per multiprocessor, wanted
 _TILE_KEYS = 32
-_KEYS_PER_PROGRAM = 128  # at least: fewer cost more in merging than they win
-_MOST_SHARES = 16  # one program merges them, one after the other
+_KEYS_PER_PROGRAM = 128  # at least: with fewer, merging costs more than splitting saves
+_MOST_SHARES = 16  # of a row's keys: one program merges them one after the other
 _LOG2_E = 1.4426950408889634
 
 Pair = tuple[Tensor, Tensor]
-# Each layer of the backbone or the head with the products before its attention and before its MLP's gate; and by owner.
+# A `Plan`: by layer, the layer, its product for queries, keys and values, and that for gate and up. `Plans`: by network.
 Plan = list[tuple[Any, ...]]
 Plans = dict[Any, Plan]
 
 
 def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
-    """Compute `hidden + added`, [..., hidden_size], or `hidden` if None is added, and that under a `Qwen3RMSNorm`."""
+    """Return the sum `hidden + added` [..., hidden_size] (`hidden` if `added` is None), and the sum under a `Qwen3RMSNorm`."""
     hidden, size = hidden.contiguous(), hidden.shape[-1]
     normed = torch.empty_like(hidden)
     total = hidden if added is None else torch.empty_like(hidden)
@@ -49,13 +49,13 @@ def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
 
 
 def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
-    """`sum_and_norm` in PyTorch."""
+    """Compute `sum_and_norm` in PyTorch."""
     total = hidden if added is None else hidden + added
     return total, normed_by(norm, total)
 
 
 def normed_by(norm: Any, hidden: Tensor) -> Tensor:
-    """Apply a `Qwen3RMSNorm`: in float32 number for number as it does, in less new memory, which takes large rounds time."""
+    """Apply a `Qwen3RMSNorm`; in float32 to the same bits with fewer new tensors, which saves time in large rounds."""
     if hidden.dtype != torch.float32:
         return norm(hidden)
     scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
@@ -63,14 +63,14 @@ def normed_by(norm: Any, hidden: Tensor) -> Tensor:
 
 
 def rotated(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
-    """Put queries and keys under their norms, rotate them, and write keys and values to the cache.
+    """Normalise and rotate queries and keys, and write keys and values to the cache; return queries, keys and values.
 
     Args:
-        projected: [rows, tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys and values of each token; or these three.
+        projected: Queries, keys and values of each token, [rows, tokens, (heads + 2 * kv_heads) * head_dim]; or these three.
         norms: `Qwen3RMSNorm`s of queries and keys, of one epsilon.
         rotary: cos and sin, [rows, tokens, head_dim] each.
-        target: Where keys and values go, [rows, kv_heads, tokens, head_dim] each; returned behind the queries, which have this
-            shape, too.
+        target: The cache's slots for keys and for values, [rows, kv_heads, tokens, head_dim] each, returned after the queries
+            [rows, heads, tokens, head_dim].
     """
     projected = projected.contiguous() if isinstance(projected, Tensor) else torch.cat(projected, -1)
     (cos, sin), (keys, values) = (each.contiguous() for each in rotary), target
@@ -89,7 +89,7 @@ def rotated(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pa
 
 
 def rotated_ref(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
-    """`rotated` in PyTorch."""
+    """Compute `rotated` in PyTorch."""
     keys, values = target
     size, head_dim = keys.shape[1] * keys.shape[3], keys.shape[3]
     if isinstance(projected, Tensor):
@@ -104,14 +104,14 @@ def rotated_ref(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary
 
 @dataclass(frozen=True)
 class RoundMask:
-    """Who sees whom in a round, in place of a mask tensor.
+    """The attention pattern of a round (which keys each state sees), in place of a mask tensor.
 
     Attributes:
         committed: [rows] long, number of committed slots that each row sees.
-        parent: [rows, width] long, the slot of the state that a state attends to beyond the prefix, -1 if none.
+        parent: [rows, width] long, index in the row of the state that a state attends to besides the prefix, -1 if none.
         block_size: Tokens per state.
-        dispatch: Whether the kernel runs.
-        sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
+        dispatch: Decides between kernels and PyTorch.
+        sees_all: Whether every query sees every key: each row has one state, and all rows are equally long.
     """
 
     committed: Tensor
@@ -122,7 +122,7 @@ class RoundMask:
     _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
 
     def dense(self, used: int) -> Tensor:
-        """[rows, 1, width * block_size, used + width * block_size] bool over the first `used` slots and what is scored."""
+        """Make the mask [rows, 1, width * block_size, used + width * block_size] bool over `used` slots and scored states."""
         slots, block = torch.arange(self.parent.shape[1], device=self.parent.device), self.block_size
         sees = (slots[:, None] == slots) | (self.parent[..., None] == slots)  # themselves and their parents
         scored = sees[:, :, None, :, None].expand(-1, -1, block, -1, block).flatten(3).flatten(1, 2)
@@ -139,38 +139,38 @@ class RoundMask:
         return self._kept[name]
 
     def arrived(self, count: int) -> Tensor:
-        """Return zeros [count] int32 for the kernel, which leaves zeros after each layer."""
+        """Return `count` int32 zeros, in which the kernel counts its programs; it sets them back to zero after each layer."""
         if count not in self._kept:
             self._kept[count] = torch.zeros(count, dtype=torch.int32, device=self.committed.device)
         return self._kept[count]
 
 
 def round_attention_ref(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
-    """`round_attention` in PyTorch, by SDPA."""
+    """Compute `round_attention` in PyTorch, by SDPA."""
     bias, grouped = mask.bias(key.shape[2] - query.shape[2], query.dtype), query.device.type == "cpu"
-    if not grouped:  # with a mask, SDPA's fast kernels of a GPU take no groups
+    if not grouped:  # with a mask, SDPA's fast kernels on a GPU take no grouped heads
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous()
 
 
 def round_attention(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
-    """Attend in a round, in one launch: [rows, queries, heads, head_dim].
+    """Compute the attention of a round in one launch; return [rows, queries, heads, head_dim].
 
-    A program takes a tile of a row's queries, all query heads of one KV head among them, and one of the shares of what that row
-    sees; the last one to arrive merges the shares, in their order. No shape depends on `committed` or `parent`.
+    A program takes a tile of a row's queries, with all query heads of one KV head, and one share of the keys that the row
+    sees; of a tile's programs, the last to finish merges the shares, in order. No shape depends on `committed` or `parent`.
 
     Args:
         query: [rows, heads, queries, head_dim], queries = width * block_size.
-        key, value: [rows, kv_heads, used + queries, head_dim], laid out alike, each head's numbers side by side: `used`
-            committed slots, then what is scored; what lies in a slot that a row does not see is never read.
-        mask: Who sees whom.
+        key, value: [rows, kv_heads, used + queries, head_dim], of equal strides, the last one 1: `used` committed slots, then
+            the scored states. Committed slots that a row does not see are never read.
+        mask: Which keys each state sees.
         scale: Multiplies the scores.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     group, used = heads // kv_heads, keys - queries
-    # So many that two programs fit a multiprocessor: its registers and, two tiles of keys deep, its shared memory.
+    # So large that two programs, each with two tiles of keys, fit a multiprocessor's registers and shared memory.
     tile_rows = max(16, min(triton.next_power_of_2(queries * group), 32 if query.dtype == torch.float32 else 64))
     tiles = triton.cdiv(queries * group, tile_rows)
     most = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)  # for one wave of programs
@@ -179,7 +179,7 @@ def round_attention(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, 
     shares = (rows * kv_heads, splits, queries * group) if splits > 1 else (0,)
     level = torch.empty(*shares, dtype=torch.float32, device=query.device)
     sums = torch.empty(*shares, head_dim, dtype=torch.float32, device=query.device)
-    if triton.knobs.runtime.interpret:  # whose products of bfloat16 are wrong
+    if triton.knobs.runtime.interpret:  # the interpreter's products of bfloat16 are wrong
         query, key, value = query.float(), key.float(), value.float()
     _attend[(tiles, splits, rows * kv_heads)](
         *(query.transpose(1, 2).contiguous(), key, value, out, sums, level, mask.arrived(tiles * rows * kv_heads)),
@@ -203,14 +203,14 @@ ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_ref
 
 
 def product(linears: Sequence[Any], weight: Tensor | None) -> Callable[[Tensor], Tensor | list[Tensor]]:
-    """Make a function that applies linear layers to one input: a list, or by their packed `weight` one tensor, side by side."""
+    """Make a function that applies linear layers to one input and returns a list, or one tensor by their packed `weight`."""
     return (lambda hidden: [linear(hidden) for linear in linears]) if weight is None else partial(F.linear, weight=weight)
 
 
 def run_fused(plan: Plan, norm: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:
-    """Run the planned layers of the backbone or the head over hidden states, and the norm behind them.
+    """Run the planned layers and the final norm of backbone or head over hidden states; return the normed ones.
 
-    Where kernels do not run, as on a CPU, their twins do.
+    Where kernels do not run, as on a CPU, their PyTorch twins do.
 
     Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim] each; keys and values go to
     the target of `cache`, a `BlockCache`.
@@ -248,7 +248,7 @@ if triton is not None:
 
     @triton.jit
     def _normed(x, size, is_query, query_scale, key_scale, dim, there, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-        """x * size under the scale of the queries or of the keys, at places `dim` of a head."""
+        """Scale x by `size`, its inverse RMS, and by the norm's weight of queries or keys at the places `dim` of a head."""
         of_queries = tl.load(query_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
         of_keys = tl.load(key_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
         return (tl.where(is_query, of_queries, of_keys) * (x * size).to(kind).to(tl.float32)).to(kind).to(tl.float32)
@@ -275,7 +275,7 @@ if triton is not None:
         PADDED: tl.constexpr,
         HEADS: tl.constexpr,
     ):
-        """Program (tile of the heads of all tokens: each token's queries, then its keys, then its values)."""
+        """Rotate a tile of heads per program; heads are ordered by token, and within it queries, then keys, then values."""
         every = heads + 2 * kv_heads
         at = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
         token, head = at // every, at % every
@@ -330,7 +330,7 @@ if triton is not None:
         TILE_KEYS: tl.constexpr,
         SPLIT: tl.constexpr,
     ):
-        """Program (tile of queries x heads of a group, share of the prefix, batch row x KV head)."""
+        """Attend in program (tile of queries x heads of a group, share of the prefix, batch row x KV head)."""
         split, splits = tl.program_id(1), tl.num_programs(1)
         pair = tl.program_id(2).to(tl.int64)  # offsets into the cache may not fit 32 bits
         row, head = pair // kv_heads, pair % kv_heads
@@ -344,7 +344,7 @@ if triton is not None:
         state = token // BLOCK_SIZE
         before = tl.load(parent + row * (tokens // BLOCK_SIZE) + state, mask=real, other=-1).to(tl.int32)
 
-        # Of the running softmax: sums of values, sum of weights, greatest score.
+        # The running softmax: weighted sum of values, sum of weights, greatest score.
         sums = tl.zeros([TILE_ROWS, PADDED], tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
         peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
@@ -353,7 +353,7 @@ if triton is not None:
         begin = tl.minimum(split * share, length)
         end = tl.minimum(begin + share, length)
         own = tl.cdiv(end - begin, TILE_KEYS)
-        scored = tl.where(split == 0, tl.cdiv(tokens, TILE_KEYS), 0)  # the first share takes the scratch, too
+        scored = tl.where(split == 0, tl.cdiv(tokens, TILE_KEYS), 0)  # the first share takes the scored states, too
         for tile in range(0, own + scored):
             slot = tl.where(tile < own, begin + tile * TILE_KEYS, used + (tile - own) * TILE_KEYS) + columns
             of = tl.where(tile < own, -2, (slot - used) // BLOCK_SIZE)
@@ -362,7 +362,7 @@ if triton is not None:
             cell = row * key_row + head * key_head + slot.to(tl.int64) * key_token
             keys = tl.load(key + cell[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0.0)
             values = tl.load(value + cell[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-            # Of float32, three products of its halves, as in SDPA's own kernel for it: right to the last bits.
+            # float32 is multiplied as three TF32 products, as in SDPA's own kernel: right to the last bits.
             scores = tl.where(seen, tl.dot(queries, keys, input_precision="tf32x3") * scale, float("-inf"))
             higher = tl.maximum(peak, tl.max(scores, 1))
             level = tl.where(higher == float("-inf"), 0.0, higher)  # where nothing has been seen yet
@@ -377,12 +377,12 @@ if triton is not None:
             mine = first + split * (tokens * GROUP)
             tl.store(levels + mine, peak + tl.log2(total), mask=real)
             tl.store(partial + mine[:, None] * HEAD_DIM + dims[None, :], result, mask=whole)
-            # All threads have stored before one of them tells so, with release; it hears with acquire how many told before.
+            # All threads store before one of them counts this program as done (release) and reads how many were (acquire).
             tl.debug_barrier()
             counter = arrived + pair * tl.num_programs(0) + tl.program_id(0)
             last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
             if last:
-                tl.store(counter, 0)  # for the next layer
+                tl.store(counter, 0)  # reset for the next layer
             real = at < tl.where(last, tokens * GROUP, 0)
             whole = real[:, None] & inside[None, :]
             result = tl.zeros([TILE_ROWS, PADDED], tl.float32)

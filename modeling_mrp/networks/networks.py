@@ -1,8 +1,8 @@
 """The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head`, `commit`.
 
-States lie side by side in one forward: each sees the committed text of its row, itself, and its parent if it has one. Ids go in
-by one copy and picks come out by one (likeliest tokens by two more); the host decides the rest. The keys and values of scored
-states lie beyond the texts until the next forward; `commit` copies those of accepted clean states to the texts.
+States lie side by side in one forward: each sees the committed text of its row, itself, and its *parent*, an uncommitted clean
+state, if it has one. Ids go to the device in one copy, and picks come back in one. The keys and values of scored states lie
+beyond the texts until the next forward; `commit` copies those of accepted clean states to the texts.
 """
 
 from array import array
@@ -25,30 +25,30 @@ from .picker import Picker, Picks, Spots, token_logits
 # Prompt tokens per prefill forward, at most, in whole blocks.
 PREFILL_CHUNK = 2048
 
-# Hidden states of one block: a tensor [n, block, hidden_size], and the place in it.
+# Hidden states of one block: a tensor [n, block, hidden_size], and the block's index in n.
 Hidden = tuple[Tensor, int]
-# States by row, each with the place of the clean one of its row that it looks at, or -1.
+# By row, its states, each with the index of its parent among them, or -1.
 Packed = Sequence[Sequence[tuple[State, int]]]
-# Of each state some of its free columns, and tokens by column.
+# By state, some of its free columns, and tokens by column.
 TokensAt = Sequence[tuple[Sequence[int], Sequence[int]]]
-# A forward over a part of the texts: its first column, its end, and ids, positions and mask.
+# The inputs of a forward over a part of the texts: its begin and end, ids, positions and mask.
 Chunk = tuple[int, int, Tensor, Tensor, Tensor]
 
 
 class Networks:
-    """Backbone, head and pick of one decode.
+    """Runs backbone, head and picks for the rows of one call.
 
     Args:
         model: An `MRPForCausalLM`; without `plans` any object with its `config`, `backbone` and `residual`.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
-        picker: Picks tokens from the backbone's hidden states, on the device of its `lm_head`, by its choice of kernels.
+        picker: Picks tokens from the backbone's hidden states; its `lm_head_weight` gives the device, `dispatch` the kernels.
         plans: The fused layers (`plan_layers`); None: layers run as modules, under a dense mask.
         recorded: Runs a forward from a recording (`Graphs.call`); or None.
 
     Attributes:
         drafter: Picks tokens from the head's estimates of hidden states.
-        forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over states of rounds) and `head`.
+        forwards: Number of forwards of the whole batch by role: `prefill`, `denoise` (over states of rounds) and `head`.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class Networks:
         self.head_layers = range(len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers)
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._swaps: list[list[tuple[int, int]]] = []
-        self.shifted = cache.shifted  # hidden states of the backbone are those of the next position
-        self._scored: Tensor | None = None  # hidden states of the last `score`, [n, block, hidden_size]; shifted, block + 1
+        self.shifted = cache.shifted  # whether the backbone's hidden state at a position is for the next token
+        self._scored: Tensor | None = None  # hidden states of the last `score`, [n, block (+ 1 if shifted), hidden_size]
         cache.active = cache.rows
 
     def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
-        """Compute the whole blocks before each row's first mask and, in the same forward, score the row's first state.
+        """Run the backbone over each row's blocks up to the one with its first mask, the first state; return that one's scores.
 
-        By row, the first `reused` tokens have cached keys and values; prefill starts at the least of these numbers.
+        `reused` is, by row, the number of first tokens with cached keys and values; prefill starts at the least of these.
         """
         length = max(row.state.start for row in rows) + self.block
         read = max(row.head_held for row in rows)
         for at, row in enumerate(rows):
-            if row.head_held < read:  # of a cache that is gone on from
+            if row.head_held < read:  # possible only if an earlier call filled the cache
                 self.cache.blank(self.head_layers, at, row.head_held, read)
         first: dict[int, Hidden] = {}
         for begin, end, *given in self._chunks(rows, min(reused), length):
@@ -100,7 +100,7 @@ class Networks:
         return self.pick(self.picker, [(row, row.state) for row in rows], [first[at] for at in range(len(rows))])
 
     def _catch_up(self, rows: Sequence[Row], behind: Sequence[Row]) -> None:
-        """Let the head read what it has not read yet of the texts of the rows `behind`."""
+        """Run the head over the part of the texts of the rows `behind` that it has not read yet."""
         first, last = min(row.head_held for row in behind), max(row.held for row in behind)
         for begin, end, ids, positions, mask in self._chunks(rows, first, last):
             hidden = self.cache.hidden[: len(rows), begin:end]
@@ -114,12 +114,12 @@ class Networks:
             row.head_held = row.held
 
     def _chunks(self, rows: Sequence[Row], begin: int, length: int) -> Iterator[Chunk]:
-        """Iterate over the rows' texts from `begin` to `length`, one forward at a time; see `prefill_chunks`."""
+        """Yield the inputs of each forward over the rows' texts from `begin` to `length`; see `prefill_chunks`."""
         texts = torch.tensor([(row.text + [self.mask_id] * length)[:length] for row in rows], device=self.device)
         return prefill_chunks(self.cache, texts, begin, max(1, PREFILL_CHUNK // self.block) * self.block, self.block)
 
     def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
-        """Score the nodes of each row of the batch, side by side, in one forward of the backbone; an ended row has none."""
+        """Score all rows' nodes (ended rows have none) in one backbone forward; return the scores by row and node."""
         packed = [[(node.state, node.parent) for node in nodes] for nodes in drafts]
         self._scored, firsts = self._run_backbone(packed, [row.held for row in rows])
         self.forwards["denoise"] += 1
@@ -136,7 +136,7 @@ class Networks:
     def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """Run the backbone over states; return hidden states [n, block, hidden_size] and each row's first index in n.
 
-        A serving engine runs its own in place of this.
+        A serving engine overrides this with its own forward.
         """
         hidden = self._network(packed, held)
         return hidden, range(0, len(hidden), max(map(len, packed)))
@@ -144,10 +144,10 @@ class Networks:
     def head(
         self, rows: Sequence[Row], asked: Sequence[Sequence[tuple[State, Hidden]]], residual: bool = False
     ) -> list[list[Hidden]]:
-        """Compute h_A + h_C, or if `residual` h_C alone, at states of each row of the batch, in one pass of the head.
+        """Run one head pass over states of each row; return h_A + h_C at each state, or h_C alone if `residual`, by row.
 
-        In the same pass, the head computes its keys and values of a clean block that it has not read yet, for rows that ask.
-        Each state is `asked` with the hidden states h_A, or the estimates of them, that the head starts from; one at least.
+        `asked` has, by row, each state and the hidden states h_A, or an estimate of them, that the head starts from; at least
+        one row has states. For rows with states, the pass also reads a committed block that the head has not read yet, if any.
         """
         asking = [row for row, states in zip(rows, asked, strict=True) if states]
         if behind := [row for row in asking if row.held - row.head_held > self.block]:
@@ -155,7 +155,7 @@ class Networks:
         kept = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
         packed: list[list[tuple[State, int]]] = []
         given: list[list[Hidden]] = []
-        leads: list[int] = []  # rows that lack the head's keys and values of one clean block, which leads their states
+        leads: list[int] = []  # rows with a committed block that the head has not read, put before their states
         for at, (row, states) in enumerate(zip(rows, asked, strict=True)):
             row.counts.head_forwards += bool(states)
             lead = bool(states) and row.held > row.head_held
@@ -181,9 +181,9 @@ class Networks:
         ]
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Keep keys and values of the clean ones of the states just scored, and their hidden states for the head to read.
+        """Copy keys, values and hidden states (for the head) of accepted clean states to their rows' texts.
 
-        `clean` has their places for each row of the batch, in order; there is one at least.
+        `clean` has, by row, the indices of these states among the row's nodes of the last `score`, in order; at least one.
         """
         moves = []
         for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
@@ -207,10 +207,10 @@ class Networks:
         parents: Sequence[State | None] = (),
         shortlists: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
-        """Pick at the free columns of states from the hidden states of each; one transfer to the host.
+        """Pick at the free columns of states from their hidden states; return scores by state, after one transfer to the host.
 
-        `parents` are the clean states that states attend to, for processors to see. Tokens are chosen among those of
-        `shortlists` (`Scores.shortlist`) if every state has one.
+        `parents` are the states' parents, whose tokens processors see. If every state has a shortlist in `shortlists`
+        (`Scores.shortlist`), tokens are chosen among those listed.
         """
         block, count = self.block, len(states)
         columns = np.array([at * block + column for at, (_, state) in enumerate(states) for column in state.free], np.int64)
@@ -229,7 +229,7 @@ class Networks:
         return [Scores(*said, one, shortlist) for said, one, shortlist in found]
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
-        """Copy columns [n] to the device, and gather them from each of several lists of blocks: [n, size] each."""
+        """Copy column indices [n] to the device; return them, and the values of each list of blocks at them, [n, size] each."""
         index = torch.from_numpy(columns).to(self.device, non_blocking=True)
         return [index, *(gather_blocks(blocks).flatten(0, 1)[index] for blocks in several)]
 
@@ -238,19 +238,19 @@ class Networks:
     ) -> list[list[float]]:
         """Compute the log-odds [block] of given tokens at each state, -inf at other columns; one transfer to the host.
 
-        `asked` has of each state its row, the state, some of its free columns, and the tokens by column.
+        `asked` has, by state, its row, the state, some of its free columns, and tokens by column.
         """
         states = [(row, State(state.key, tuple(where), state.end, state.masks, 0)) for row, state, where, _ in asked]
         tokens, spots = [(where, token) for _, _, where, token in asked], Spots(states, self.device)
         return self._of_tokens(tokens, hidden, lambda given, token: self.picker.token_odds(given, token, spots))
 
     def magnitudes(self, asked: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
-        """Compute the magnitude |C| of given tokens' logits, one dot product each; the result is as in `token_odds`."""
+        """Compute the magnitude |C| of given tokens' residual logits from h_C; return numbers as `token_odds` does."""
         weight = self.picker.lm_head_weight
         return self._of_tokens(asked, hidden, lambda given, token: token_logits(weight, given, token[:, None])[:, 0].abs())
 
     def _of_tokens(self, asked: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]) -> list[list[float]]:
-        """Compute a number of each given token [n] from the hidden states [n, hidden_size] at its column; see `token_odds`."""
+        """Compute a number of each given token from the hidden states at its column; return numbers as `token_odds` does."""
         pairs = [(place * self.block + c, token[c]) for place, (where, token) in enumerate(asked) for c in where]
         columns, tokens = np.array(pairs, np.int64).T.copy()
         _, given = self._at_columns(columns, hidden)
@@ -259,13 +259,13 @@ class Networks:
         return found
 
     def _network(self, packed: Packed, held: Sequence[int], hidden: Tensor | None = None) -> Tensor:
-        """Run the backbone, or with `hidden` [rows * width, block, hidden_size] the head, over states and their parents.
+        """Run the backbone over states, or the head if its input `hidden` [rows * width, block, hidden_size] is given.
 
-        Keys and values of states go beyond the longest of all rows' texts, so that rows that take no part are not touched.
+        Keys and values of the states are written beyond the longest of all rows' texts, so that no text is overwritten.
 
         Returns:
-            Hidden states or h_C, [rows * width, block, hidden_size], `width` being the most states of a row; shifted hidden
-            states have one more column, for the next block's first token.
+            Hidden states or h_C, [rows * width, block, hidden_size], where `width` is the most states of a row. Shifted hidden
+            states have block + 1 columns: the first is for the block's first token, the last for the next block's.
         """
         rows, width, used = len(packed), max(map(len, packed)), max(held)
         self.cache.target(used, width * self.block)
@@ -290,7 +290,7 @@ class Networks:
         return made.view(rows * width, -1, made.shape[-1])
 
     def _packed(self, rows: int, width: int, begin: int, plain: bool, table: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Unpack `table` (ids, starts, parents, held) and run the network; a function of tensors that can be recorded."""
+        """Unpack `table` (ids, starts, parents, held) and run the network, by tensor operations that a graph can record."""
         states = rows * width
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width)
@@ -305,15 +305,15 @@ class Networks:
         return self._shifted_states(made, held, parent) if self.shifted and hidden is None else made
 
     def _fused(self, plans: Plans, ids: Tensor, positions: Tensor, mask: RoundMask, hidden: Tensor | None) -> Tensor:
-        """Run the fused layers of the backbone, or with `hidden` of the head, over states side by side."""
+        """Run the fused layers over states: the head's if `hidden` is given, else the backbone's."""
         backbone, head = self.model.model, self.model.mrp_head
         embeds = backbone.embed_tokens(ids)
         owner, begun = (backbone, embeds) if hidden is None else (head, head.joined(embeds, hidden))
         return run_fused(plans[owner], owner.norm, begun, backbone.rotary_emb(embeds, positions), mask, self.cache)
 
     def _shifted_states(self, hidden: Tensor, held: Tensor, parent: Tensor) -> Tensor:
-        """Put before the hidden states of each state, [rows, width * block, hidden_size], the one that predicts its first
-        column: the last one of its parent or else of its row's text."""
+        """Prepend to each state's part of `hidden` [rows, width * block, hidden_size] the hidden state for its first token (the
+        last of its parent, or else of its row's text); return [rows, width, block + 1, hidden_size]."""
         states, kept = hidden.unflatten(1, (-1, self.block)), self.cache.hidden
         before = kept[torch.arange(len(hidden), device=kept.device), held.to(kept.device)].to(self.device)[:, None]
         lasts = states[:, :, -1].gather(1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
@@ -321,7 +321,7 @@ class Networks:
         return torch.cat([before[:, :, None], states], 2)
 
     def narrow(self, rows: list[Row], size: int) -> list[Row]:
-        """Move unfinished rows to the first `size` places, which must suffice for them, and return the rows there."""
+        """Cut the batch to its first `size` places after moving all unfinished rows there, which must fit; return the rows."""
         ended = [place for place in range(size) if rows[place].stop is not None]
         behind = [place for place in range(size, len(rows)) if rows[place].stop is None]
         pairs = list(zip(ended, behind, strict=False))  # there may be more room than rows
@@ -335,7 +335,7 @@ class Networks:
         return rows[:size]
 
     def widen(self, used: int) -> None:
-        """Return all rows to their places, each with its first `used` slots."""
+        """Undo all calls of `narrow`: move rows, with their first `used` slots, back to their places."""
         for pairs in reversed(self._swaps):
             self.cache.swap(pairs, used)
         self._swaps.clear()
@@ -343,9 +343,9 @@ class Networks:
 
 
 def prefill_chunks(cache: BlockCache, texts: Tensor, begin: int, chunk: int, block: int) -> Iterator[Chunk]:
-    """Iterate over texts [rows, length] long from `begin` on, a `chunk` of whole blocks per forward under a block-causal mask.
+    """Yield the inputs of block-causal forwards over texts [rows, length] long from `begin` on, `chunk` tokens each.
 
-    Keys and values go to their slots.
+    Before each, the cache's target is set to the slots of these tokens, which are whole blocks.
     """
     positions = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
     for at in range(begin, texts.shape[1], chunk):
@@ -356,7 +356,7 @@ def prefill_chunks(cache: BlockCache, texts: Tensor, begin: int, chunk: int, blo
 
 
 def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
-    """Gather hidden states of n blocks from the few tensors that hold them: [n, block, hidden_size]."""
+    """Gather the hidden states of n blocks from the tensors that hold them; return [n, block, hidden_size]."""
     first, places = hidden[0][0], [place for _, place in hidden]
     tensors = {id(tensor): tensor for tensor, _ in hidden}
     if len(tensors) == 1:
@@ -370,7 +370,7 @@ def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
 
 
 def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int) -> np.ndarray:
-    """Copy numbers [n] or [n, m] to the host in float64, at columns [n] of [states, block, ...], -inf elsewhere."""
+    """Copy numbers [n] or [n, m] to the host; return [states, block] or [states, block, m] float64, -inf elsewhere."""
     read = numbers.detach().cpu().double().numpy()
     spread = np.full((states * block, *read.shape[1:]), -np.inf)
     spread[columns] = read
@@ -378,7 +378,7 @@ def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int
 
 
 def on_host(picks: Picks, columns: np.ndarray, states: int, block: int) -> list[tuple[list[int], list[float], Any, Any]]:
-    """Read picks at columns of states in one transfer: tokens, odds, entropies and likeliest of each state, as in `Scores`."""
+    """Read picks in one transfer; return by state its token, odds, entropy and likeliest, as in `Scores`."""
     numbers = [one.view(len(columns), -1).to(picks.odds.dtype) for one in picks[:4] if one is not None]
     spread = spread_columns(torch.cat(numbers, 1), columns, states, block)
     token = np.maximum(spread[..., 0], 0).astype(np.int64).tolist()  # exact in float32: a vocabulary has fewer than 2^24

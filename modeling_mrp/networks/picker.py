@@ -28,8 +28,8 @@ from ..rules.bans import Bans
 from ..rules.draft import noise_key
 from ..rules.state import Row, State
 
-# Kinds of truncation, and whether each always keeps a number of the likeliest tokens: after a top-k it then needs only the
-# logits of those k.
+# Kinds of truncation, and whether each always keeps the n likeliest tokens for some n; if so, it needs only the k logits that
+# a top-k before it leaves.
 TRUNCATIONS: dict[type, bool] = {
     TopKLogitsWarper: True,
     TopPLogitsWarper: True,
@@ -48,9 +48,9 @@ SHORTLIST = 16
 
 @dataclass(frozen=True)
 class Spots:
-    """The positions at which tokens of some states are picked, on a device: the `free` columns of each state, in order.
+    """The positions at which tokens are picked: the `free` columns of each state, in order; `device` is for their tensors.
 
-    `parents` are the uncommitted clean states that the states attend to, None for those without; empty if no state has one.
+    `parents` are, by state, the uncommitted clean state that it attends to, or None; `parents` is empty if all are None.
     """
 
     states: Sequence[tuple[Row, State]]
@@ -58,37 +58,37 @@ class Spots:
     parents: Sequence[State | None] = ()
 
     def keys(self) -> Tensor:
-        """Make the keys of the noise, [n] long."""
+        """Make the noise keys of the positions, [n] long."""
         table = [(row.seed, state.start + column, state.masks) for row, state in self.states for column in state.free]
         keys: Tensor = noise_key(*torch.tensor(table, dtype=torch.long).view(-1, 3).to(self.device).unbind(1))
         return keys
 
     def no_eos(self) -> Tensor | None:
-        """Tell where no eos may be picked, [n] bool; None if that is nowhere."""
+        """Tell for each position if an eos is forbidden, [n] bool; return None if it is forbidden at none."""
         if not any(state.start < row.no_eos_before > row.prompt for row, state in self.states):
             return None
         early = [state.start + column < row.no_eos_before for row, state in self.states for column in state.free]
         return torch.tensor(early, device=self.device)
 
     def texts(self) -> Iterator[tuple[list[int], int]]:
-        """Iterate over the positions: the text at the state, with masks where nothing is revealed, and the position in it."""
+        """Yield, by position, the text as of its state, with masks where nothing is revealed, and the position in that text."""
         for place, (row, state) in enumerate(self.states):
             ids = row.text_at(state, self.parents[place] if self.parents else None)
             yield from ((ids, state.start + column) for column in state.free)
 
 
 class Picks(NamedTuple):
-    """Picks at n positions, with the tokens that drafts choose among. Fields that were not asked of the picker are None.
+    """Picks at n positions, and the tokens that drafts choose among; fields that the picker does not compute are None.
 
     Attributes:
         token: [n] long.
         odds: [n] float, log-odds of the token's probability after temperature and processors, before truncation; NaN where no
             token had a finite score.
         entropy: [n] float, in nats.
-        likeliest: [n, 2 m] in at least float32: ids of the m likeliest tokens, and their log-odds, -inf for tokens that
+        likeliest: [n, 2 m] in at least float32: ids of the m likeliest tokens, then their log-odds, -inf for tokens that
             truncation leaves out.
-        shortlist: [n, 2 m + 1] in at least float32: ids of the m likeliest tokens, their scores, -inf for tokens that
-            truncation leaves out, and the log-sum-exp of all other scores.
+        shortlist: [n, 2 m + 1] in at least float32: ids of the m likeliest tokens, then their scores, -inf for tokens that
+            truncation leaves out, then the log-sum-exp of all other scores.
     """
 
     token: Tensor
@@ -111,10 +111,10 @@ class Picker:
         bans: Banned sequences, applied after the processors; or None.
         truncation: top-k, top-p and the like, applied after the confidence is computed.
         eos_token_ids: Ids that positions before a minimum length must not take.
-        entropy: Whether to compute it.
+        entropy: Whether to compute entropies.
         likeliest: Whether to return the likeliest tokens, for drafts of sampled text.
         shortlist: Number of likeliest tokens to return, which the head's drafts then choose `among`; 0: drafts use all tokens.
-        dispatch: Kernels or PyTorch.
+        dispatch: Decides between kernels and PyTorch.
     """
 
     lm_head_weight: Tensor
@@ -132,11 +132,11 @@ class Picker:
 
     @cached_property
     def unembedding(self) -> Unembedding:
-        """The distributions before any processors."""
+        """The map from hidden states to logits, before any processors."""
         return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids)
 
     def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
-        """Pick at n spots from hidden states [n, hidden_size]; without `spots` the likeliest tokens, none barred."""
+        """Pick at n positions from hidden states [n, hidden_size]; without `spots`, greedily, without processors or bans."""
         keys = None if spots is None or not self.sample else spots.keys()
         shape = self._shaper(spots)
         parts = []
@@ -146,7 +146,7 @@ class Picker:
         return _join(parts)
 
     def among(self, hidden: Tensor, shortlist: Tensor, spots: Spots) -> Picks:
-        """Pick greedily at n spots among a few tokens of each; all other tokens keep their earlier scores.
+        """Pick greedily at n positions, among a few tokens at each; all other tokens keep their earlier scores.
 
         The argmax after a reveal is nearly always one of the likeliest tokens before it, so drafts need no other rows of
         `lm_head`. Processors and bans are not applied; tokens that truncation left out before stay out. Hidden states are
@@ -175,7 +175,7 @@ class Picker:
         return torch.cat(parts)
 
     def distributions(self, hidden: Tensor, spots: Spots) -> tuple[Tensor, Tensor]:
-        """Compute two kinds of logits [n, vocab] at n spots: raw, and as drawn from (processed, tempered and truncated)."""
+        """Compute logits [n, vocab] at n positions; return them raw, and processed, tempered and truncated, as drawn from."""
         shape, raw, drawn = self._shaper(spots), [], []
         for at in self.unembedding.chunks(len(hidden)):
             raw.append(upcast(self.unembedding.logits(hidden[at])))
@@ -186,7 +186,7 @@ class Picker:
         return torch.cat(raw), torch.cat(drawn)
 
     def _shaper(self, spots: Spots | None) -> Callable[[Tensor, slice], Tensor]:
-        """Make a function that changes the logits [m, vocab] of a slice of the spots: processors, bans, minimum length."""
+        """Make a function that applies processors, bans and minimum length to logits [m, vocab] of a slice of the positions."""
         no_eos = None if spots is None else spots.no_eos()
         if spots is None or (no_eos is self.processors is self.bans is None):
             return lambda logits, at: logits
@@ -208,7 +208,7 @@ class Picker:
         return shape
 
     def _process(self, logits: Tensor, contexts: list[list[int]]) -> Tensor:
-        """Apply processors to logits [n, vocab], in groups of contexts of one length."""
+        """Apply the processors to logits [n, vocab], together where contexts are equally long."""
         lengths: dict[int, list[int]] = {}
         for at, context in enumerate(contexts):
             lengths.setdefault(len(context), []).append(at)
@@ -251,7 +251,7 @@ class Picker:
         return Picks(token, odds, entropy, likeliest, shortlist)
 
     def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Truncate logits [n, vocab]; after a top-k they stay whole, and the least logit kept, [n], is returned beside them."""
+        """Truncate logits [n, vocab], and return None beside; after a top-k, return them whole and the least one kept [n]."""
         top_k, tempered = self._top_k(), self.unembedding.tempered
         if not self.truncation or not len(logits):
             return logits, None
@@ -269,7 +269,7 @@ class Picker:
         return first.top_k if isinstance(first, TopKLogitsWarper) else None
 
     def _truncated(self, scores: Tensor) -> Tensor:
-        """Truncate scores [n, vocab]; warpers do not read the ids that they are given."""
+        """Truncate scores [n, vocab]; warpers get zeros as ids, which they do not read."""
         assert self.truncation is not None
         return self.truncation(torch.zeros_like(scores[:, :1], dtype=torch.long), scores)
 
@@ -280,11 +280,11 @@ def token_logits(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 def odds_of(scores: Tensor, places: Tensor) -> Tensor:
-    """Compute the log-odds [n, m] of tokens [n, m] long under scores [n, vocab]; -inf where they are NaN."""
+    """Compute the log-odds [n, m] of the tokens `places` [n, m] long under scores [n, vocab]; -inf in place of NaN."""
     some = scores.gather(1, places)
     log_p = some - scores.logsumexp(-1, keepdim=True)
     odds, best = log_p - torch.log1p(-log_p.exp()), some.argmax(-1, keepdim=True)
-    # Those of the likeliest token, without cancellation where its probability is nearly 1.
+    # The likeliest token's log-odds are computed without cancellation, as its probability may be nearly 1.
     odds = odds.scatter(1, best, log_odds(scores, places.gather(1, best)[:, 0])[:, None])
     return odds.masked_fill(odds.isnan(), -torch.inf)
 
@@ -296,7 +296,7 @@ def _join(parts: Sequence[Picks]) -> Picks:
 
 
 def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:
-    """Check what a logits processor returned for scores [n, vocab]."""
+    """Check a logits processor's answer to the scores `given` [n, vocab], and return it in their dtype."""
     if not isinstance(answer, Tensor) or answer.shape != given.shape or not answer.is_floating_point():
         got = f"{answer.dtype} of {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
         raise ValueError(

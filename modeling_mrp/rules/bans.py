@@ -1,4 +1,4 @@
-"""Bans of token sequences (bad words, repeated n-grams), kept whatever the order in which tokens are revealed."""
+"""Bans of token sequences (bad words, repeated n-grams), enforced in whatever order tokens are revealed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ class Bans:
     """Token sequences that a text must not contain.
 
     Tokens are revealed in any order, so a ban looks at the known tokens on both sides of a position: a token that would
-    complete a banned sequence is barred there. If columns revealed in one step would complete a sequence together, the most
+    complete a banned sequence is barred there. If tokens revealed in one step would together complete a sequence, the most
     confident ones are revealed and the others stay masked.
 
     Attributes:
         words: Banned sequences of ids (`bad_words_ids`).
-        ngram: Length of the n-grams that may not occur twice (`no_repeat_ngram_size`); 0: no such ban.
+        ngram: Length of the n-grams that may not occur twice (`no_repeat_ngram_size`); 0: no ban of n-grams.
     """
 
     words: tuple[tuple[int, ...], ...] = ()
     ngram: int = 0
 
     def barred(self, ids: Sequence[int], at: int, mask_id: int) -> set[int]:
-        """Find the tokens that would complete a banned sequence at position `at` of a text, whatever stands there now."""
+        """Return the token ids that would complete a banned sequence if put at position `at` of the text `ids`."""
         found = set()
         for word in self.words:
             for hole in range(len(word)):
@@ -33,7 +33,7 @@ class Bans:
         return found | self._repeated(ids, at, mask_id) if self.ngram else found
 
     def _repeated(self, ids: Sequence[int], at: int, mask_id: int) -> set[int]:
-        """Find the tokens that, at position `at`, would make an n-gram occur twice in the text."""
+        """Return the token ids that would make an n-gram occur twice in the text `ids` if put at position `at`."""
         found, size = set(), self.ngram
         begins = [begin for begin in range(max(0, at - size + 1), at + 1) if begin + size <= len(ids)]
         windows = {begin: list(ids[begin : begin + size]) for begin in begins}
@@ -59,12 +59,12 @@ class Bans:
     def allowed(
         self, ids: list[int], start: int, where: tuple[int, ...], token: Sequence[int], odds: Sequence[float], mask_id: int
     ) -> tuple[int, ...]:
-        """Select the columns of a reveal that do not complete a banned sequence together, the most confident ones first.
+        """Select columns of a reveal by falling confidence, leaving out those that would complete a banned sequence.
 
         Args:
             ids: The text before the reveal.
-            start: Position of the block in it.
-            where: Columns to reveal.
+            start: The block's position in the text.
+            where: Columns that the rule reveals.
             token, odds: [block], the token picked at each column, and its log-odds.
             mask_id: The mask's id.
         """

@@ -1,17 +1,17 @@
-"""Build drafts and accept them: the states that a round submits for a row, and the path through those that were scored.
+"""Build drafts (states that a round submits for a row), and accept the path that the rule takes through scored states.
 
 A draft is the row's next state and the states most likely to follow it.
 
 An estimate gives a token and its log-odds for each masked column. Which column is revealed first is far less certain than which
-token it gets, so a state has several followers; where different orders lead to the same state, their chances add up. A state
-that the last round scored needs no forward, since its scores are remembered.
+token it gets, so a state has several *followers*, the states that one reveal may lead to. The chances of different orders that
+lead to the same state add up. A state that the last round scored needs no forward, since its scores are remembered.
 
 Estimates are the backbone's scores of the last accepted state and of remembered states, and the head's estimates for drafted
 states. A head pass costs nearly the same for many states as for one, so a round makes few passes: a small draft is built, the
-head reads all of it in one pass, and a larger draft is built with what it says.
+head reads all of it in one pass, and a larger draft is built from the head's estimates.
 
-A path starts at the row's own state, which is its text. The rule's reveal at a state makes the next state; if that was scored
-too, in this round or the last one, the path continues there. Drafts decide how far a path leads, never where.
+A path starts at the row's own state, which holds the row's text so far. The rule's reveal at a state makes the next state; if
+that was scored in this round or the last one, the path continues there. Drafts decide how far a path leads, never where.
 """
 
 import math
@@ -24,8 +24,8 @@ import numpy as np
 from .reveal import RevealRule, log_sigmoid
 from .state import Frontier, Key, Row, Scores, State
 
-# Most followers considered per state, and the number of rows from which it is one: such a chain makes 0.5 to 6 % fewer tokens a
-# forward, but saves a quarter of the host's time, which adds up over the rows (`benchmarks/NOTES.md`, The host decides).
+# Followers considered per state, at most, and the number of rows from which only one is: such a chain makes 0.5 to 6 % fewer
+# tokens a forward but saves a quarter of the host's time, which adds up over rows (`benchmarks/NOTES.md`, The host decides).
 BRANCHES, CROWD = 3, 16
 _MASK = 0xFFFFFFFF
 
@@ -36,8 +36,8 @@ class Node:
 
     Attributes:
         state: The state.
-        parent: Place in the round of the uncommitted clean state that it attends to beyond the prefix; -1 if none.
-        source: The scores, or estimate of them, at the state before it, from which it was made; None if there are none.
+        parent: Index, among the row's nodes, of the uncommitted clean state that it attends to besides the prefix; -1 if none.
+        source: Scores, or the head's estimate of them, of the state before, from which this one was made; None if it has none.
     """
 
     state: State
@@ -45,17 +45,17 @@ class Node:
     source: Scores | None
 
 
-# A candidate of a draft, whose state is made only when it is drafted (`State.revealing`): the state before it, the columns
-# revealed there, the key of the resulting state, and `source` and `parent` of its `Node`. Without columns, the first is the
-# candidate's own state.
+# A candidate for a draft: the state before, the columns to reveal, the key of the resulting state, and `source` and `parent` of
+# its `Node`. The resulting state is made only once it is drafted (`State.revealing`). If no columns are given, the first entry
+# is the candidate's own state.
 Follower = tuple[State, Sequence[int], Key, Scores | None, int]
 
 
 def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: int) -> Iterator[tuple[Key, Follower, float]]:
-    """Iterate over the states that a reveal may lead to: the key, the candidate and its chance.
+    """Yield key, candidate and chance of each state that a reveal at `state` may lead to, given its scores `said`.
 
     States at which the text is whole are left out. A state that the last round scored is replaced by the first unscored state
-    on its path.
+    to which the rule leads from there.
     """
     token, odds = (said.token, said.odds) if said.likeliest is None else draw_tokens(row, state, said)
     (start, ids), memory, eos = state.key, row.memory, row.eos
@@ -83,15 +83,15 @@ def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: 
 
 
 def draft_sizes(width: int, passes: int) -> list[int]:
-    """List the size of the draft at each head pass of a round: even steps, up to `width` - 1 states."""
+    """List the number of states in the draft at each head pass of a round, rising evenly to `width` - 1."""
     passes = min(passes, width - 1)
     return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
 
 
 def target_nodes(row: Row, narrow: bool) -> list[Node]:
-    """List the states of a round without drafts: the row's own and, after a clean one, the next block's first.
+    """List a row's nodes in a round without drafts: its own state and, if that is clean, the next block's first state.
 
-    With `narrow` the next block begins a round later.
+    If `narrow`, only the row's own state is listed, and the next block begins a round later.
     """
     nodes = [Node(row.state, -1, row.source)]
     if not row.state.masks and not narrow:
@@ -102,17 +102,17 @@ def target_nodes(row: Row, narrow: bool) -> list[Node]:
 
 
 def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates: Mapping[Key, Scores]) -> list[Node]:
-    """Build the draft of a round by best-first search from the row's next state, which is its first node.
+    """Build a row's draft by best-first search from its next state, and return its nodes, the next state first.
 
     Args:
         row: The row to draft for.
-        rule: Guesses what a step reveals.
+        rule: Guesses what a step reveals (`RevealRule.likely`).
         size: States of the draft, at most.
         branches: Followers considered per state, at most.
-        estimates: The head's estimates of scores, by the key of the state.
+        estimates: The head's estimates of scores, by the state's key.
     """
     waiting: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
-    # The chance that the path reaches each candidate, summed over orders, -inf once drafted; and the candidates' places by key.
+    # By candidate, the chance that the path reaches it, summed over orders, -inf once drafted; and candidates' indices by key.
     chances, met = [1.0], {row.state.key: 0}
     nodes: list[Node] = []
     while len(nodes) < size and (chance := max(chances)) > 0:
@@ -139,7 +139,7 @@ def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates:
 
 
 def draw_tokens(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequence[float]]:
-    """Sample the tokens [block] of a state from its likeliest ones, with the state's noise; return them and their log-odds."""
+    """Sample at each free column one of its likeliest tokens, with the state's noise; return tokens and log-odds [block]."""
     assert said.likeliest is not None
     free = list(state.free)
     ids, odds = (part[free] for part in said.likeliest)
@@ -152,7 +152,7 @@ def draw_tokens(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Se
 
 
 def mix_bits(x: Any) -> Any:
-    """Hash uint32 numbers, an int or an array, by two multiply-xorshift rounds."""
+    """Hash a uint32 number, or an array of them elementwise, by two multiply-xorshift rounds."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _MASK
     x = x ^ (x >> 15)
@@ -161,7 +161,7 @@ def mix_bits(x: Any) -> Any:
 
 
 def noise_key(seed: Any, position: Any, masks: Any) -> Any:
-    """Compute the key of the noise at a position of a state with `masks` masks left, from ints or elementwise from tensors."""
+    """Compute the noise's key at an absolute position in a state with `masks` masks, from ints or elementwise from tensors."""
     key = mix_bits(seed & _MASK)
     key = mix_bits(key ^ (seed >> 32 & _MASK))
     key = mix_bits(key ^ (position & _MASK))
@@ -169,10 +169,10 @@ def noise_key(seed: Any, position: Any, masks: Any) -> Any:
 
 
 def gumbel(keys: list[int], tokens: Any) -> Any:
-    """Compute the Gumbel noise of `kernels/pick.py` on the host: [n, m] float64 for token ids [n, m] int64 of n keys."""
+    """Compute on the host the Gumbel noise of `kernels/pick.py`: [n, m] float64, for n keys and token ids [n, m] int64."""
     hashed = mix_bits(tokens * 0x9E3779B1 & _MASK)
     bits = mix_bits(hashed ^ np.array(keys, dtype=np.int64)[:, None])
-    # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
+    # -log(u) for u = (bits + 1/2) / 2^32, computed from the nearer end of the unit interval, for precision.
     lower = bits < 1 << 31
     nearest = (np.where(lower, bits, _MASK - bits) + 0.5) * 2.0**-32
     return -np.log(np.where(lower, -np.log(nearest), -np.log1p(-nearest)))
@@ -192,21 +192,21 @@ def accept(
     """Accept the longest verified path of a row: write all its reveals but the last, and remember the scored states.
 
     Args:
-        row: The row; its state becomes the frontier's, or after a clean block with an unscored successor that block's first.
+        row: The row. Its state becomes the frontier's or, if the path ends in a clean block, the next block's first state.
         rule: Decides what a step reveals.
-        nodes: The states of the round, the row's own first.
-        scores: The backbone's scores at each.
-        drafts: Whether the round drafted. If so, the path may continue through remembered states, the round's own states
-            replace these, and drafts are counted.
+        nodes: The row's nodes in the round, its own state's first.
+        scores: The backbone's scores of each node.
+        drafts: Whether the round drafted. If so, the path may continue through remembered states, the states scored in this
+            round then replace those in `row.memory`, and drafts are counted.
 
     Returns:
-        The frontier, whose reveal is not written yet (None if the path ends in a clean block), and the places in `nodes` of the
-        accepted clean states.
+        The frontier, whose reveal is not written yet (None if the path ends in a clean block), and the indices in `nodes` of
+        the accepted clean states.
 
     Raises:
         UnscoredError: if no token had a finite score at a position that is revealed.
     """
-    # Places in the round: of states by key, and of next blocks' first states by the place of the clean state before.
+    # Indices in `nodes`: of states by their keys, and of next blocks' first states by the index of the clean state before.
     places: dict[Key, int] = {}
     next_blocks: dict[int, int] = {}  # by clean states
     for place, node in enumerate(nodes):
@@ -256,12 +256,12 @@ def accept(
 
 
 def first_frontier(row: Row, rule: RevealRule, scores: Scores) -> Frontier | None:
-    """Make the frontier of a row in which nothing was revealed yet; None where nothing is left to reveal."""
+    """Make the frontier of a row at its first state from the state's scores; return None if nothing is left to reveal."""
     return None if row.ends(row.state) else reveal_at(row, rule, row.state, scores)
 
 
 def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Frontier:
-    """Reveal by the rule, and within the row's bans, at a scored state of its path."""
+    """Make the frontier at a scored state of the row's path: the rule's reveal there, within the row's bans."""
     where, memo = rule.reveal(state, scores, row.memo)
     if row.bans is not None and len(where) > 1:
         where = row.bans.allowed(row.text_at(state), state.start, where, scores.token, scores.odds, row.mask_id)
@@ -269,7 +269,7 @@ def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Front
 
 
 def write(row: Row, frontier: Frontier) -> None:
-    """Write a frontier's reveal into the row's text, and move the row to the state that results.
+    """Write a frontier's reveal into the row's text, and move the row to the frontier's successor.
 
     Raises:
         UnscoredError: if no token had a finite score at a revealed column.
@@ -302,7 +302,7 @@ def count_drafts(row: Row, nodes: Sequence[Node], last: State, depth: int) -> No
 
 
 def follows(state: State, last: State, mask_id: int) -> bool:
-    """Tell if a state reveals all that another state of the same block reveals, and more."""
+    """Tell if `state` is of the same block as `last` and reveals all that `last` does, and more."""
     if state.start != last.start or state.masks >= last.masks:
         return False
     for own, other in zip(state.key[1], last.key[1], strict=True):  # noqa: SIM110  half the time of `all`

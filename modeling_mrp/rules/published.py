@@ -1,8 +1,8 @@
-"""Reveal rules from papers, with their numbers; docs/rules.md has the table and says where a rule differs from its paper.
+"""Reveal rules from papers, with the papers' numbers; docs/rules.md lists them and says where a rule differs from its paper.
 
-Many papers decode a whole text at once. Here blocks are decoded, and what a paper says of the text's length applies to the
-block's. A rule that would reveal nothing reveals the most confident column. The last five rules remember earlier steps of the
-block: their memo is a tuple that begins with `State.start` and holds only numbers of picked tokens. Thresholds are log-odds.
+Many papers decode a whole text at once. Here blocks are decoded, so the block's length stands in for the text's. A rule that
+would reveal nothing reveals the most confident column. The last five rules remember earlier steps of the block: their memo is
+a tuple that begins with `State.start`; of distributions it holds only numbers of the picked tokens. Thresholds are log-odds.
 """
 
 import math
@@ -32,7 +32,7 @@ from .state import Scores, State
 
 
 def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Columns:
-    """Select the columns whose odds reach a threshold, and always the most confident one."""
+    """Select the columns whose log-odds reach a threshold, and always the most confident column."""
     best = surest(columns, odds)
     return tuple([column for column in columns if odds[column] >= threshold or column == best])
 
@@ -41,8 +41,8 @@ def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Colum
 class FastDLLM(RevealRule):
     """Reveal the n most confident columns, for the largest n with c_i >= 1 - f / (i + 1) for all i from 2 to n; at least one.
 
-    The factor rule of Fast-dLLM (arXiv 2505.22618), which bounds (n + 1)(1 - c_n) by f. With f = 1, the n tokens picked
-    independently are also the likeliest n tokens jointly.
+    The factor rule of Fast-dLLM (arXiv 2505.22618), which bounds (n + 1)(1 - c_n) by f; c_i is the i-th highest confidence.
+    With f = 1, the n tokens picked independently are also the likeliest n tokens jointly.
 
     Attributes:
         factor: f.
@@ -51,7 +51,7 @@ class FastDLLM(RevealRule):
     factor: float
 
     def leading(self, ordered: Sequence[int], odds: Sequence[float]) -> int:
-        """Count the first columns, in order of confidence, that satisfy the bound."""
+        """Count the leading columns that satisfy the bound, of columns `ordered` by falling confidence."""
         count = 1
         while count < len(ordered) and odds[ordered[count]] >= logit(1 - self.factor / (count + 2)):
             count += 1
@@ -63,29 +63,29 @@ class FastDLLM(RevealRule):
         return tuple(sorted(ordered[: self.leading(ordered, scores.odds)])), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: about as many columns as the estimates allow."""
+        """See `RevealRule`: guess about as many columns as the bound allows under the estimates."""
         return likely_first(state.free, odds, self.leading, count)
 
 
 @dataclass(frozen=True)
 class EBSampler(EntropyBound):
-    """Reveal in order of rising entropy while the sum of entropies, without the largest, is at most a bound; at least one.
+    """Reveal columns by rising entropy while the sum of entropies but the largest is at most a bound; at least one column.
 
     The EB-sampler as published (arXiv 2505.24857): that sum bounds the divergence between n tokens picked independently and
     their joint distribution. `EntropyBound` bounds the sum of all entropies instead.
     """
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """See `EntropyBound`; in rising order the last entropy of a set is its largest."""
+        """See `EntropyBound`: sums leave out the last entropy, which is the largest in rising order."""
         return 1 + sum([total <= self.bound for total in accumulate(entropies[:-1])])
 
 
 @dataclass(frozen=True)
 class Hierarchy(Dynamic):
-    """Reveal the columns above the high threshold, and in each run of masks the most confident one if above the low threshold.
+    """Reveal the columns above the high threshold, and of each run of masks the most confident one if above the low threshold.
 
-    Hierarchical decoding of dInfer (arXiv 2510.08666), with 0.9 and 0.4. A reveal inside a run of masks splits it, so tokens
-    revealed together are rarely neighbours.
+    Hierarchical decoding of dInfer (arXiv 2510.08666), with thresholds 0.9 and 0.4. A reveal inside a run of masks splits it,
+    so tokens revealed together are rarely neighbours.
 
     Attributes:
         low: The low threshold.
@@ -105,7 +105,7 @@ class Hierarchy(Dynamic):
         return tuple(where) or (surest(free, odds),), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, the estimates of eased columns raised by the difference of the thresholds."""
+        """See `RevealRule`: as `Dynamic`, after raising the estimates of eased columns by the difference of the thresholds."""
         by = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
         eased = self.eased(state.free, odds)
         odds = [one + by if column in eased else one for column, one in enumerate(odds)]
@@ -116,7 +116,7 @@ class Hierarchy(Dynamic):
 class LocalLeap(Hierarchy):
     """Reveal the columns that reach the high threshold (*anchors*), and those near an anchor that reach the low one.
 
-    LocalLeap (arXiv 2510.07081), with 0.9, 0.75 and 4: tokens near a confident one are likelier to be right.
+    LocalLeap (arXiv 2510.07081), with thresholds 0.9 and 0.75 and radius 4: tokens near a confident one are likelier right.
 
     Attributes:
         radius: Distance from an anchor, in columns.
@@ -125,7 +125,7 @@ class LocalLeap(Hierarchy):
     radius: int = 4
 
     def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
-        """See `Hierarchy`: the columns within the radius of an anchor."""
+        """See `Hierarchy`: find the columns within the radius of an anchor."""
         anchors = [column for column in free if odds[column] >= self.threshold]
         return {column for column in free if any(abs(column - anchor) <= self.radius for anchor in anchors)}
 
@@ -138,10 +138,10 @@ class LocalLeap(Hierarchy):
 
 @dataclass(frozen=True)
 class ConfidenceAdaptive(Dynamic):
-    """Reveal those of the few most confident columns that reach the threshold; no eos in the first half of a block.
+    """Reveal the columns that reach the threshold among the `most` most confident; no eos in the first half of a block.
 
-    CAD of CD4LM (arXiv 2601.02236), with 4 columns and 0.8. Until half of the block is revealed, an eos is revealed only where
-    nothing else is left to reveal.
+    CAD of CD4LM (arXiv 2601.02236), with 4 columns and threshold 0.8. Until half of the block is revealed, an eos is revealed
+    only where nothing else is left to reveal.
 
     Attributes:
         eos: Ids that end the text.
@@ -160,12 +160,12 @@ class ConfidenceAdaptive(Dynamic):
         return at_least(few, scores.odds, self.threshold), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, over the few most confident columns."""
+        """See `RevealRule`: as `Dynamic`, over the `most` most confident columns."""
         return likely_over(tuple(sorted(by_odds(state.free, odds)[: self.most])), odds, self.threshold, count)
 
 
 def ascending(block_size: int) -> Columns:
-    """List the number of columns that each step of a block reveals: 1, 2, 4 and so on in log2(`block_size`) steps.
+    """List the number of columns that each step of a block reveals: 1, 2, 4 and so on, over log2(`block_size`) steps.
 
     The last step reveals all the rest.
     """
@@ -175,7 +175,7 @@ def ascending(block_size: int) -> Columns:
 
 @dataclass(frozen=True)
 class EosRejection(Static):
-    """Reveal the most confident columns, twice as many each step (`ascending`); an eos has a lowered confidence at first.
+    """Reveal the most confident columns, twice as many each step (`ascending`); lower the confidence of an eos at first.
 
     EOS early rejection with ascending step sizes (arXiv 2509.23924): the confidence of an eos is multiplied by a factor that
     rises from `gamma` to 1, linearly with the share of the block that is revealed after the step.
@@ -218,7 +218,7 @@ class Prophet(Static):
         return state.free if self.margin(state, scores.odds) >= 0 else self.first(state, scores.odds), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: all columns, with the chance that the estimates reach the bound, or else as `Static`."""
+        """See `RevealRule`: guess all columns, with the chance that their mean reaches the bound, or else as `Static`."""
         odds = [bounded(one, MOST_ODDS) for one in odds]
         chance = sigmoid(2 * self.margin(state, odds))
         guesses = super().likely(state, odds, count)
@@ -236,10 +236,10 @@ def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ..
 
 @dataclass(frozen=True)
 class BoundedAdaptive(Dynamic):
-    """Reveal the columns at least as confident as the block's reveals so far on average, a mean clipped to [low, threshold].
+    """Reveal the columns at least as confident as the mean of the block's reveals so far, clipped to [`low`, `threshold`].
 
-    BACD of TDAR (arXiv 2602.09555), with 0.9 and 0.6. A block's first mean is the confidence of its most confident column.
-    Drafts assume the higher threshold.
+    BACD of TDAR (arXiv 2602.09555), with bounds 0.6 and 0.9. In a block's first step, the mean is the confidence of the most
+    confident column. Drafts suppose that it is `threshold`.
 
     Attributes:
         low: The lower threshold.
@@ -259,10 +259,10 @@ class BoundedAdaptive(Dynamic):
 class SlowFast(Dynamic):
     """Explore from the left until the end of a confident span is stable, reveal the rest of that span, and repeat behind it.
 
-    SlowFast sampling (arXiv 2506.10848). Each step of exploration estimates the end of the span: behind the last column that
-    reaches `low` (0.3). The end is fixed once two successive estimates differ by less than two columns, at the latter, or after
-    `explores` steps, at the mean of the last two. Each step reveals the columns that reach `threshold` (0.9), at least one:
-    while exploring, from the span's begin on; then within the span, until no mask is left in it.
+    SlowFast sampling (arXiv 2506.10848). Each step of exploration estimates the end of the span: one past the last column that
+    reaches `low` (0.3). Once two successive estimates differ by less than two columns, the later one is the end; after
+    `explores` steps, the mean of the last two is. Each step reveals the columns that reach `threshold` (0.9), at least one:
+    while exploring, anywhere from the span's begin on; then only within the span, until no mask is left in it.
 
     Attributes:
         low: The lower threshold.
@@ -292,10 +292,10 @@ class SlowFast(Dynamic):
 
 @dataclass(frozen=True)
 class Coherent(RevealRule):
-    """Reveal those of the few most confident columns that were in the buffer a step before with the same token.
+    """Reveal the columns among the `few` most confident that the buffer of the step before holds with the same token.
 
-    CCD with adaptive budgets (arXiv 2512.02044), as in its code: the buffer holds the `few` (4) most confident columns that the
-    step leaves masked. If no column qualifies, the most confident one is revealed.
+    CCD with adaptive budgets (arXiv 2512.02044), as in its code: the buffer holds the `few` (4) most confident columns that a
+    step leaves masked, and their tokens. If no column qualifies, the most confident one is revealed.
 
     Attributes:
         few: Columns of the buffer.
@@ -313,18 +313,18 @@ class Coherent(RevealRule):
         return where, (state.start, tuple([(column, token[column]) for column in rest]))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: one column in a block's first step, then about `few`, as if all of the buffer qualified."""
+        """See `RevealRule`: guess one column in a block's first step, later about `few`, as if all of the buffer qualified."""
         room = min(self.few, len(state.free)) if state.step else 1
         return likely_first(state.free, odds, lambda *_: room, count)
 
 
 @dataclass(frozen=True)
 class Credit(Dynamic):
-    """Reveal the columns that are confident enough with the credit that their token has earned in earlier steps.
+    """Reveal the columns whose log-odds reach the threshold with the credit that their token has earned over the steps.
 
-    CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code: each step the credit of the likeliest token decays by
-    beta and grows by its confidence to the power gamma, and alpha log(1 + credit) is added to its logit and so to its log-odds.
-    The reported log-probabilities of the text leave credit out.
+    CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code: in each step a picked token's credit becomes
+    beta * credit + confidence ** gamma, and alpha * log(1 + credit) is added to its logit and so to its log-odds. The reported
+    log-probabilities of the text leave credit out.
     """
 
     alpha: float = 0.7
@@ -332,7 +332,7 @@ class Credit(Dynamic):
     beta: float = 0.8
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo holds columns, tokens and credits."""
+        """See `RevealRule`: the memo holds columns, their tokens and the tokens' credits."""
         (earned,) = recalled(memo, state, ((),))
         before, now, odds = {(column, token): credit for column, token, credit in earned}, [], list(scores.odds)
         for column in state.free:
@@ -343,27 +343,27 @@ class Credit(Dynamic):
         return at_least(state.free, odds, self.threshold), (state.start, tuple(now))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, with the credit of a confident token that has never changed."""
+        """See `RevealRule`: as `Dynamic`, supposing at each column the credit of a confident token that has never changed."""
         credit = (1 - self.beta ** (state.step + 1)) / (1 - self.beta)
         return likely_over(state.free, odds, self.threshold - self.alpha * math.log1p(credit), count)
 
 
 @dataclass(frozen=True)
 class Klass(Dynamic):
-    """Reveal the columns that are confident and whose distribution hardly changed of late; else the most confident one.
+    """Reveal the confident columns whose distribution hardly changed in the last steps, or else the most confident column.
 
     KLASS (arXiv 2511.05664), with a divergence below 0.01 in each of the last two steps and a confidence above 0.9.
 
     Attributes:
-        divergence: Bound on the divergence between two steps, in nats.
-        steps: Successive steps in which it must hold.
+        divergence: Bound on the divergence between successive steps, in nats.
+        steps: Successive steps in which the bound must hold.
     """
 
     divergence: float = 0.01
     steps: int = 2
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo holds columns, tokens, odds, and the number of steps for which these have been stable."""
+        """See `RevealRule`: the memo holds columns, tokens, log-odds, and the steps for which each column has been stable."""
         (seen,) = recalled(memo, state, ((),))
         before = {(column, token): (odds, stable) for column, token, odds, stable in seen}
         now, where = [], []
@@ -382,6 +382,6 @@ class Klass(Dynamic):
 
 
 def divergence(odds: float, before: float) -> float:
-    """Compute KL(now || before) in nats for an event given by its log-odds; 0 if it stays certain."""
+    """Compute KL(now || before) in nats of a binary event from its log-odds now and before; 0 if it stays certain."""
     odds, before = bounded(odds, MOST_ODDS), bounded(before, MOST_ODDS)
     return sum([sigmoid(one) * (log_sigmoid(one) - log_sigmoid(was)) for one, was in ((odds, before), (-odds, -before))])

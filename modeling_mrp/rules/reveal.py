@@ -1,10 +1,10 @@
-"""Reveal rules: which columns (positions within the block) a step of the backbone reveals, and a guess of that for drafts.
+"""Reveal rules: choose the columns (positions within the block) that a backbone step reveals, and guess them for drafts.
 
 A rule is a function of **one scored state and a memo**: a small immutable value that is carried along the accepted path, from
 None at the first state of a text. Acceptance walks that path state by state, so a drafted state reveals exactly what it would
 have revealed without drafts: drafts are lossless for every rule, also for one with a memory.
 
-Each rule also guesses, from estimates in place of scores, what it is `likely` to reveal. That decides what is drafted, never
+Each rule also guesses, from estimates in place of scores, what it is `likely` to reveal. Guesses decide what is drafted, never
 what the text is.
 """
 
@@ -21,9 +21,9 @@ Columns = tuple[int, ...]
 # Sets of columns that a step may reveal, each with an estimate of its chance.
 Guesses = list[tuple[Columns, float]]
 
-# Drafts suppose that a column is revealed first with a chance proportional to this power of its odds. Reveals follow the first
-# power or a little more, but the fourth drafts best: a state that the path misses is remembered, so depth is worth more than
-# its chance (`benchmarks/NOTES.md`, Few head passes a round).
+# Drafts suppose that a column is revealed first with a chance proportional to this power of its odds. Measured reveals follow
+# the first power or a little more, but the fourth makes the best drafts: since a state that the path misses is remembered, a
+# deep draft pays more than its chance says (`benchmarks/NOTES.md`, Few head passes a round).
 ORDER_SHARPNESS = 4.0
 # The log-odds that an estimate is on the right side of a threshold are its distance from the threshold times this.
 THRESHOLD_SHARPNESS = 2.0
@@ -31,53 +31,53 @@ THRESHOLD_SHARPNESS = 2.0
 EACH_MORE = 0.35
 # The entropy assumed among all tokens of a position but the likeliest one, in nats.
 TAIL_NATS = 2.0
-# Log-odds are clipped to this magnitude, which is certain enough, so that their sums stay finite.
+# Log-odds are clipped to this magnitude, which is as good as certainty, so that their sums stay finite.
 MOST_ODDS = 1e4
 
 
 class RevealRule(ABC):
-    """Decides which columns a step of the backbone reveals: a frozen dataclass of its parameters.
+    """Decides which columns a backbone step reveals; each rule is a frozen dataclass of its parameters.
 
     Attributes:
-        needs_entropy: Whether it reads `Scores.entropy`.
+        needs_entropy: Whether the rule reads `Scores.entropy`.
     """
 
     needs_entropy: ClassVar[bool] = False
 
     @property
     def left_to_right(self) -> bool:
-        """Whether it reveals the leftmost mask, one a step, so that all tokens to the left of a reveal are known."""
+        """Whether each step reveals exactly the leftmost mask, so that all tokens to the left of a reveal are known."""
         return False
 
     @abstractmethod
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose at least one column of `state.free`, which is not empty, to reveal; return them and the memo after the reveal.
+        """Choose the columns of `state.free` (not empty) to reveal, at least one; return them and the memo after the reveal.
 
-        The memo covers all columns chosen here, also those that a ban or the head puts back to masks later. Drafting calls this
-        too, for a remembered state with the memo of the row's accepted path so far, and uses only the columns. So a rule must
-        accept any memo (None, or its own of another state) with any state.
+        The memo covers all columns chosen here, also those that a ban or the head puts back to masks later. Drafting, too,
+        calls this for remembered states, with the memo of the row's accepted path so far, and uses only the columns. So a rule
+        must accept any memo (None, or its own of another state) with any state.
         """
 
     @abstractmethod
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """Guess up to `count` sets of columns from estimated log-odds [block], mostly the likeliest first; without a memo.
+        """Guess, without a memo, up to `count` sets of columns that a step may reveal from estimated log-odds [block].
 
-        Chances only rank guesses: that of a single guess may be 1.
+        Likelier sets mostly come first. Chances only rank guesses: that of a single guess may be 1.
         """
 
 
 def surest(columns: Sequence[int], odds: Sequence[float]) -> int:
-    """Find the column with the largest odds; of equal ones the leftmost."""
+    """Return the column with the largest odds, the leftmost if several are equal."""
     return max(columns, key=odds.__getitem__)
 
 
 def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
-    """Sort columns by odds, the largest first; of equal ones the leftmost."""
+    """Sort columns by odds, the largest first; equal ones from left to right."""
     return sorted(columns, key=odds.__getitem__, reverse=True)
 
 
 def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
-    """Estimate the chance of each of a few columns, the most confident first, to be the most confident of all `columns`."""
+    """Estimate for each column of `few` (by falling odds) the chance that it is the most confident of all `columns`."""
     most = odds[few[0]]
     if most > MOST_ODDS:
         return alone_chances(few, columns, [min(one, MOST_ODDS) for one in odds])
@@ -87,10 +87,10 @@ def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[flo
 
 
 def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count: int) -> Guesses:
-    """Guess which columns exceed a threshold in log-odds; the most confident one is always among them.
+    """Guess the reveals of a rule that takes the columns above a threshold in log-odds, at least the most confident one.
 
-    The further an estimate is from the threshold, the likelier its column is on the same side. Where only the most confident
-    column is likely to be revealed, it is uncertain which one that is, as under `Static`: every second guess is another column
+    The further an estimate is from the threshold, the likelier its column is on the same side. If only one column is likely to
+    be revealed, it is uncertain which one is the most confident, as under `Static`: so every second guess is another column
     alone.
     """
     best, threshold, exp = surest(columns, odds), bounded(threshold, 2 * MOST_ODDS), math.exp
@@ -123,10 +123,10 @@ def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count
 def likely_first(
     columns: Columns, odds: Sequence[float], room_of: Callable[[list[int], list[float]], int], count: int
 ) -> Guesses:
-    """Guess how many columns are revealed, the most confident first: about as many as `room_of` says from their order and odds.
+    """Guess reveals of the most confident columns, about as many as `room_of` returns for columns in that order and all odds.
 
-    If that is one, no guess can have fewer columns: guesses of another column alone take their place, since it is uncertain
-    which one is the most confident. `room_of` gets finite odds.
+    If it returns 1, no guess can have fewer columns: other columns alone take the place of smaller guesses, since it is
+    uncertain which one is the most confident. `room_of` gets finite odds.
     """
     odds = [bounded(one, MOST_ODDS) for one in odds]
     ordered = by_odds(columns, odds)
@@ -146,7 +146,7 @@ def likely_first(
 
 
 def bounded(odds: float, most: float) -> float:
-    """Clip log-odds to a magnitude, so that their sums stay finite."""
+    """Clip log-odds to [-`most`, `most`], so that their sums stay finite."""
     return odds if -most <= odds <= most else math.copysign(most, odds)
 
 
@@ -168,7 +168,7 @@ def logit(probability: float) -> float:
 
 
 def schedule_of(block_size: int, denoising_steps: int | None) -> Columns:
-    """List the columns that each denoising step reveals: `block_size / denoising_steps`, the remainder in the first steps."""
+    """List how many columns each denoising step reveals: an equal share of the block, one more in the first if uneven."""
     steps = denoising_steps or block_size
     return tuple([block_size // steps + (step < block_size % steps) for step in range(steps)])
 
@@ -197,7 +197,7 @@ class Static(RevealRule):
         return self.first(state, scores.odds), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: all but the last column are taken as certain, and the guesses differ in the last one."""
+        """See `RevealRule`: guesses differ in the least confident of their n columns; the others are taken as certain."""
         quota = self.quota(state)
         if count == 1 or len(state.free) < quota:
             return [(self.first(state, odds), 1.0)]
@@ -221,7 +221,7 @@ class Sequential(Static):
         return state.free[: self.quota(state)]
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: there is a single guess."""
+        """See `RevealRule`: return a single guess."""
         return [(self.first(state, odds), 1.0)]
 
 
@@ -248,17 +248,17 @@ class Dynamic(RevealRule):
 
 @dataclass(frozen=True)
 class EntropyBound(RevealRule):
-    """Reveal in order of rising entropy while the running sum stays under a bound; at least one column.
+    """Reveal columns by rising entropy while the running sum of entropies stays under a bound; at least one column.
 
     Attributes:
-        bound: In nats.
+        bound: The bound, in nats.
     """
 
     bound: float
     needs_entropy = True
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """Count the columns to reveal, given entropies in rising order; 0 stands for one."""
+        """Count the columns to reveal, given entropies in rising order; a count of 0 means one column."""
         return sum([total < self.bound for total in accumulate(entropies)])
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
@@ -270,7 +270,7 @@ class EntropyBound(RevealRule):
         return tuple(sorted(ordered[:shown])), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: the most confident columns, about as many as their estimated entropies allow."""
+        """See `RevealRule`: guess the most confident columns, about as many as their estimated entropies allow."""
 
         def room_of(ordered: list[int], odds: list[float]) -> int:
             return self.leading([likely_entropy(odds[column]) for column in ordered])
@@ -279,7 +279,7 @@ class EntropyBound(RevealRule):
 
 
 def likely_entropy(odds: float) -> float:
-    """Estimate an entropy, in nats, from the log-odds of the likeliest token alone."""
+    """Estimate the entropy of a position, in nats, from the log-odds of its likeliest token alone."""
     log_p, log_q = log_sigmoid(odds), log_sigmoid(-odds)
     p = math.exp(log_p)
     return -p * log_p - (1 - p) * log_q + (1 - p) * TAIL_NATS

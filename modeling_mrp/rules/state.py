@@ -6,7 +6,7 @@ from typing import Any
 
 from .bans import Bans
 
-# A state's key: where its block starts, and its ids. Within a row, its scores depend on nothing else.
+# A state's key: the position where its block starts, and its ids. Within a row, a state's scores depend on nothing else.
 Key = tuple[int, tuple[int, ...]]
 
 
@@ -17,7 +17,7 @@ class State:
     Attributes:
         key: `(start, ids)`: the block's absolute position, and its tokens with masks.
         free: Columns that may be revealed: masked ones before the first eos that was generated in the block.
-        end: The column of that eos; the block's size if there is none.
+        end: The column of the first generated eos; the block's size if there is none.
         masks: Number of masked columns, those after the eos included.
         step: Denoising steps since the block was opened.
     """
@@ -39,7 +39,7 @@ class State:
         return self.key[1]
 
     def revealing(self, where: Sequence[int], key: Key) -> "State":
-        """Make the state `key` that results from revealing the columns `where`, none of which ends the text."""
+        """Make the state with key `key` that results from revealing the columns `where`; no revealed token is an eos."""
         if len(where) == 1:
             at = self.free.index(where[0])
             free = self.free[:at] + self.free[at + 1 :]
@@ -50,12 +50,12 @@ class State:
 
 @dataclass(slots=True, eq=False)
 class Scores:
-    """Token and log-odds by column of one state, picked from the backbone's logits or from the head's estimate of them.
+    """Picked tokens and their log-odds at the columns of one state, from the backbone's logits or the head's estimate of them.
 
     Attributes:
         token: By column, the picked token; arbitrary where the state has no mask.
-        odds: By column, the log-odds of that token, which order columns as probabilities do and stay precise where those round
-            to 1. NaN: no token had a finite score.
+        odds: By column, the picked token's log-odds, which order columns as its probabilities do, but stay precise where these
+            round to 1. NaN: no token had a finite score.
         entropy: By column, in nats; None unless the rule needs it.
         likeliest: Ids [block, m] and log-odds [block, m] of the likeliest tokens, as numpy arrays, if tokens are sampled and
             drafts are made; else None.
@@ -75,16 +75,16 @@ class Scores:
 
 @dataclass(slots=True, eq=False)
 class Frontier:
-    """The last accepted state of a row and the reveal there, whose result no forward has scored yet.
+    """The last accepted state of a row, and the reveal there, which leads to a state that no forward has scored yet.
 
     Attributes:
         state: The state, which has masks.
-        scores: The backbone's scores there.
+        scores: The backbone's scores of the state.
         where: Revealed columns.
         memo: The rule's memo after the reveal.
         successor: The state that the reveal makes.
-        drawn: By column that the head revealed, the state at which it was picked and the hidden states there, as in `Scores`;
-            or None.
+        drawn: By column that the head revealed, the state and the hidden states (as `Scores.hidden`) from which its token was
+            picked; or None.
         remasked: Columns that the step revealed and the head put back to masks.
     """
 
@@ -113,8 +113,8 @@ class Row:
     """One sequence of the batch: its text so far, its next state, and what is known about that state.
 
     Attributes:
-        place: Place among the rows of the call.
-        text: Tokens by absolute position, with masks for unknown ones, in whole blocks beyond `limit`.
+        place: Index of the row in the call.
+        text: Tokens by absolute position, masks where unknown, padded beyond `limit` to whole blocks.
         block_size: Tokens of a block.
         mask_id: The mask's id.
         eos: Ids that end the text.
@@ -125,12 +125,12 @@ class Row:
         no_eos_before: Positions before this one take no eos.
         seed: Seed of the noise.
         bans: Banned sequences; or None.
-        state: The next state, which the backbone revealed; at first that of the block with the first mask.
+        state: The next state, made by the last reveal; at first that of the block with the first mask.
         source: Scores of the last accepted state, from which drafts start; None after a clean block.
         memo: The rule's memo at `state`.
-        memory: States with masks that the last round with drafts scored, and their scores, by key: the path may reach one that
-            it missed then. First states of next blocks, scored after a clean state, are not kept.
-        held, head_held: Tokens with cached keys and values, in the backbone's layers and in the head's.
+        memory: By key, the states with masks that the last round with drafts scored, and their scores: a later path may reach a
+            state that it missed then. First states of next blocks, scored after a clean state, are not kept.
+        held, head_held: Number of first tokens with cached keys and values in the backbone's layers, and in the head's.
         logprob, step: By position after the prompt, a token's log-confidence and the denoising step that revealed it; 0 and -1
             where nothing was revealed.
         steps: Denoising steps so far.
@@ -171,20 +171,20 @@ class Row:
         self.counts = Counts(1, False)
 
     def rewound(self, start: int) -> "Row":
-        """Make the row as it was when the block at `start` was opened: tokens revealed from there on are masks again."""
+        """Make the row as it was when the block at `start` was opened: tokens revealed at `start` or later are masks again."""
         steps = [-1] * self.prompt + self.step
         text = [self.mask_id if at >= start and step >= 0 else self.text[at] for at, step in enumerate(steps)]
         return replace(self, text=text)
 
     def text_at(self, state: State, parent: State | None = None) -> list[int]:
-        """Return the text at a state, up to the last given token; `parent` is a clean state before it that is not text yet."""
+        """Return the text as of a state, up to the last given token; `parent` is an unwritten clean state before it, if any."""
         ids = self.text[: state.start]
         if parent is not None:
             ids[parent.start :] = parent.ids
         return [*ids, *state.ids, *self.text[state.start + self.block_size : self.given_end]]
 
     def opened(self, start: int) -> State:
-        """Make the first state of a block: masks and given tokens, none of which ends the text."""
+        """Make the first state of the block at `start`: masks and given tokens; a given eos does not end the text."""
         ids = tuple(self.text[start : start + self.block_size])
         ids += (self.mask_id,) * (self.block_size - len(ids))
         free = tuple([column for column, token in enumerate(ids) if token == self.mask_id])
@@ -205,7 +205,7 @@ class Row:
         return State(key, free, end, state.masks - len(where), state.step + 1)
 
     def ends(self, state: State) -> bool:
-        """Tell if the text is whole at a state: it ends there, and nothing before its end is left to reveal."""
+        """Tell if the text is whole at a state: it ends in the state's block, and no mask before its end is left to reveal."""
         room = self.open_end - state.key[0]
         if state.end == self.block_size < room:
             return False
