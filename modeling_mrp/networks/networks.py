@@ -73,7 +73,7 @@ class Networks:
         cache.active = cache.rows
 
     def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
-        """Run the backbone over each row's blocks up to the one with its first mask, the first state; return that one's scores.
+        """Run the backbone over each row's text through the block of its first mask; return the scores of that block's state.
 
         `reused` is, by row, the number of first tokens with cached keys and values; prefill starts at the least of these.
         """
