@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -204,14 +204,18 @@ def can_draft(row: Row) -> bool:
 _BUDGETS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Auto]]" = weakref.WeakKeyDictionary()
 
 
-def budget_of(model: nn.Module, mode: Hashable, states: int, passes: int, paced: bool) -> Budget:
-    """Return the budget of a call; an `Auto` stays with the model, so that later calls use what it has learnt.
+def budget_of(model: nn.Module, mode: Any) -> Budget:
+    """Return the budget of a call with a `Mode`; an `Auto` stays with the model, so that later calls use what it has learnt.
 
     The budget is fixed under deterministic algorithms, and where several processes run, which must decide alike.
     """
+    drafting = mode.drafting
+    if drafting is None:
+        return Fixed(Amount())
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-    if paced and alone and not torch.are_deterministic_algorithms_enabled():
+    if drafting.paced and alone and not torch.are_deterministic_algorithms_enabled():
         weight = next(model.parameters())
-        return _BUDGETS.setdefault(model, {}).setdefault((mode, weight.device, weight.dtype), Auto(states, passes))
-    states = min(states, UNTIMED_STATES) if paced else states
-    return Fixed(Amount(states, min(passes, states - 1)))
+        kept = _BUDGETS.setdefault(model, {})
+        return kept.setdefault((mode, weight.device, weight.dtype), Auto(drafting.states, drafting.passes))
+    states = min(drafting.states, UNTIMED_STATES) if drafting.paced else drafting.states
+    return Fixed(Amount(states, min(drafting.passes, states - 1)))

@@ -20,7 +20,7 @@ from ..networks.picker import TRUNCATIONS, Picker
 from ..rules.bans import Bans
 from ..rules.draft import UnscoredError
 from ..rules.state import Counts, Row
-from .budget import Amount, Fixed, budget_of
+from .budget import budget_of
 from .loop import Decoder, Mode
 from .options import MRPGenerationConfig, check_ids, check_rows, logger, resolved, set_fields
 from .output import MRPGenerateOutput, Progress, Stopping, Streams, output_of
@@ -192,11 +192,9 @@ def _decode(
         watches += [watch for watch in (progress, streams) if watch is not None]
         if streams is not None:
             streams.begin(prompts)
-        drafting = mode.drafting
-        budget = budget_of(model, mode, drafting.states, drafting.passes, drafting.paced) if drafting else Fixed(Amount())
         # Rounds of fewer recorded rows would be no faster than reading the weights; adapters of rows are handed out by place.
         fewest = len(rows) if adapters_of_rows(model) else 1 if graphs is None else 4
-        decoder = Decoder(mode, networks, budget, watches, fewest)
+        decoder = Decoder(mode, networks, budget_of(model, mode), watches, fewest)
         try:
             decoder.decode(rows, reused)
         except UnscoredError as error:

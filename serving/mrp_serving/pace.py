@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modeling_mrp.generate.budget import Amount, Auto, Budget, Fixed, budget_of
+from modeling_mrp.generate.budget import Amount, Auto, Budget, budget_of
 from modeling_mrp.generate.loop import Mode
 from modeling_mrp.rules.state import Row
 
@@ -45,12 +45,10 @@ def pace_of(model: Any, mode: Mode, share: Share | None) -> Budget:
         share: Sends the first process's numbers to all; None if there is only this process.
     """
     drafting = mode.drafting
-    if drafting is None:
-        return Fixed(Amount())
-    if drafting.paced and not torch.are_deterministic_algorithms_enabled():
-        by_clock = Auto(drafting.states, drafting.passes)
-        return by_clock if share is None else Led(by_clock, share)
-    return budget_of(model, mode, drafting.states, drafting.passes, drafting.paced)
+    if drafting is None or not drafting.paced or torch.are_deterministic_algorithms_enabled():
+        return budget_of(model, mode)
+    by_clock = Auto(drafting.states, drafting.passes)
+    return by_clock if share is None else Led(by_clock, share)
 
 
 def share_in(group: Any) -> Share | None:

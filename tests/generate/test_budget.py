@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from modeling_mrp.generate.budget import WIDTHS, Amount, Auto, Fixed, budget_of
+from modeling_mrp.generate.loop import Drafting, Mode
+from modeling_mrp.rules.reveal import Dynamic
 
 # Steps that a row which can draft comes to in a round, by states, of stale drafts and the head's: the embedded checkpoint on
 # 24 math problems; and the extremes.
@@ -191,10 +193,10 @@ def test_rows_that_cannot_draft_score_alone_where_that_pays() -> None:
 
 
 def test_nothing_follows_the_clock_under_deterministic_algorithms() -> None:
-    model = nn.Linear(1, 1)
-    assert isinstance(budget_of(model, "mode", 8, 1, paced=True), Auto)
+    model, mode = nn.Linear(1, 1), Mode(Dynamic(0.0), drafting=Drafting(8, 3, 1, paced=True))
+    assert isinstance(budget_of(model, mode), Auto)
     torch.use_deterministic_algorithms(True)
     try:
-        assert budget_of(model, "mode", 8, 1, paced=True) == Fixed(Amount(4, 1))
+        assert budget_of(model, mode) == Fixed(Amount(4, 1))
     finally:
         torch.use_deterministic_algorithms(False)

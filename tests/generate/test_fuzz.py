@@ -178,8 +178,9 @@ def test_random_decodes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networks, "PREFILL_CHUNK", chunk := rng.choice((8, networks.PREFILL_CHUNK)))
     monkeypatch.setitem(graphs.RECORDERS, "cpu", TapeRecorder)
 
-    def any_budget(model: Any, mode: Any, states: int, passes: int, paced: bool) -> Any:
-        return AnyBudget(rng, states, passes) if paced else budget_of(model, mode, states, passes, paced)
+    def any_budget(model: Any, mode: Any) -> Any:
+        drafting = mode.drafting
+        return AnyBudget(rng, drafting.states, drafting.passes) if drafting and drafting.paced else budget_of(model, mode)
 
     monkeypatch.setattr(generation, "budget_of", any_budget)
     for trial in range(CASES):

@@ -22,7 +22,7 @@ from published import backbone_config
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.generate import generation
-from modeling_mrp.generate.budget import Amount
+from modeling_mrp.generate.budget import Amount, Fixed
 from modeling_mrp.model.families.sdar import families
 from tests.random_cases import dampened
 
@@ -204,7 +204,7 @@ def test_rounds_of_unequal_width_of_fast_dllm(monkeypatch: pytest.MonkeyPatch) -
     """As under `auto`: a head pass may ask for all that the round before scored, in order."""
     numbers = random.Random(0)
     paced = SimpleNamespace(choose=lambda rows: Amount(numbers.choice((2, 3)), 1), learn=lambda *_: None)
-    monkeypatch.setattr(generation, "budget_of", lambda *_: paced)
+    monkeypatch.setattr(generation, "budget_of", lambda _, mode: paced if mode.drafting else Fixed(Amount()))
     model = dampened(make_model(69, family="fast_dllm_v2", block_size=8, initializer_range=0.6), 0.3)
     ids, options = torch.tensor([[35]]), {"max_new_tokens": 31, "eos_token_id": None}
     drafted = model.generate(ids, decoding="mrp_spec", target="fast_dllm", num_draft_states="auto", **options)
