@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from modeling_mrp.networks import graphs
-from modeling_mrp.networks.cache import BlockCache
+from tests.random_cases import make_model
 
 try:
     from triton.runtime.interpreter import GridExecutor
@@ -223,7 +223,7 @@ def strangers(model: nn.Module) -> list[Tensor]:
 
 def graphs_of_nothing() -> graphs.Graphs:
     """Recordings of functions that use no cache, on the CPU."""
-    return graphs.Graphs(BlockCache(1, 1, 2, [torch.device("cpu")], 4, 4, torch.float32), ())
+    return graphs.Graphs(make_model().block_cache(1, 4, 4, with_head=False), ())
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..kernels.dispatch import PYTORCH, Dispatch, unusable
 from ..model.loading import device_of, fetched
-from ..networks.cache import BlockCache, PassingReference, adapted_layers, adapters_of_rows, devices_of_layers, weights_seen
+from ..networks.cache import BlockCache, adapters_of_rows, devices_of_layers, weights_seen
 from ..networks.graphs import cache_for, release_graphs
 from ..networks.layers import pack, plan_layers
 from ..networks.networks import Networks
@@ -42,10 +42,9 @@ class MRPGenerationMixin(GenerationMixin):
         """Decode as `GenerationMixin.generate` does, block by block, with its arguments and every field of `DecodingOptions`.
 
         Logits processors see the scores of masked positions, [positions, vocab], with the ids before each [positions, length]:
-        the row's text, with what is revealed of its block, and `mask_token_id` where nothing is known yet. Under the target
-        `sequential`, one token a step, that is all the text to the left; in other orders they do not see what is known to the
-        right, but `bad_words_ids` and `no_repeat_ngram_size` are kept in every order. Stopping criteria see no scores, and the
-        batch as it came with as many tokens behind as the row in question has, masks where a slower row has none yet.
+        the row's text, with what is revealed of its block, and `mask_token_id` where nothing is known yet. Stopping criteria
+        see no scores, and the batch as it came with as many tokens behind as the row in question has, masks where a slower row
+        has none yet.
 
         Args:
             inputs: [rows, length] long, the prompts (or `input_ids`); `attention_mask` has 0 at padding, on either side.
@@ -86,7 +85,6 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError("gradient checkpointing is on, and layers in training keep no keys and values: call model.eval()")
         copies = config.num_return_sequences or 1
         check_weights(self)
-        streams = None if streamer is None else Streams(streamer, len(prompt) * copies)
         if past_key_values is not None:
             check_past(past_key_values, self, len(prompt))
         if infill_ids is not None:
@@ -94,7 +92,7 @@ class MRPGenerationMixin(GenerationMixin):
             infill_ids = infill_ids.repeat_interleave(copies, 0)
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
-        decode = partial(_decode, streams, real.repeat_interleave(copies, 0), infill_ids, past_key_values)
+        decode = partial(_decode, streamer, real.repeat_interleave(copies, 0), infill_ids, past_key_values)
         with fetched(self.lm_head):
             return super().generate(inputs, generation_config=config, custom_generate=decode, **others)
 
@@ -111,15 +109,11 @@ class MRPGenerationMixin(GenerationMixin):
         return super()._get_stopping_criteria(generation_config, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `ValueError`: this, and with it `generate_batch`, feeds a causal cache a token at a time."""
-        raise ValueError(
-            "generate_batch and continuous batching make one token a step: pass all prompts to generate as one padded batch"
-        )
+        """Raise `ValueError`: `generate_batch` feeds a causal cache a token at a time."""
+        raise ValueError("generate_batch makes one token a step: pass all prompts to generate as one padded batch")
 
-    def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool = False) -> BlockCache:
+    def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
         """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
-
-        With `fixed`, attention reads powers of two of slots, as recorded forwards need.
 
         Raises:
             ValueError: for a `capacity` that is no multiple of the block size, or a head's layers where the model has no head.
@@ -128,16 +122,7 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError(f"capacity is {capacity}: it must be a multiple of the block size, {self.config.block_size}")
         if with_head and self.mrp_head is None:
             raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
-        heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, devices_of_layers(self, with_head)
-        key = self.model.layers[0].self_attn.k_proj.weight
-        if (getattr(self, "_tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
-            heads = len(key.to_local()) // width
-        head_layers = len(devices) - self.config.num_hidden_layers
-        hidden_size = self.config.hidden_size if with_head or self.model.shifted else 0
-        sizes = (batch_size, heads, width, devices, capacity, scratch)
-        cache = BlockCache(*sizes, self.dtype, head_layers, hidden_size, fixed, self.model.shifted)
-        cache.owner = PassingReference(self)
-        return cache
+        return BlockCache(self, batch_size, capacity, scratch, with_head)
 
     def release_graphs(self) -> None:
         """Free the recorded rounds that calls of `generate` on CUDA leave for the next, and the KV cache they write to."""
@@ -145,7 +130,7 @@ class MRPGenerationMixin(GenerationMixin):
 
 
 def _decode(
-    streams: Streams | None,
+    streamer: Any,
     real: Tensor,
     infill_ids: Tensor | None,
     past: BlockCache | None,
@@ -164,9 +149,7 @@ def _decode(
         raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")
     check_rows(real, new, model.config.max_position_embeddings)
     if infill_ids is not None and (filled := infill_ids.shape[1]) > new:
-        raise ValueError(
-            f"infill_ids hold {filled} tokens a row, and max_new_tokens (max_length) leaves room for {new}: raise it"
-        )
+        raise ValueError(f"infill_ids hold {filled} tokens a row, max_new_tokens (max_length) leaves room for {new}: raise it")
     mixed = mixed_tokens(getattr(model.config, "quantization_config", None))
     if mixed and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
@@ -182,16 +165,17 @@ def _decode(
         pack(model)
     size = (len(rows), max(len(row.text) for row in rows), mode.width * block)
     with cache_for(model, config.graphs, past, *size, mode.uses_head) as (cache, graphs):
-        reused = _reused(cache, rows, model, mode)
+        reused = cache.cut([row.text for row in rows], [row.state.start for row in rows], block, mode.uses_head)
+        for row, of_head in zip(rows, cache.head_held, strict=True):
+            row.head_held = of_head if mode.uses_head else 0
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
             cache.weights = {name: weights_seen(getattr(model, name)) for name in parts}
         plans = plan_layers(model, mode.uses_head, picker.dispatch)
         networks = Networks(model, cache, mode.uses_head, picker, plans, None if graphs is None else graphs.call)
         watches: list[Any] = [Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []
-        watches += [watch for watch in (progress, streams) if watch is not None]
-        if streams is not None:
-            streams.begin(prompts)
+        watches += [] if progress is None else [progress]
+        watches += [] if streamer is None else [Streams(streamer, prompts)]
         # Rounds of fewer recorded rows would be no faster than reading the weights; adapters of rows are handed out by place.
         fewest = len(rows) if adapters_of_rows(model) else 1 if graphs is None else 4
         decoder = Decoder(mode, networks, budget_of(model, mode), watches, fewest)
@@ -201,9 +185,9 @@ def _decode(
             cache.empty()  # what is not finite there is not gone on from
             raise ValueError(
                 f"row {error.place} has no token with a finite score at position {error.position}, "
-                f"{error.position - rows[error.place].prompt} behind its prompt: leave one that no logits processor, no option "
-                "and no minimum length bars. If none is barred, weights are NaN or infinite, or scores overflow in "
-                f"{picker.lm_head_weight.dtype}: load or train them again, or load a wider dtype"
+                f"{error.position - rows[error.place].prompt} behind its prompt: leave one that no logits processor, option or "
+                f"minimum length bars. If none is, weights or scores are not finite in {picker.lm_head_weight.dtype}: load or "
+                "train them again, or load a wider dtype"
             ) from None
         held = [row.held for row in rows]
         with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
@@ -211,25 +195,11 @@ def _decode(
     return output_of(input_ids, rows, decoder, progress, cache, config.pad_token_id)
 
 
-def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> list[int]:
-    """Count the tokens of each row that have cached keys and values, and drop from the cache what the call will overwrite."""
-    texts = [row.text for row in rows]
-    reused = cache.reusable(texts, [row.state.start for row in rows], model.config.block_size, mode.uses_head)
-    for row, same, of_head in zip(rows, reused, cache.head_held, strict=True):
-        row.head_held = min(same, of_head) if mode.uses_head else 0
-    # From here on the slots behind are overwritten, also by a call that does not come to its end.
-    head_held, hidden_held = (list(map(min, reused, part)) for part in (cache.head_held, cache.hidden_held))
-    cache.hold(texts, reused, head_held, hidden_held)
-    return reused
-
-
 def laid_out(
     prompts: list[Tensor], infill_ids: Tensor | None, new: int, config: MRPGenerationConfig, least: int, ours: Any, bans: Any
 ) -> list[Row]:
-    """Lay out every row's text before the first step; a row starts in the block of its first mask.
-
-    `prompts` are 1-D long, `infill_ids` [rows, n] long; of at most `new` tokens behind a prompt the first `least` are no eos.
-    """
+    """Lay out every row's text before the first step: its prompt, 1-D long, its part of `infill_ids` [rows, n] long, and masks.
+    Of at most `new` tokens behind a prompt the first `least` are no eos."""
     rows, eos, block_size, mask_id = [], frozenset(config.eos_ids()), ours.block_size, ours.mask_token_id
     given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
     for place, (prompt, infill, seed) in enumerate(zip(prompts, given, config.seeds(len(prompts)), strict=True)):
@@ -294,7 +264,7 @@ def check_weights(model: Any) -> None:
     """Raise `ValueError` for an active adapter that is more than a change of the layers' weights, and for an `lm_head` of which
     more than its weight would have to be read: divided, packed or adapted; or that is nowhere."""
     of_rows = adapters_of_rows(model) or ()
-    layers = [layer for layer in adapted_layers(model) if not layer.disable_adapters]
+    layers = [one for one in model.modules() if hasattr(one, "merged_adapters") and not one.disable_adapters]
     on = {name for layer in layers for name in (*layer.active_adapters, *of_rows)}
     configs = [config for name, config in (getattr(model, "peft_config", None) or {}).items() if name in on]
     refused = [one for one in configs if getattr(one, "alora_invocation_tokens", None) or one.peft_type == "SHADOW"]
@@ -312,11 +282,9 @@ def check_weights(model: Any) -> None:
     if hasattr(weight, "to_local"):
         why = "is divided among processes: leave it, and embed_tokens if these are tied, out of tp_plan"
     elif not weight.is_floating_point():
-        why = f"is a {type(lm_head).__name__} with weights in {weight.dtype}, packed: keep it as it was, with 'lm_head' in "
-        why += "llm_int8_skip_modules where that is given"
+        why = f"has packed weights, {weight.dtype}: keep it as it was, with 'lm_head' in llm_int8_skip_modules if that is given"
     elif hasattr(lm_head, "base_layer") and not (lm_head.merged or lm_head.disable_adapters):
-        why = f"has an adapter ({', '.join(lm_head.active_adapters)}): merge it with merge_and_unload() or merge_adapter(), or "
-        why += "leave 'lm_head' out of target_modules"
+        why = f"has an adapter ({', '.join(lm_head.active_adapters)}): merge_and_unload() it, or leave it out of target_modules"
     if why is not None:
         raise ValueError(f"rows of lm_head's own weight are read, and lm_head {why}")
 

@@ -164,17 +164,12 @@ class DecodingOptions:
     graphs: Annotated[bool | None, None, _SWITCH] = None
 
 
-def _declared() -> tuple[Option, ...]:
-    """List the fields with the default, values and modes in their types, and their help from the docstring."""
-    said = dict(re.findall(r"^    (\w+): (.+(?:\n     .+)*)", getdoc(DecodingOptions) or "", re.MULTILINE))
-    options = []
-    for name, hint in get_type_hints(DecodingOptions, include_extras=True).items():
-        default, values, *modes = hint.__metadata__
-        options.append(Option(*(name, default, *values, " ".join(said.get(name, "").split()), *modes)))
-    return tuple(options)
-
-
-OPTIONS = _declared()
+_HELP = dict(re.findall(r"^    (\w+): (.+(?:\n     .+)*)", getdoc(DecodingOptions) or "", re.MULTILINE))
+OPTIONS = tuple(
+    Option(*(name, default, *values, " ".join(_HELP.get(name, "").split()), *modes))
+    for name, hint in get_type_hints(DecodingOptions, include_extras=True).items()
+    for default, values, *modes in [hint.__metadata__]
+)
 
 _PREFIXES = "it needs prefixes that grow from the left; there are num_return_sequences with do_sample, and infill_ids"
 _COLUMNS = "it acts at a column of the padded batch; there are suppress_tokens and min_new_tokens"

@@ -1,6 +1,6 @@
 """The input of a call of `generate`, checked: options, the config that holds and interprets them, and prompts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,15 +13,10 @@ from ..rules.reveal import logit
 from .budget import WIDTHS
 from .loop import Drafting, Mode
 from .option_table import DRAFTING, OPTIONS, RULES, DecodingOptions, check_supported, closest_name
-from .refine import Direct, Refinement, RereadRemask, ResidualRemask, ThresholdRemask
+from .refine import Direct, RereadRemask, ResidualRemask, ThresholdRemask
 
 logger = transformers_logging.get_logger(__name__)
 
-_REMASKS: dict[str, Callable[[Any], Refinement]] = {
-    "reread": lambda options: RereadRemask(logit(options.confidence_threshold), logit(0.5 * options.confidence_threshold)),
-    "threshold": lambda options: ThresholdRemask(logit(options.confidence_threshold)),
-    "residual": lambda options: ResidualRemask(options.residual_delta),
-}
 # What else `generate` may be given, beside the fields of the generation config.
 _ARGUMENTS = {"input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus"}
 
@@ -34,10 +29,6 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         for option in OPTIONS:
             option.check(getattr(self, option.name), None)
         super().validate(*args, **kwargs)
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """Leave out the options that are not set: they are not saved."""
-        return {name: value for name, value in super().to_diff_dict().items() if value is not None}
 
     def check(self, block_size: int, has_head: bool) -> None:
         """Fill in defaults, then raise `ValueError`, with value and remedy, for the first option that cannot be honoured."""
@@ -59,7 +50,10 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         if name == "mrp_direct":
             return Mode(RULES["static"](self, block_size), Direct(options.mrp_steps))
         if name == "mrp_remask":
-            return Mode(RULES["dynamic"](self, block_size), _REMASKS[options.remask_rule](options))
+            tau, lower = logit(options.confidence_threshold), logit(0.5 * options.confidence_threshold)
+            remasks: dict[str, Any] = {"reread": RereadRemask(tau, lower), "threshold": ThresholdRemask(tau)}
+            remasks["residual"] = ResidualRemask(options.residual_delta)
+            return Mode(RULES["dynamic"](self, block_size), remasks[options.remask_rule])
         if name not in DRAFTING:
             return Mode(RULES[name](self, block_size))
         auto = options.num_draft_states == "auto"
@@ -81,13 +75,12 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
 
     def seeds(self, rows: int) -> list[int]:
         """Give every row its seed; raise `ValueError` if `seed` lists another number of them."""
-        if isinstance(self.seed, list) and len(self.seed) != rows:
-            raise ValueError(f"seed has {len(self.seed)} values for {rows} rows: give one per row (after num_return_sequences)")
-        if isinstance(self.seed, list):
-            return self.seed
-        if self.seed is not None:
-            return [self.seed + row for row in range(rows)]
-        return torch.randint(1 << 62, (rows,)).tolist() if self.do_sample else [0] * rows
+        if self.seed is None:
+            return torch.randint(1 << 62, (rows,)).tolist() if self.do_sample else [0] * rows
+        seeds = self.seed if isinstance(self.seed, list) else [self.seed + row for row in range(rows)]
+        if len(seeds) != rows:
+            raise ValueError(f"seed has {len(seeds)} values for {rows} rows: give one per row (after num_return_sequences)")
+        return seeds
 
 
 OPTION_NAMES = frozenset({*vars(GenerationConfig()), *DecodingOptions.__annotations__})
@@ -99,11 +92,8 @@ def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-    """Resolve the options and other arguments of a call: arguments override a given config, and this the model's own.
-
-    Raises:
-        ValueError: for what `generate` does not know, does not support, or cannot honour.
-    """
+    """Resolve the options and other arguments of a call: arguments override a given config, and this the model's own; raise
+    `ValueError` for what `generate` does not know, does not support, or cannot honour."""
     given = vars(given) if isinstance(given, GenerationConfig) else given or {}
     asked = set_fields(given) | set_fields(kwargs)
     if kwargs.get("eos_token_id", 0) is None:  # as an argument it means no eos; left as None, the model's own would come back
@@ -117,11 +107,11 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
     if unknown := [f"{name}{closest_name(name, OPTION_NAMES)}" for name in sorted(others.keys() - _ARGUMENTS)]:
         raise ValueError(f"{', '.join(unknown)}: not supported by generate here. Check the spelling, or leave it unset")
     tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
+    if strings is not None and tokenizer is None:
+        raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate")
     if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
-        if tokenizer is None:
-            raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate")
         criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
-        others["stopping_criteria"], config.stop_strings = StoppingCriteriaList(criteria), None
+        others["stopping_criteria"] = StoppingCriteriaList(criteria)
     for name, ids in (("eos_token_id", config.eos_ids()), ("pad_token_id", [config.pad_id()])):
         if outside := [one for one in ids if not 0 <= one < model.config.vocab_size]:
             raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {model.config.vocab_size}: use one inside")
@@ -131,12 +121,7 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
 
 
 def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None = None) -> Tensor:
-    """Check ids [rows, length] and return which of them are real, a bool tensor.
-
-    Raises:
-        ValueError: unless they are ids below the vocabulary's size and no masks, or `infill_ids` for `infilled` rows, and
-            `attention_mask` is None or as large.
-    """
+    """Tell which ids [rows, n] of prompts, or of `infill_ids` for `infilled` rows, are real; `ValueError` for what is no id."""
     name = "input_ids" if infilled is None else "infill_ids"
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
         hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
@@ -144,9 +129,7 @@ def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None =
         raise ValueError(f"{name} are {kind}: pass a [rows, n] tensor of ids, torch.long{hint}")
     if ids.dim() != 2 or not ids.numel() or len(ids) != (infilled or len(ids)):
         hint = f". For one row pass {name}[None]" if ids.dim() == 1 else ""
-        raise ValueError(
-            f"{name} have shape {list(ids.shape)}: pass [{infilled or 'rows'}, n], with a token or more in each{hint}"
-        )
+        raise ValueError(f"{name} have shape {list(ids.shape)}: pass [{infilled or 'rows'}, n], n of 1 or more{hint}")
     real = torch.ones_like(ids, dtype=torch.bool)
     if attention_mask is not None:
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:

@@ -128,22 +128,16 @@ class Progress:
 
 
 class Streams:
-    """Feeds one streamer per row: the prompt, finished blocks in order, and drafts if the streamer has `put_draft`."""
+    """Feeds one streamer per row: the prompt [1, length], finished blocks in order, and drafts if it has `put_draft`."""
 
-    def __init__(self, streamer: Any, rows: int) -> None:
+    def __init__(self, streamer: Any, prompts: Sequence[Tensor]) -> None:
         streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
-        different = len(set(map(id, streamers)))
+        different, rows = len(set(map(id, streamers))), len(prompts)
         if not len(streamers) == different == rows:
-            raise ValueError(
-                f"the batch has {rows}, and streamer holds {different}: pass a list of {rows} different or one prompt at a time"
-            )
-        self.open, self.sent = dict(enumerate(streamers)), [0] * rows
-
-    def begin(self, prompts: Sequence[Tensor]) -> None:
-        """Put each row's prompt, 1-D long without padding, as [1, length]."""
-        self.sent = [len(prompt) for prompt in prompts]
-        for streamer, prompt in zip(self.open.values(), prompts, strict=True):
-            streamer.put(prompt[None].cpu())
+            raise ValueError(f"streamer holds {different} for {rows} rows: pass a list of {rows}, or one prompt at a time")
+        self.open, self.sent = dict(enumerate(streamers)), [len(prompt) for prompt in prompts]
+        for one, prompt in zip(streamers, prompts, strict=True):
+            one.put(prompt[None].cpu())
 
     def __call__(self, rows: Sequence[Row]) -> None:
         """Send what a round has finished, and end the streams of rows that have ended."""
@@ -197,10 +191,7 @@ class Stopping:
 def output_of(
     input_ids: Tensor, rows: Sequence[Row], decoder: Decoder, progress: Progress | None, cache: BlockCache, pad: int
 ) -> Tensor | MRPGenerateOutput:
-    """Make the output of `generate` from rows that have ended.
-
-    Texts follow `input_ids` [rows, prompt] long, padded with `pad`; with `progress` it is an `MRPGenerateOutput`.
-    """
+    """Make the output of `generate` of rows that have ended: texts behind `input_ids` [rows, prompt], padded with `pad`."""
     device, texts = input_ids.device, [row.text[row.prompt : row.stop] for row in rows]
     width = max(map(len, texts))
 

@@ -94,7 +94,7 @@ class MRPScoringMixin:
             at = asked.byte().argsort(dim=-1, descending=True, stable=True)[:, :count]  # by row, columns that are asked first
             length = int(asked.nonzero()[:, 1].max()) // block * block if count else 0  # what states may look at
             states = max(1, tokens_per_forward // (len(ids) * block))
-            cache = self.block_cache(len(ids), texts.shape[1], min(states, count) * block, False)
+            cache = BlockCache(self, len(ids), texts.shape[1], min(states, count) * block, with_head=False)
             forwards = {"prefill": 0, "score": 0}
             for begin, end, *given in prefill_chunks(cache, texts[:, :length], 0, states * block, block):
                 hidden = self.backbone(*given, cache)
@@ -107,9 +107,10 @@ class MRPScoringMixin:
             for places in at.split(states, 1) if count else ():
                 hidden = _hidden_at(self, texts, places, length, cache)
                 forwards["score"] += 1
-                said, best = _said(unembedding, hidden.flatten(0, 1), texts.gather(1, places).flatten())
-                found.scatter_(1, places, said.view_as(places))
-                likeliest.scatter_(1, places, best.view_as(places))
+                scores = unembedding.tempered(unembedding.logits(hidden.flatten(0, 1))).unflatten(0, places.shape)
+                token = texts.gather(1, places)
+                found.scatter_(1, places, scores.log_softmax(-1).gather(2, token[..., None])[..., 0])
+                likeliest.scatter_(1, places, scores.argmax(-1) == token)
         logprobs, greedy = torch.zeros_like(ids, dtype=found.dtype), torch.zeros_like(scored)
         logprobs[scored], greedy[scored] = found[asked], likeliest[asked]
         if len(where := logprobs.isnan().nonzero()):
@@ -138,13 +139,3 @@ def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: Bl
     first = places % block == 0  # predicted by the last token of the block before
     ends = taken_from(cache.hidden.to(texts.device), torch.where(first, places, -1))
     return ends + taken_from(hidden, torch.where(first, -1, column - 1))
-
-
-def _said(unembedding: Unembedding, hidden: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the log-probabilities of tokens [n] under hidden states [n, hidden_size], and which are the likeliest."""
-    logprobs, likeliest = [], []
-    for at in unembedding.chunks(len(hidden)):
-        scores = unembedding.tempered(unembedding.logits(hidden[at]))
-        logprobs.append(scores.log_softmax(-1).gather(1, token[at, None])[:, 0])
-        likeliest.append(scores.argmax(-1) == token[at])
-    return torch.cat(logprobs), torch.cat(likeliest)

@@ -53,11 +53,8 @@ class Dispatch:
     forced: bool | None = None
 
     def allows(self, what: str, *tensors: Tensor, obstacle: str | None = None) -> bool:
-        """Tell if kernels are to run on tensors of these devices and dtypes; not for gradients or under autocast.
-
-        Raises:
-            ValueError: if kernels are forced and `what` cannot be used here, or for another `obstacle`, given with its remedy.
-        """
+        """Tell if kernels are to run on tensors of these devices and dtypes; not for gradients or under autocast, nor if there
+        is an `obstacle`, given with its remedy. Raise `ValueError` if `what` is forced and cannot be used."""
         if self.forced is False:
             return False
         obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
@@ -69,11 +66,7 @@ class Dispatch:
         """Run a kernel or its twin.
 
         A kernel that does not compile or launch, or whose first results on a GPU differ from its twin's, is reported in one
-        warning per device and not tried again.
-
-        Raises:
-            ValueError: if kernels are forced and cannot be used here.
-            RuntimeError: if kernels are forced and this one fails.
+        warning per device and not tried again; if kernels are forced, by `RuntimeError`.
         """
         if self.forced is False:
             return kernel.twin(*given)
@@ -93,18 +86,13 @@ class Dispatch:
             why = f"{type(error).__name__}: " + str(error).strip().rpartition("\n")[2]
             if self.forced:
                 raise RuntimeError(
-                    f"kernels is True, but the kernel {name!r} failed on {device} ({why}): use kernels=None, which falls back "
-                    "to PyTorch, or kernels=False"
+                    f"kernels is True, but the kernel {name!r} failed on {device} ({why}): use kernels=None or kernels=False"
                 ) from error
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise  # most errors are the capture's then, and a twin would go into the graph
             _failed.add((name, device))
-            warnings.warn(
-                f"the Triton kernel {name!r} failed on {device} and PyTorch is used in its place, which is slower ({why}); "
-                "kernels=False silences this",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            said = f"the kernel {name!r} failed on {device} ({why}): PyTorch stands in, slower, and kernels=False silences this"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
         return kernel.twin(*given)
 
 
@@ -124,10 +112,7 @@ def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def relative_error(ours: Tensor, right: Tensor) -> float:
-    """Compute the norm of the difference over the norm of `right`; of integers, the share that differs.
-
-    It is infinite where only one of the two is a number.
-    """
+    """Compute the norm of the difference over that of `right`, or the share of integers that differ; infinite if one is NaN."""
     if not right.is_floating_point():
         return float((ours != right).double().mean())
     ours, right = ours.double(), right.double()
@@ -187,10 +172,7 @@ def unusable(device: torch.device, dtype: torch.dtype, interpreted: bool = False
     if triton.knobs.runtime.interpret:
         return None if interpreted else "TRITON_INTERPRET is set, which is for tests: unset it"
     if device.type != "cuda" or torch.version.hip is not None:
-        return (
-            f"the tensors are on {device.type}, not on an NVIDIA GPU: move the model to one, or set TRITON_INTERPRET=1 before "
-            "Python starts, for tests"
-        )
+        return f"the tensors are on {device.type}, not on an NVIDIA GPU: move the model to one"
     if (capability := torch.cuda.get_device_capability(device)) < _OLDEST:
         return f"{device} has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0: use a newer GPU"
     return None

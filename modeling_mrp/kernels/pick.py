@@ -98,20 +98,17 @@ def pick_rows(unembedding: Unembedding, logits: Tensor, least: Tensor | None, ke
     """Pick the token [n] of the largest logit, or of the largest logit plus noise: a sample; return its log-odds [n], too.
 
     Of equals it is the first; NaN is larger than any number, as in `torch.argmax`. Where the token's own score is not finite
-    there is nothing to pick: the log-odds are NaN. Probabilities are those among all tokens. One kernel finds the best token
-    of each slice of the vocabulary, the next the best of the slices.
+    there is nothing to pick: the log-odds are NaN. Probabilities are those among all tokens.
 
     Args:
         unembedding: Gives the temperature.
-        logits: [n, vocab], barred and processed or not.
+        logits: [n, vocab], at least one row.
         least: [n], the least logit that may be picked; or None.
         keys: [n] long, from `noise_key`, to sample; None: greedy.
     """
     (rows, vocab), device = logits.shape, logits.device
     token = torch.empty(rows, dtype=torch.long, device=device)
     odds = torch.empty(rows, dtype=torch.float32, device=device)
-    if not rows:
-        return token, odds
     length = triton.cdiv(vocab, _TILE * triton.cdiv(_READERS * processors(device), rows)) * _TILE
     slices = triton.cdiv(vocab, length)
     found = torch.empty(3, rows, slices, dtype=torch.float32, device=device)

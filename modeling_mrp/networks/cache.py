@@ -29,36 +29,27 @@ class PassingReference(weakref.ref[Any]):
 
 
 def weights_seen(module: nn.Module) -> list[Any]:
-    """Note a module's parameters and active adapters; a later list is equal if none was replaced, moved or written to since.
-
-    Writes to a parameter's `.data` are not seen, as autograd does not count them.
-    """
+    """Note a module's parameters and active adapters; a later list is equal if none was replaced, moved or written to since
+    (other than by `.data`, which autograd does not count)."""
     weights = []
     for weight in module.parameters():
         if not weight.is_meta:  # those that are offloaded come anew each time
             place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
             writes = 0 if weight.is_inference() else weight._version  # for which there is no public name
             weights.append((PassingReference(weight), place, writes))
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]  # peft's
     adapters = [
         (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
-        for layer in adapted_layers(module)
+        for layer in layers
     ]
     return [weights, adapters, adapters_of_rows(module)]
 
 
 def adapters_of_rows(module: nn.Module) -> list[str] | None:
-    """Read peft's `adapter_names`, an adapter for each row of a batch, which hooks hand to its layers during a call.
-
-    A call that failed leaves its hooks behind; the last one counts.
-    """
+    """Read peft's `adapter_names`, one for each row of a batch, from the last hooks: a call that failed left its own behind."""
     hooks = (hook for part in module.modules() for hook in reversed(part._forward_pre_hooks.values()))
     names = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
     return next((list(of_rows) for of_rows in names if of_rows is not None), None)
-
-
-def adapted_layers(module: nn.Module) -> list[Any]:
-    """List peft's layers."""
-    return [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]
 
 
 def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
@@ -72,21 +63,18 @@ class BlockCache(Cache):
 
     A committed token lives in the slot of its absolute position, so padding takes no room. The states of a round are written
     behind the longest text, so that what attention reads is one slice; when one turns out clean, `move` copies its keys and
-    values to its row's text, for all rows and layers at once.
-
-    A call of `generate` takes over the cache it is given and starts behind what that holds of the new prompt; the rest is gone
-    (`copy.deepcopy` keeps it).
+    values to its row's text. A call of `generate` takes over the cache it is given and starts behind what that holds of the new
+    prompt; the rest is gone (`copy.deepcopy` keeps it).
 
     Args:
-        rows, num_key_value_heads, head_dim, dtype: Sizes and dtype of keys and values, the same in every layer.
-        layer_devices: The device of every layer: the backbone's first, then the head's, of which there are `head_layers`.
+        model, rows: The model, and how many rows of a batch.
         capacity: Committed slots per row, a multiple of the block size.
         scratch: Tokens that can be scored at once per row.
-        hidden_size: Of the hidden states that are kept for a head to read later; 0: none are.
+        with_head: Whether there are layers of the head, behind the backbone's, and hidden states for it to read later.
         fixed: Whether attention reads a power of two of slots before what is scored, as recordings need fixed shapes.
-        shifted: Whether hidden states are those of the next position: the one of a text's last token is kept, too.
 
     Attributes:
+        hidden: [rows, slots, hidden_size], the kept hidden states; if `shifted`, those of the position after the slot's.
         ids: By row, the text whose tokens the slots hold.
         held, head_held: By row, how many of its first tokens have keys and values in all layers of the backbone, of the head.
         hidden_held: By row, how many have hidden states that the head may still read, if it has not read them.
@@ -97,37 +85,28 @@ class BlockCache(Cache):
         read: By layer, what attention reads once the target is written, [rows, heads, seen, head_dim] each.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        num_key_value_heads: int,
-        head_dim: int,
-        layer_devices: Sequence[torch.device],
-        capacity: int,
-        scratch: int,
-        dtype: torch.dtype,
-        head_layers: int = 0,
-        hidden_size: int = 0,
-        fixed: bool = False,
-        shifted: bool = False,
-    ) -> None:
+    def __init__(self, model: Any, rows: int, capacity: int, scratch: int, with_head: bool, fixed: bool = False) -> None:
         super().__init__(layers=[])
-        self.rows, self.num_key_value_heads, self.head_dim = rows, num_key_value_heads, head_dim
-        self.capacity, self.scratch, self.dtype, self.head_layers = capacity, scratch, dtype, head_layers
-        self.hidden_size, self.fixed, self.shifted, self.layer_devices = hidden_size, fixed, shifted, tuple(layer_devices)
-        self.owner: PassingReference | None = None
+        config, key = model.config, model.model.layers[0].self_attn.k_proj.weight
+        self.rows, self.capacity, self.scratch, self.fixed = rows, capacity, scratch, fixed
+        self.dtype, self.shifted, self.layer_devices = model.dtype, model.model.shifted, devices_of_layers(model, with_head)
+        self.head_layers = len(self.layer_devices) - config.num_hidden_layers
+        self.owner = PassingReference(model)
         self.weights: dict[str, list[Any]] = {}
         self.empty()
+        heads, width = config.num_key_value_heads, config.head_dim
+        if (getattr(model, "_tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
+            heads = len(key.to_local()) // width
         self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
         slots = scratch + (bucket(capacity) if fixed else capacity)
         # Elsewhere no slot is read that was not written before: rows are prefilled and scored together.
         made = torch.zeros if fixed else torch.empty
         self._buffers = {
-            device: made((rows, slots, layers, 2, num_key_value_heads, head_dim), dtype=dtype, device=device)
+            device: made((rows, slots, layers, 2, heads, width), dtype=self.dtype, device=device)
             for device, layers in Counter(self.layer_devices).items()
         }
-        columns = capacity + scratch * shifted
-        self.hidden = torch.empty((rows, columns, hidden_size), dtype=dtype, device=self.layer_devices[-1])
+        size = rows, capacity + scratch * self.shifted, config.hidden_size if with_head or self.shifted else 0
+        self.hidden = torch.empty(size, dtype=self.dtype, device=self.layer_devices[-1])
         self.hidden[:, :1] = 0  # before the first token
         self.active, self.begin, self.end = rows, 0, 0
 
@@ -137,10 +116,8 @@ class BlockCache(Cache):
         return sum(buffer.nbytes for buffer in (*self._buffers.values(), self.hidden))
 
     def target(self, used: int, width: int, prefill: bool = False) -> None:
-        """Let the next forward write `width` tokens a row behind the first `used` slots and read all slots up to there.
-
-        Where shapes are fixed, it writes behind a power of two of slots; not in a prefill.
-        """
+        """Let the next forward write `width` tokens a row behind the first `used` slots and read all slots up to there. Where
+        shapes are fixed, it writes behind a power of two of slots; not in a prefill."""
         self.begin = bucket(used) if self.fixed and not prefill else used
         self.end = self.begin + width
         self.written, self.read = self._views(self.begin), self._views(0)
@@ -196,10 +173,11 @@ class BlockCache(Cache):
         nothing = [0] * self.rows
         self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
-    def reusable(self, texts: Sequence[Sequence[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
-        """Count the first tokens of each row's text, in whole blocks and at most `upto`, that are held and need no prefill.
+    def cut(self, texts: list[list[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
+        """Cut what is held to the first tokens of each row's text, in whole blocks and at most `upto`; return their numbers.
 
-        If `with_head`, the head's layers must hold them too, or be able to read them still.
+        If `with_head`, the head's layers must hold them too, or be able to read them still. What lies behind is overwritten
+        from here on, also by a call that does not come to its end.
         """
         found = []
         for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
@@ -207,28 +185,14 @@ class BlockCache(Cache):
             ids = self.ids[row][:most]
             same = next((at for at, token in enumerate(ids) if token != text[at]), len(ids))
             found.append(same // block_size * block_size)
+        self.hold(texts, found, list(map(min, found, self.head_held)), list(map(min, found, self.hidden_held)))
         return found
 
-    def fits(self, capacity: int, scratch: int, with_head: bool = False) -> bool:
-        """Tell if there is room for a number of tokens per row, and for the head's layers if they are needed."""
-        return capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
-
-    def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
-        """Return this cache, or a larger one with its content, with at least the given capacity and scratch.
-
-        If `rows` is a multiple of its rows, each row's content is repeated, the copies one after the other.
-        """
+    def fits(self, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
+        """Tell if it can be written to, for so many rows, tokens of each, and the head's layers if they are needed."""
         writable = torch.is_inference_mode_enabled() or not self.hidden.is_inference()
-        if writable and rows == self.rows and self.fits(capacity, scratch):
-            return self
-        capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
-        bigger = BlockCache(
-            *(rows, self.num_key_value_heads, self.head_dim, self.layer_devices, capacity, scratch, self.dtype),
-            *(self.head_layers, self.hidden_size, self.fixed, self.shifted),
-        )
-        bigger.owner = self.owner
-        bigger.fill_from(self)
-        return bigger
+        room = capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
+        return writable and rows == self.rows and room
 
     def fill_from(self, other: "BlockCache") -> None:
         """Copy the content of another cache with as many layers; its rows, a divisor of this one's, are each repeated."""
@@ -238,12 +202,8 @@ class BlockCache(Cache):
         for ours, theirs in zip(self._held_parts(used), other._held_parts(used), strict=True):
             ours.copy_(theirs.repeat_interleave(copies, 0))
 
-    def shares(self, other: "BlockCache") -> bool:
-        """Tell if two caches share their memory, as after `copy.copy`."""
-        return self._buffers is other._buffers
-
     def detach(self) -> None:
-        """Replace shared memory by a copy."""
+        """Replace memory that is shared, as after `copy.copy`, by a copy."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
         self.hidden = self.hidden.clone()
 
@@ -257,10 +217,6 @@ class BlockCache(Cache):
             held = [self._index[layer] for layer in layers if self.layer_devices[layer] == device]
             if held:
                 yield buffer[:, :, held[0] : held[-1] + 1]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: rows differ in length, so there is no common one; positions are always passed explicitly."""
-        return 0
 
 
 def bucket(used: int) -> int:

@@ -4,9 +4,8 @@ There is a recording for each network by rows, states and length bucket. Recordi
 `generate` that made them, together with the cache that they write to: one for a model, until its weights lie elsewhere,
 `release_graphs` is called, or a call needs another size.
 
-The first run of a kind is an ordinary one, on the side stream that will record: it warms up what a recording must not meet for
-the first time (libraries, compilers). The second run is recorded. On a GPU the first replays of each recording are compared
-with ordinary runs, and nothing is recorded any more where they differ.
+The first run of a kind is an ordinary one, on the side stream that will record: it warms up libraries and compilers. The second
+is recorded. On a GPU the first replays are compared with ordinary runs; where they differ nothing is recorded any more.
 """
 
 import copy
@@ -48,10 +47,7 @@ class CudaRecorder:
         return output
 
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record a step without running it; return a function that replays it and returns its output, in the graph's memory.
-
-        Other threads that record wait; those that replay go on.
-        """
+        """Record a step without running it; return a function that replays it and returns its output, in the graph's memory."""
         graph, first = torch.cuda.CUDAGraph(), None
         recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
         try:
@@ -80,10 +76,7 @@ class Graphs:
     """The recorded forwards of one model, with the `fingerprint` of its weights, on one cache, which stays where it is.
 
     Attributes:
-        inputs: Where recordings read their inputs, by key.
-        recorded: Functions that replay a forward, by key.
-        compared: How many replays were compared, by key.
-        replays: Number of replays.
+        inputs, recorded, compared: By key, where a recording reads its inputs, what replays it, how often that was compared.
         failed: Whether a forward could not be recorded or gave wrong results, so that no more are tried.
         busy: Whether a call is using them.
     """
@@ -101,7 +94,7 @@ class Graphs:
     def lend(self, past: BlockCache | None) -> BlockCache:
         """Lend the cache, filled with the content of `past`; an earlier borrower keeps its content in memory of its own."""
         cache = past
-        if cache is None or not cache.shares(self.cache):
+        if cache is None or cache.hidden is not self.cache.hidden:
             if (holder := self._lent()) is not None:
                 holder.detach()
             cache = copy.copy(self.cache)
@@ -111,10 +104,8 @@ class Graphs:
         return cache
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Compute `function(*inputs)` by a recording if there is one; the result belongs to the caller.
-
-        The result must depend only on the inputs, the key and the cache; inputs may lie on the host.
-        """
+        """Compute `function(*inputs)` by a recording if there is one; the result belongs to the caller. It must depend only on
+        the inputs, which may lie on the host, the key and the cache."""
         key = key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         fixed, replay = self.inputs.get(key), self.recorded.get(key)
         if fixed is None or self.failed or (replay is None and not hasattr(self._thread, "warm")):
@@ -173,10 +164,7 @@ def cache_for(
     """Choose the cache of a call and the recordings of its forwards: those kept from earlier calls, or new ones.
 
     A cache `past` to continue from is taken over, if it has the head's layers where these are needed. Forwards are recorded
-    where possible if `graphs` is None, never if it is False.
-
-    Raises:
-        ValueError: if `graphs` is True and it is impossible.
+    where possible if `graphs` is None, or `ValueError` is raised if it is True; never if it is False.
     """
     if past is not None and with_head and not past.head_layers:
         past = None
@@ -185,14 +173,19 @@ def cache_for(
         raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
     deep = with_head or (past is not None and past.head_layers > 0)  # a Cache of transformers is false where it is empty
     kept = None if why is not None else _kept_for(model, rows, capacity, scratch, deep)
-    if kept is None:
-        cache = model.block_cache(rows, capacity, scratch, with_head) if past is None else past
-        yield cache.with_room(rows, capacity, scratch), None
-        return
-    try:
-        yield kept.lend(past), kept
-    finally:
-        kept.busy = False
+    if kept is not None:
+        try:
+            yield kept.lend(past), kept
+        finally:
+            kept.busy = False
+    elif past is None:
+        yield BlockCache(model, rows, capacity, scratch, with_head), None
+    elif past.fits(rows, capacity, scratch, with_head):
+        yield past, None
+    else:
+        cache = BlockCache(model, rows, max(capacity, past.capacity), max(scratch, past.scratch), deep)
+        cache.fill_from(past)
+        yield cache, None
 
 
 def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: bool) -> Graphs | None:
@@ -202,14 +195,13 @@ def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: boo
         kept = _KEPT.get(model)
         if kept is not None and kept.busy:
             return None
-        same = kept is not None and (kept.weights, kept.cache.rows) == (weights, rows)
-        if kept is None or not (same and kept.cache.fits(capacity, scratch, with_head)):
+        if kept is None or kept.weights != weights or not kept.cache.fits(rows, capacity, scratch, with_head):
             kept = None
             _KEPT.pop(model, None)  # its memory goes before another is asked for
             block = model.config.block_size
             roomy = max(LEAST_CAPACITY, 1 << (capacity - 1).bit_length()) // block * block
             with torch.inference_mode(False), torch.no_grad():
-                cache = model.block_cache(rows, max(roomy, capacity), scratch, with_head, fixed=True)
+                cache = BlockCache(model, rows, max(roomy, capacity), scratch, with_head, fixed=True)
             kept = _KEPT[model] = Graphs(cache, weights)
         kept.busy = True
     return kept
@@ -231,16 +223,14 @@ def fingerprint(model: Any) -> Hashable:
 
 def obstacle(model: Any) -> str | None:
     """Say why forwards of this model cannot be recorded here, with the remedy; None if they can."""
-    tensors = (*model.parameters(), *model.buffers())
-    others = {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}
-    if others:
-        return f"weights are of the kind {', '.join(sorted(others))}, and where those lie is not known: load plain tensors"
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
-        return f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): load it on one"
-    (device,) = devices
+    device = model.device  # before anything that reads all weights: elsewhere no call has to
     if device.type not in RECORDERS:
         return f"the model is on {device}: move it to a CUDA device"
+    tensors = (*model.parameters(), *model.buffers())
+    if others := {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}:
+        return f"weights are of the kind {', '.join(sorted(others))}, and where those lie is not known: load plain tensors"
+    if len(devices := {tensor.device for tensor in tensors}) > 1:
+        return f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): load it on one"
     if torch.is_autocast_enabled(device.type):
         return "autocast is on, and what it casts does not stay in place: load the model in that dtype instead"
     return None

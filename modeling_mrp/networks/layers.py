@@ -24,11 +24,8 @@ _OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
 
 
 def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None:
-    """Plan the fused layers of a decode: backbone's, and head's if it takes part; None: some are to be called as modules.
-
-    Raises:
-        ValueError: if kernels are forced and cannot be used here.
-    """
+    """Plan the fused layers of a decode: backbone's, and head's if it takes part; None: some are to be called as modules, for
+    which `ValueError` is raised if kernels are forced."""
     layers: dict[Any, list[Any]] = {model.model: list(model.model.layers)[: model.config.num_hidden_layers]}
     if with_head:
         layers[model.mrp_head] = list(model.mrp_head.layers)
@@ -48,10 +45,7 @@ def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Say what a module does beyond its class `kind` (of torch, transformers or this package), with the remedy; or None.
-
-    Global hooks (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
-    """
+    """Say what a module does, global hooks aside, beyond its class `kind` (of torch, transformers or this package); or None."""
     found = type(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         if any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):

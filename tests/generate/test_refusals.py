@@ -125,11 +125,11 @@ ARGUMENTS: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"input_ids": torch.ones(1, 509, dtype=torch.long)},
             "509 tokens and 4 new .*max_position_embeddings=512.*shorten",
         ),
-        ({"infill_ids": PAIR}, r"pass \[1, n\], with a token"),
+        ({"infill_ids": PAIR}, r"pass \[1, n\], n of 1 or more"),
         ({"infill_ids": torch.tensor([[9] * 5])}, "infill_ids hold 5 tokens a row.*leaves room for 4: raise it"),
-        ({"streamer": STREAMERS}, "the batch has 1, and streamer holds 2.*a list of 1"),
-        ({"input_ids": PAIR, "streamer": STREAMERS[:1] * 2}, "batch has 2, and streamer holds 1: pass a list of 2 different"),
-        ({"num_return_sequences": 2, "do_sample": True, "streamer": STREAMERS[0]}, "the batch has 2.*one prompt at a time"),
+        ({"streamer": STREAMERS}, "streamer holds 2 for 1 rows: pass a list of 1"),
+        ({"input_ids": PAIR, "streamer": STREAMERS[:1] * 2}, "streamer holds 1 for 2 rows: pass a list of 2"),
+        ({"num_return_sequences": 2, "do_sample": True, "streamer": STREAMERS[0]}, "for 2 rows.*one prompt at a time"),
         ({"num_return_sequences": 2, "do_sample": True, "seed": [1]}, "1 values for 2 rows.*one per row"),
         ({"eos_token_id": 64}, "eos_token_id holds 64, outside the vocabulary of 64.*inside"),
         ({"eos_token_id": [9, 60]}, "eos_token_id holds the mask id 60"),
@@ -212,7 +212,7 @@ def test_caches_heads_and_batches(model: MRPForCausalLM) -> None:
         rejected(partial(headless.generate, PROMPT, decoding=mode), f"decoding='{mode}'.*load one .*'self_spec'")
     accepts(partial(headless.generate, PROMPT, decoding="self_spec"))
     rejected(lambda: guarded(make_model().train()).score(PAIR), r"training mode.*model.eval\(\)")
-    rejected(lambda: model.generate_batch([[1, 2, 3]]), "generate_batch and continuous.*all prompts to generate as one padded")
+    rejected(lambda: model.generate_batch([[1, 2, 3]]), "generate_batch makes one token.*all prompts to generate as one padded")
 
 
 LEFT_OUT = {

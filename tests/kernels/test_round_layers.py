@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_model
 from helpers import close
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -76,7 +77,9 @@ def test_queries_keys_and_values(
 
     def written(run: Any, given: Any) -> tuple[Tensor, Tensor]:
         """Queries, and three layers of a cache whose second layer's slots 3 to 3 + tokens are the target."""
-        cache = BlockCache(rows, kv_heads, head_dim, [torch.device(DEVICE)] * 3, 6, tokens + 3, dtype)
+        sizes = {"num_hidden_layers": 3, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+        model = make_model(num_attention_heads=kv_heads, **sizes).to(DEVICE, dtype)
+        cache = BlockCache(model, rows, 6, tokens + 3, with_head=False)
         (buffer,) = cache._buffers.values()
         buffer.fill_(torch.nan)
         cache.target(3, tokens)

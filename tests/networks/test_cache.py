@@ -19,38 +19,41 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks import graphs
 from modeling_mrp.networks.cache import BlockCache
 
-CPU = torch.device("cpu")
-ROWS, HEADS, WIDTH = 3, 2, 4
+ROWS, HEADS, WIDTH = 3, 2, 8
 
 
-def new_cache(devices: list[torch.device]) -> BlockCache:
-    return BlockCache(ROWS, HEADS, WIDTH, devices, 12, 8, torch.float64)
+def new_cache(rows: int = ROWS) -> BlockCache:
+    return make_model().block_cache(rows, 12, 8, with_head=False)
 
 
 def test_what_can_be_reused() -> None:
     """The longest common prefix in whole blocks, as far as it is held; with the head as far as that can read it, too."""
-    cache = new_cache([CPU])
+    cache = new_cache()
     text = list(range(1, 13))
-    cache.hold([text, text, text], [12, 8, 12], [4, 8, 0], [8, 8, 0])
     changed = [*text[:9], 99, *text[10:], 5, 6]
-    assert cache.reusable([text, text, changed], [12, 12, 12], 4, False) == [12, 8, 8]
-    assert cache.reusable([text, text, changed], [12, 12, 12], 4, True) == [8, 8, 0]
-    assert cache.reusable([text, text, changed], [7, 4, 12], 4, False) == [4, 4, 8]
-    assert cache.reusable([text[:6], [], changed], [6, 0, 12], 4, False) == [4, 0, 8]
+
+    def cut(texts: list[list[int]], upto: list[int], with_head: bool) -> list[int]:
+        cache.hold([text, text, text], [12, 8, 12], [4, 8, 0], [8, 8, 0])
+        return cache.cut(texts, upto, 4, with_head)
+
+    assert cut([text, text, changed], [12, 12, 12], False) == [12, 8, 8]
+    assert cut([text, text, changed], [12, 12, 12], True) == [8, 8, 0]
+    assert cut([text[:6], [], changed], [6, 0, 12], False) == [4, 0, 8]
+    assert cut([text, text, changed], [7, 4, 12], False) == cache.held == [4, 4, 8]
+    assert (cache.head_held, cache.hidden_held) == ([4, 4, 0], [4, 4, 0])
     cache.empty()
-    assert cache.reusable([text] * 3, [12] * 3, 4, False) == [0, 0, 0]
+    assert cache.cut([text] * 3, [12] * 3, 4, False) == [0, 0, 0]
 
 
-def test_room_for_more() -> None:
-    """The same cache where there is room; else a bigger one with what was held, each row so many times."""
-    cache = new_cache([CPU, CPU])
+def test_a_copy_of_more_rows() -> None:
+    """Each row is there as many times, the copies one after the other."""
+    cache = new_cache()
     known = torch.arange(ROWS * HEADS * 4 * WIDTH, dtype=torch.float64).view(ROWS, HEADS, 4, WIDTH)
     cache.target(0, 4)
     cache.update(known, -known, 1)
     cache.hold([[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]], [4, 4, 0], [4, 0, 0], [4, 4, 0])
-    assert cache.with_room(ROWS, 8, 8) is cache
-    bigger = cache.with_room(2 * ROWS, 16, 4)
-    assert (bigger.rows, bigger.capacity, bigger.scratch) == (6, 16, 8)
+    bigger = new_cache(2 * ROWS)
+    bigger.fill_from(cache)
     assert bigger.held == [4, 4, 4, 4, 0, 0]
     assert bigger.head_held == [4, 4, 0, 0, 0, 0]
     assert bigger.ids[:3] == [[1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8]]
@@ -100,6 +103,8 @@ def test_a_cache_with_room_is_used_in_place(random_model: MRPForCausalLM) -> Non
     assert out.past_key_values.capacity == 72 > small.capacity  # 40 + 30 tokens in whole blocks
     wider = decode(random_model, said, past_key_values=out.past_key_values, decoding="self_spec", num_draft_states=5)
     assert wider.past_key_values.scratch == 20 > out.past_key_values.scratch
+    longer = decode(random_model, said, past_key_values=wider.past_key_values, max_new_tokens=40).past_key_values
+    assert (wider.past_key_values.capacity, longer.capacity, longer.scratch) == (72, 80, 20)
 
 
 def in_float32(model: Any) -> BlockCache:
