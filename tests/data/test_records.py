@@ -111,7 +111,7 @@ MALFORMED = [
     (chat(REPLY), "messages[0].role", "found 'assistant' in the first message: a turn that it answers must come"),
     ({"text": "a <mask>"}, None, f"its text holds the mask token, id {MASK}: remove it"),
     (b'{"text": "ab\\ud83d"}', "text", r"found half a surrogate pair, '\ud83d', at character 2: text that UTF-8"),
-    ({**WROTE, "ids": [9, True, 7, 6, 5, 1]}, "reveal_step", "needed are ids, response_start, a place in them, and a step"),
+    ({**WROTE, "ids": [9, True, 7, 6, 5, 1]}, "reveal_step", "needed are ids, response_start, the index of"),
     ({**WROTE, "response_start": -1, "reveal_step": [0] * 7}, "reveal_step", "needed are ids"),
     ({**WROTE, "reveal_step": [-1, 0, 1]}, "reveal_step", "needed are ids"),
     ({**WROTE, "ids": [9, 8, 350, 6, 5, 1]}, "ids", "found 350: needed are ids from 0 to 349"),

@@ -242,7 +242,7 @@ def test_a_folder_that_is_not_fit_is_refused_before_anything_is_sent(
         push(folder, REPO)
     with pytest.raises(ValueError, match=r"is not a folder: save the model there first, .* hf download"):
         push("org/elsewhere", REPO)
-    with pytest.raises(ValueError, match=r"the backbone is to be org/b, but .* holds a full model"):
+    with pytest.raises(ValueError, match=r"base_model is org/b, but .* holds a full model"):
         push(folders["full"], REPO, "org/b")
     assert hashes(folder) == before
     assert hub.repositories == {}

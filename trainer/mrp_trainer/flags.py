@@ -46,13 +46,13 @@ def flag(
 
     Args:
         help: The flag's help.
-        default: The field's default, a list by its contents; without one the field is required.
+        default: The field's default, copied if it is a list; without one the field is required.
         panel: The heading of the flag in help.
-        shown: The default in words, where its value says little.
-        name: The flag, where it is not the field's name; "--x/--no-x" for a switch that can be off.
-        kind: The flag's type, where the field's says less, such as a literal of its choices.
-        only: The one command that has it; None for all.
-        positional: Whether it is given without a flag.
+        shown: The default in words, if its value says little.
+        name: The flag, if it is not named like the field; "--x/--no-x" for a switch that can be off.
+        kind: The flag's type, if narrower than the field's, such as a literal of its choices.
+        only: The only command that has the flag; None for all.
+        positional: Whether it is a positional argument.
         more: For `typer.Option`: `metavar`, `min`, `max`.
     """
     declared = {"help": help, "panel": panel, "shown": shown, "name": name, "kind": kind, "positional": positional}
@@ -65,8 +65,8 @@ def flag(
 def takes_flags(
     *groups: type, only: str | None = None, required: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Turn a function of keyword arguments into a typer command with the flags of dataclasses: fields of all commands and those
-    of `only` this one. Fields in `required` have to be given, whatever their default.
+    """Return a decorator that turns a function of keyword arguments into a typer command whose flags are fields of dataclasses:
+    those of all commands, and those of `only` this one. Fields in `required` must be given, even if they have a default.
 
     The function gets an argument for each flag that was given; choices are plain strings.
     """
@@ -96,7 +96,7 @@ def takes_flags(
 
 
 def _parameter(one: Field[Any], hint: Any, required: bool) -> inspect.Parameter:
-    """Make the parameter of a command for a field."""
+    """Make a command's parameter for a field."""
     declared = one.metadata["flag"]
     if get_origin(hint) is UnionType:
         hint = next(part for part in get_args(hint) if part is not type(None))
@@ -148,7 +148,7 @@ def reported_errors() -> Iterator[None]:
 def assigned(
     assignments: Sequence[str], flags: Mapping[str, str] = MappingProxyType({}), fixed: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Read the assignments NAME=VALUE of `--set`, with values as YAML writes them.
+    """Parse the assignments NAME=VALUE of `--set`, whose values are YAML; return the values by name.
 
     Raises:
         ValueError: for an assignment without a name or value, a name that is given twice, one that has a flag (`flags`), or one

@@ -29,9 +29,9 @@ def new_head(model: Any, layers: int = 3, how: str = "identity") -> MRPHead:
         model: The model.
         layers: Decoder layers of the head (published: 3).
         how: `identity`: matrices from a normal distribution with the backbone's std, under a last norm of weight zero, so that
-            the head adds nothing. `backbone`: the layers are copies of the backbone's last ones and read h_A through an
-            identity, under the same norm. `published`: as in the published recipe, with std 0.2 and norms one; such a head adds
-            noise until it is trained.
+            the head adds nothing. `backbone`: the layers are copies of the backbone's last ones and read the hidden states h_A
+            through an identity, under the same norm. `published`: as in the published recipe, with std 0.2 and norms one; such
+            a head adds noise until it is trained.
 
     Raises:
         ValueError: if `layers` is not a positive int, `how` is something else, or `backbone` cannot copy its layers: too few,

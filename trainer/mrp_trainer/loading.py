@@ -30,14 +30,14 @@ def load_tokenizer(source: str, revision: str | None = None, local_files_only: b
 
 
 def load_config(source: str) -> MRPConfig:
-    """Load the config of what `load_model` loads, without weights; errors are those of `load_model`."""
+    """Load only the config of the model that `load_model` loads from `source`; errors are those of `load_model`."""
     base, _ = _base_and_adapter(source)
     stored_json(base)  # transformers' own error does not say what it looked for
     return MRPConfig.from_pretrained(base)
 
 
 def load_generation_fields(source: str) -> dict[str, Any]:
-    """Read the generation config of what `load_model` loads; empty if there is none."""
+    """Read the generation config of the model that `load_model` loads from `source`, as a mapping; empty if there is none."""
     with suppress(OSError):
         return stored_json(_base_and_adapter(source)[0], GENERATION_CONFIG_NAME)[0]
     return {}
@@ -53,7 +53,7 @@ def load_model(source: str, dtype: str | None = None, device: str | None = "cpu"
         device: None stands for the first GPU, or the CPU.
 
     Raises:
-        ValueError: if checkpoint or adapter is damaged or of another kind, or an adapter on the Hub names a base elsewhere.
+        ValueError: if checkpoint or adapter is damaged or of another kind, or an adapter on the Hub has its base elsewhere.
         OSError: if there is no such folder or repository.
     """
     base, adapter = _base_and_adapter(source)
@@ -64,7 +64,7 @@ def load_model(source: str, dtype: str | None = None, device: str | None = "cpu"
 
 
 def _base_and_adapter(source: str) -> tuple[str, str | None]:
-    """Locate the model, and the adapter on it, if any. A folder that holds both is loaded as a whole."""
+    """Return the source of the model, and of the adapter on it or None; a folder that holds both is loaded as a model."""
     source, found = located(source), None
     if not (Path(source) / "config.json").is_file():
         with suppress(OSError, ValueError):  # the error is raised when the model's config is not found either

@@ -46,7 +46,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the package's version.")
     ] = False,
 ) -> None:
-    """Handle the options before a command."""
+    """Handle the options of `mrp` itself, which precede a command."""
 
 
 @train.command("head")
@@ -70,7 +70,7 @@ def train_backbone(**given: Any) -> None:
 
 
 def _train(objective: str, given: dict[str, Any]) -> None:
-    """Train a model, or only print what a run needs, as the flags say."""
+    """Train a model, or with `--dry-run` only print the parameters and memory that the run would need."""
     command = TrainCommand(**{one.name: given.pop(one.name) for one in fields(TrainCommand) if one.name in given})
     from ..train.runs import dry_run, open_run
     from ..train.settings import read_settings
@@ -87,7 +87,7 @@ def _train(objective: str, given: dict[str, Any]) -> None:
 
 
 def _next_command(objective: str, options: RunOptions, folder: str) -> str:
-    """Return the command that follows a run: training a head for a new backbone, or showing the decode of a new head."""
+    """Return the next command to suggest after a run: train a head for a new backbone, or show the decode of a new head."""
     if objective == "mrp":
         return shlex.join(["mrp", "show", "--model", folder])
     data = [word for path in options.data for word in ("--data", path)]
@@ -97,7 +97,7 @@ def _next_command(objective: str, options: RunOptions, folder: str) -> str:
 @app.command()
 @takes_flags(EvaluateOptions)
 def evaluate(**given: Any) -> None:
-    """Measure accuracy, tokens per forward and acceptance, with 95 % intervals: a table row per problem set and mode."""
+    """Measure accuracy, tokens per forward and acceptance with 95 % intervals; print a table row per problem set and mode."""
     options = EvaluateOptions(**given)
     from ..evaluate.command import evaluate as evaluate_model
 
@@ -107,7 +107,7 @@ def evaluate(**given: Any) -> None:
 @app.command()
 @takes_flags(DecodeOptions, required=["model", "data", "output"])
 def decode(**given: Any) -> None:
-    """Decode prompts with static decoding, as training data for the model's head; run again, it resumes."""
+    """Decode prompts in mode static to make training data for the model's head; a repeated call resumes."""
     options = DecodeOptions(**given)
     from ..train.decode import decode as decode_prompts
 
@@ -118,7 +118,7 @@ def decode(**given: Any) -> None:
 @app.command()
 @takes_flags(ServeOptions)
 def serve(**given: Any) -> None:
-    """Answer OpenAI's chats and completions over HTTP on this machine until Ctrl-C."""
+    """Serve OpenAI's chat and completion endpoints over HTTP on this machine until Ctrl-C."""
     options = ServeOptions(**given)
     from ..serve.server import serve as serve_model
 
@@ -128,7 +128,7 @@ def serve(**given: Any) -> None:
 @app.command()
 @takes_flags(ShowOptions)
 def show(**given: Any) -> None:
-    """Decode a prompt, and draw the forward that revealed each token: one picture, the modes side by side."""
+    """Decode a prompt in several modes, and draw them side by side in one picture that shows the forward of each token."""
     options = ShowOptions(**given)
     from ..picture.modes import show_model
 
@@ -138,7 +138,7 @@ def show(**given: Any) -> None:
 @app.command()
 @takes_flags(DoctorOptions)
 def doctor(**given: Any) -> None:
-    """Check kernels, graphs and drafts on this machine, time a round, and print a report page. Status 1 if a check fails."""
+    """Check kernels, graphs and drafts on this machine, time a round, and print a report; exit status 1 if a check fails."""
     options = DoctorOptions(**given)
     from ..doctor.page import examine
 
@@ -150,13 +150,13 @@ def doctor(**given: Any) -> None:
 
 @app.command()
 def tasks(
-    family: Annotated[for_typer(list[Family]), typer.Option(help="Synthetic problems. Repeatable.")],  # type: ignore[valid-type]
-    split: Annotated[Split, typer.Option(help="Split; no prompt is in two of them.")] = "train",
+    family: Annotated[for_typer(list[Family]), typer.Option(help="Family of problems. Repeatable.")],  # type: ignore[valid-type]
+    split: Annotated[Split, typer.Option(help="Split; splits share no prompt.")] = "train",
     count: Annotated[int, typer.Option(min=1, help="Problems of each family.")] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
     output: Annotated[str | None, typer.Option(metavar="FILE", show_default="standard output", help="File to write.")] = None,
 ) -> None:
-    """Make synthetic problems as JSON lines that mrp train reads (source: text and its continuation)."""
+    """Make synthetic problems as JSON lines for mrp train: chats, or for the family source texts and their continuations."""
     with reported_errors():
         from ..data.tasks import training_lines
 
@@ -167,7 +167,7 @@ def tasks(
 
 
 def _written(text: str, output: str | None) -> None:
-    """Write a text to a file, creating its folder, or print it."""
+    """Write a text to a file, creating the file's folder, or print the text if there is no `output`."""
     if output is None:
         typer.echo(text, nl=False)
     else:

@@ -9,7 +9,7 @@ _KIND, _TARGET, _CARD = "Checkpoint", "Repository", "Card"
 
 @dataclass(kw_only=True)
 class _Rendered:
-    """Options of a rendered card; each field is a flag."""
+    """Options that `mrp push` and `mrp card` share; each field is a flag."""
 
     folder: str = flag("Folder that training saved.", metavar="FOLDER", positional=True)
     results: list[str] = flag("Results of mrp evaluate for the card, JSON lines.", [], panel=_CARD, metavar="FILE")

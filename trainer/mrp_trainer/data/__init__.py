@@ -1,1 +1,1 @@
-"""Records, texts and problems, and the samples that training gets."""
+"""Training data: users' records, synthetic problems, and the samples of token ids that are made of them."""

@@ -1,4 +1,4 @@
-"""Encoding of records as token ids: chats by the tokenizer's template, and which of their tokens are learned."""
+"""Encoding of records, such as chats, as training samples: token ids, and which of them are learned (have a loss)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,25 +15,25 @@ from .samples import Sample, make_sample
 
 logger = logging.get_logger(__name__)
 
-Piece = tuple[str, bool]  # part of a text, and whether it is learned
+Piece = tuple[str, bool]  # part of a text, and whether its tokens are learned
 
 
 @dataclass(frozen=True)
 class RecordEncoder:
-    """An encoder that makes samples of records, in whole blocks.
+    """An encoder of records into training samples of whole blocks.
 
-    In a chat every assistant turn is learned, with the token that ends it, and nothing else. Turns are found by rendering the
-    conversation up to each of them, as published templates do not mark what the assistant writes: this works with any chat
-    template that renders earlier turns the same whatever follows.
+    In a chat the learned tokens are those of all assistant turns, each with the token that ends it. Published templates do not
+    mark assistant turns, so a turn is found by rendering the conversation up to it: this works with any chat template that
+    renders earlier turns the same whatever follows.
 
     Args:
-        max_length: Longer samples are cut to it, or to fewer whole blocks; `ValueError` if it is less than a block.
-        mask_token_id: The model's mask, which clean text must not hold.
-        end_token_ids: Ids that end a turn; the first is appended to a text without one. By default the tokenizer's eos token;
-            better give a model's `generation_config.eos_token_id`. `ValueError` if there is neither, or no pad token.
-        vocab_size: Bound of the ids in decoded texts; the tokenizer's size if None.
-        digest: That of the backbone that trains (`train.inputs.digest`), to compare with that of decoded texts; None if
-            unknown.
+        max_length: The most tokens of a sample; longer ones are cut to whole blocks. `ValueError` if it is less than a block.
+        mask_token_id: Id of the model's mask token, which clean text must not hold.
+        end_token_ids: Ids that end a turn; the first is appended to a text without one at its end. By default the tokenizer's
+            eos token; better, a model's `generation_config.eos_token_id`. `ValueError` without an end token or a pad token.
+        vocab_size: Number of ids that a trajectory may hold; the tokenizer's size if None.
+        digest: Digest (`train.inputs.digest`) of the backbone in training, compared with that of the backbone that decoded a
+            trajectory; None if unknown.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -56,12 +56,12 @@ class RecordEncoder:
 
     @property
     def capacity(self) -> int:
-        """Return the length of the longest sample: `max_length` in whole blocks."""
+        """Return the most tokens of a sample: `max_length` rounded down to whole blocks."""
         return self.max_length // self.block_size * self.block_size
 
     def prompt(self, row: Any) -> list[int]:
-        """Encode what a decoder is given: a chat without a last turn of the assistant, or a `prompt`. `FieldError` if the
-        record is malformed, asks nothing or holds the mask token, or the chat template refuses it."""
+        """Encode the prompt of a record as ids: its chat without a final assistant turn, or its `prompt`. `FieldError` if the
+        record is malformed, its prompt is empty or holds the mask token, or the chat template refuses it."""
         record = parse_prompt(row)
         if isinstance(record, Chat):
             begin, text = [], self._render(record, len(record.messages), add_generation_prompt=True)
@@ -72,10 +72,10 @@ class RecordEncoder:
         return self._without_mask([*begin, *ids])
 
     def sample(self, row: Any) -> Sample | None:
-        """Make the sample of a record, for visit 0; None if nothing that is learned lies within `max_length`.
+        """Make the sample of a record, with index 0; return None if no learned token lies within `max_length`.
 
-        A text that was cut has no end, and its sample no `length`. `FieldError` if the record is malformed or holds the mask
-        token, or the chat template does not render it so that its turns are found.
+        The sample of a text that was cut has `length` None. `FieldError` if the record is malformed or holds the mask token, or
+        if assistant turns cannot be found in what the chat template renders.
         """
         record = parse(row)
         if isinstance(record, Trajectory):
@@ -90,13 +90,13 @@ class RecordEncoder:
 
     @cached_property
     def _end_tokens(self) -> list[str]:
-        """List the texts of the end tokens that are added tokens, encoded alike in every context."""
+        """List the texts of those end tokens that are added tokens, which a tokenizer encodes alike in every context."""
         added = self.tokenizer.added_tokens_decoder
         return [added[token].content for token in self.end_token_ids if token in added]
 
     @cached_property
     def _begin_ids(self) -> list[int]:
-        """List the ids that the tokenizer puts before a plain text and so before a prompt."""
+        """List the ids that begin a plain text or prompt: the bos token if the tokenizer prepends it, or else none."""
         begin = self.tokenizer.bos_token_id
         return [begin] if begin is not None and self.tokenizer("a")["input_ids"][0] == begin else []
 
@@ -109,7 +109,7 @@ class RecordEncoder:
         return ids
 
     def _check_decoder(self, record: Trajectory) -> None:
-        """Raise `FieldError` for ids, a block size or a mask that the model does not have; warn of another backbone."""
+        """Raise `FieldError` if a trajectory's ids, block size or mask do not fit the model; warn if its backbone does not."""
         vocab_size, decoder = self.vocab_size or len(self.tokenizer), record.decoded_by
         if wrong := [token for token in record.ids if not 0 <= token < vocab_size]:
             raise FieldError("ids", f"found {wrong[0]}: needed are ids from 0 to {vocab_size - 1}")
@@ -117,7 +117,7 @@ class RecordEncoder:
             if decoder.get(name, getattr(self, name)) != getattr(self, name):
                 raise FieldError(
                     f"decoded_by.{name}",
-                    f"found {decoder[name]}, and the model that trains has {getattr(self, name)}: decode with that one",
+                    f"found {decoder[name]}, and the model that trains has {getattr(self, name)}: decode with that model",
                 )
         if None not in (self.digest, decoder.get("digest")) and decoder["digest"] != self.digest:
             logger.warning_once(
@@ -136,7 +136,7 @@ class RecordEncoder:
         return (ids, learned) if ids and ids[-1] in self.end_token_ids else ([*ids, self.end_token_ids[0]], [*learned, True])
 
     def _pieces(self, record: Chat) -> list[Piece]:
-        """Cut a chat's text into pieces that are encoded one by one, as decoding encodes the prompt alone."""
+        """Cut a chat's text at its learned turns into pieces to encode one by one, as decoding encodes a prompt alone."""
         whole = self._render(record, len(record.messages))
         pieces: list[Piece] = []
         done = 0
@@ -151,29 +151,29 @@ class RecordEncoder:
             if span is None or span[0] < done:
                 raise FieldError(
                     "messages",
-                    f"the chat template renders what precedes message {turn + 1} otherwise once later messages follow, so that"
-                    " its turns cannot be told apart: give each turn as a record of its own that ends with it",
+                    f"the chat template renders what precedes message {turn + 1} differently once later messages follow, so "
+                    "that its turns cannot be told apart: give each turn as a record of its own that ends with it",
                 )
             pieces += [(whole[done : span[0]], False), (whole[slice(*span)], True)]
             done = span[1]
         return pieces
 
     def _span(self, record: Chat, turn: int, whole: str) -> tuple[int, int] | None:
-        """Find the begin and end (with its end token) of an assistant turn in the whole text; None if they cannot be found."""
+        """Find an assistant turn in the whole text; return its begin and its end behind the end token, or None if not found."""
         before = self._render(record, turn, add_generation_prompt=True)
         after = whole if turn == len(record.messages) - 1 else self._render(record, turn + 1)
         if not whole.startswith(before) or not after.startswith(before):
             return None
         begin = len(before)
-        # No turn holds an end token, so the next one ends this turn, even where later messages change how it is rendered
-        # (some templates drop an earlier turn's reasoning).
+        # No turn's content holds an end token, so the next one ends this turn, even where later messages change how this one is
+        # rendered (some templates drop an earlier turn's reasoning).
         if any(token in after[begin:] for token in self._end_tokens):
             ends = [at + len(token) for token in self._end_tokens if (at := whole.find(token, begin)) >= 0]
             return (begin, min(ends)) if ends else None
         return (begin, len(after)) if whole.startswith(after) else None
 
     def _render(self, record: Chat, count: int, **options: Any) -> str:
-        """Render the first messages of a chat by the tokenizer's template."""
+        """Render the first `count` messages of a chat by the tokenizer's template."""
         try:
             return self.tokenizer.apply_chat_template(record.messages[:count], tools=record.tools, tokenize=False, **options)
         except (TemplateError, TypeError, ValueError) as error:  # ValueError: there is no template

@@ -6,10 +6,10 @@ messages; `text`, which is learned as a whole; and what `mrp decode` writes, a t
     {"ids": [5, 8, 2, 9, 1], "response_start": 2, "reveal_step": [1, 0, 2], "decoded_by": {"model": "org/name", ...}}
 
 ShareGPT's `conversations` (of `from` and `value`) are read as `messages`, and Alpaca's `instruction`, `input` and `output` as a
-chat of two turns, also beside a `text` that repeats them.
+chat of two turns, even if there is a `text` that repeats them.
 
-`ids` are those of prompt and response, `response_start` is the length of the prompt, and `reveal_step` is the step of decoding,
-from 0 on, that revealed each token of the response; later blocks have later steps. `decoded_by` may be missing. Its
+`ids` are the token ids of prompt and response, `response_start` is the length of the prompt, and `reveal_step` is the decoding
+step, from 0 on, that revealed each token of the response; later blocks have later steps. `decoded_by` may be missing. Its
 `block_size` and `mask_token_id` must be those of the model that trains. A `digest` of another backbone causes a warning, since
 a head learns best from the states of its own backbone.
 """
@@ -25,7 +25,7 @@ _LAYOUTS = (
     "'conversations' and Alpaca's 'instruction' and 'output' are read, too"
 )
 _FIELDS: tuple[set[str], ...] = ({"messages"}, {"prompt", "completion"}, {"text"}, {"reveal_step"})
-# ShareGPT's names.
+# ShareGPT's names of fields and roles, and ours.
 _KEYS = {"from": "role", "value": "content"}
 _SPEAKERS = {"human": "user", "gpt": "assistant"}
 
@@ -36,7 +36,7 @@ class Chat:
 
     Attributes:
         messages: {role, content, ...}, with any other fields that the chat template reads.
-        learned_from: Number of the first message from which assistant turns are learned.
+        learned_from: Index of the first message that may be learned; earlier ones belong to the prompt.
         tools: Descriptions of tools, for the chat template.
     """
 
@@ -80,7 +80,7 @@ class RecordError(ValueError):
 
 
 def parse(row: Any) -> Chat | Text | Trajectory:
-    """Parse a row, or the object of a line, into a record; `FieldError` if it is malformed."""
+    """Parse a row of a dataset, or the JSON object of a line, into a record; `FieldError` if it is malformed."""
     given = _given(row)
     layouts = [names for names in _FIELDS if names & given.keys()]
     if len(layouts) != 1:
@@ -101,8 +101,8 @@ def parse(row: Any) -> Chat | Text | Trajectory:
 
 
 def parse_prompt(row: Any) -> Chat | Text:
-    """Parse the prompt of a row: its messages without a last turn of the assistant, or its `prompt`, a text or messages.
-    `FieldError` if it is malformed or has no prompt."""
+    """Parse the prompt of a row: its `messages` without a final assistant turn, or its `prompt`, a text or a list of messages.
+    `FieldError` if the row is malformed or has no prompt."""
     given = _given(row)
     names = [name for name in ("messages", "prompt") if name in given]
     if len(names) != 1:
@@ -115,7 +115,7 @@ def parse_prompt(row: Any) -> Chat | Text:
 
 
 def _given(row: Any) -> dict[str, Any]:
-    """Collect the fields that are not null; those of ShareGPT and Alpaca as `messages`."""
+    """Collect a row's fields that are not null; return those of ShareGPT and Alpaca as `messages`."""
     if not isinstance(row, Mapping):
         raise FieldError(None, f"found {_found(row)}: a record is an object; {_LAYOUTS}")
     given = {str(name): value for name, value in row.items() if value is not None}
@@ -125,7 +125,7 @@ def _given(row: Any) -> dict[str, Any]:
         asked = [_string(name, given[name]) for name in ("instruction", "input") if name in given]
         answered = [{"role": "assistant", "content": given["output"]}] if "output" in given else []
         given["messages"] = [{"role": "user", "content": "\n\n".join(filter(None, asked))}, *answered]
-        given.pop("text", None)  # it repeats them
+        given.pop("text", None)  # it repeats the other fields
     elif isinstance(given.get("conversations"), list) and "text" not in given:
         given["messages"] = [_of_sharegpt(message) for message in given["conversations"]]
     return given
@@ -139,21 +139,21 @@ def _of_sharegpt(message: Any) -> Any:
 
 
 def _trajectory(given: Mapping[str, Any]) -> Trajectory:
-    """Make a trajectory; `FieldError` unless there is a step for each id of the response."""
+    """Make a trajectory of a row's fields; `FieldError` unless each id of the response has a step."""
     found: Any = [given.get(name) for name in ("ids", "response_start", "reveal_step")]
     ids, start, steps = found
     whole = all(isinstance(one, list) and one and {type(number) for number in one} == {int} for one in (ids, [start], steps))
     if not whole or not 0 <= start < len(ids) or len(steps) != len(ids) - start or min(steps) < 0:
         raise FieldError(
             "reveal_step",
-            "needed are ids, response_start, a place in them, and a step from 0 on for each id behind it: give what mrp decode "
-            "writes",
+            "needed are ids, response_start, the index of the response's first id, and a step from 0 on for each response id: "
+            "give what mrp decode writes",
         )
     return Trajectory(ids, start, steps, given.get("decoded_by") or {})
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
-    """Check the messages of a conversation, those of prompt and completion together."""
+    """Check the messages of a conversation, prompt and completion joined; return them without fields that are null."""
     if not isinstance(messages, list) or not messages:
         raise FieldError("messages", f"found {_found(messages)}: a list of messages is needed")
     made = []
@@ -188,7 +188,7 @@ def _learned(name: str, value: Any) -> str:
 
 
 def check_utf8(text: str, name: str | None = None) -> None:
-    """Raise `FieldError` for a text that tokenizers cannot read."""
+    """Raise `FieldError` for a text that UTF-8 cannot hold, as tokenizers cannot read it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -197,7 +197,7 @@ def check_utf8(text: str, name: str | None = None) -> None:
 
 
 def decoded_line(line: bytes) -> Any:
-    """Parse a line of JSON in UTF-8, with or without a byte order mark; `FieldError` if it is none."""
+    """Parse a line of JSON in UTF-8, with or without a byte order mark; `FieldError` if it is malformed."""
     try:
         return json.loads(line.decode("utf-8-sig").strip())
     except (ValueError, RecursionError) as error:

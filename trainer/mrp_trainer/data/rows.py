@@ -1,4 +1,4 @@
-"""Rows of samples by number, one sample each or several, in an order that depends on (seed, epoch) alone."""
+"""Training rows of one or several samples, in an order that depends on seed and epoch alone."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,16 +15,16 @@ from .sources import Source, checked
 logger = logging.get_logger(__name__)
 
 _ORDER = 2 << 32  # keeps these draws apart from those of the noise, which use the same seed
-_WINDOW = 4096  # samples that are packed together
+_WINDOW = 4096  # number of samples among which rows are packed
 
 
 class RecordRows(Dataset[list[Sample]]):
-    """A dataset of the samples of a user's records in rows: one each, or several, at most the encoder's capacity of tokens
-    together.
+    """A dataset of rows that hold the samples of a user's records: one sample each or, if `packed`, several with at most the
+    encoder's capacity of tokens.
 
-    Every record is checked and encoded once; its ids stay in memory, five bytes a token. A row holds the same samples in every
-    epoch: item `visit` is of epoch `visit // len`. Seed and epoch decide the order of the rows, which without `shuffle` is the
-    records'. A sample's index is epoch * samples + its number.
+    Every record is checked and encoded once; its ids stay in memory, five bytes a token. All epochs have the same rows, and
+    item i is a row of epoch `i // len`. With `shuffle` the order of rows depends on seed and epoch; otherwise it is the order
+    of records. A sample's `index` is epoch * number of samples + its number.
 
     Raises:
         RecordError: if records are malformed, or there is none.
@@ -69,14 +69,14 @@ class RecordRows(Dataset[list[Sample]]):
 
 
 def pack(lengths: np.ndarray, max_length: int) -> list[np.ndarray]:
-    """Put samples into rows: the longest first, each into the first row with room.
+    """Pack samples into rows: the longest first, each into the first row with room (first-fit decreasing).
 
     Args:
-        lengths: [n] int64 tokens, none above `max_length`.
+        lengths: [n] int64, the tokens of each sample, none above `max_length`.
         max_length: Tokens per row, at most.
 
     Returns:
-        By row the numbers of its samples, ascending; rows are in the order of their first samples.
+        For each row the numbers of its samples, ascending; rows are sorted by their first sample.
     """
     room = np.full(len(lengths), max_length)
     rows: list[list[int]] = [[] for _ in lengths]

@@ -1,4 +1,4 @@
-"""The order in which rows are visited; and evaluation rows padded to equal numbers for several processes."""
+"""A sampler that batches rows of similar length, and a dataset that fills up evaluation rows for several processes."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -12,19 +12,19 @@ from .samples import Sample, samples_of
 
 
 class LengthBucketSampler(Sampler[int]):
-    """A sampler that visits the dataset in windows of 16 batches, and puts rows of similar length of a window into one batch.
+    """A sampler that goes through the dataset in windows of 16 batches, and batches rows of similar length within a window.
 
-    Yielded numbers go on over the epochs: row i is visited as i, len + i, 2 * len + i and so on, and carries that number as its
-    `Sample.index`, so that every visit has noise of its own. An epoch is rounded up to whole steps with the first rows of the
-    next epoch: accelerate would fill up a short step, with other rows for another number of processes. The order depends only
-    on the window's number, so a resumed run sees the same batches, and on the batch over all processes and accumulation steps,
-    so that it does not matter how a step is divided among them.
+    Indices go on over epochs: row i is yielded as i, len + i, 2 * len + i and so on, so that its samples have another index,
+    and with it other noise, at every visit. The last step of an epoch is filled up with the first rows of the next one;
+    accelerate would fill it with rows that depend on the number of processes. The order depends only on the window's number, so
+    that a resumed run sees the same batches, and on `batch_size`, not on how a step is divided among processes and accumulation
+    steps.
 
     Args:
-        dataset: Rows by number: a sample, or several that share a row.
-        batch_size: Rows of one step.
-        epoch: Returns the epoch of an iteration that begins: accelerate's wrappers would not pass it on in a resumed run over
-            several processes.
+        dataset: A map-style dataset of rows; each is a sample, or several samples.
+        batch_size: Rows of one step, over all processes and accumulation steps.
+        epoch: A function that returns the epoch when an iteration begins: in a resumed run over several processes, accelerate's
+            wrappers would not pass the epoch on.
     """
 
     def __init__(self, dataset: Any, batch_size: int, epoch: Callable[[], int]) -> None:
@@ -45,7 +45,7 @@ class LengthBucketSampler(Sampler[int]):
                 yield from batch
 
     def _cost(self, visit: int) -> int:
-        """Count the columns of the row's packed pass, roughly: clean tokens, and response tokens twice."""
+        """Estimate the length of a row in a packed pass: its clean tokens, plus its response tokens twice."""
         return sum(len(sample.ids) + 2 * int(sample.response.sum()) for sample in samples_of(self.dataset[visit]))
 
 
@@ -53,8 +53,8 @@ Row = Sample | Sequence[Sample]
 
 
 class FilledUp(Dataset[Row]):
-    """A dataset filled up with rows that have nothing to learn, to a multiple of the rows that all processes take at once:
-    accelerate would fill the last batches up with first rows, which would count twice."""
+    """A dataset filled up with rows without a loss to a multiple of the rows that all processes take at once: accelerate would
+    fill it up with its first rows, which would count twice."""
 
     def __init__(self, rows: Any, multiple: int) -> None:
         self.rows = rows

@@ -1,4 +1,4 @@
-"""Samples that are trained on: token ids of whole blocks, and which of them are learned."""
+"""Training samples: token ids in whole blocks, and which of them are learned (have a loss)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A text as ids, padded to whole blocks.
+    """A text as token ids, padded or cut to whole blocks.
 
     Attributes:
-        index: The visit's number (another one in every epoch); with the seed it decides the noise.
+        index: Number of the visit, another in every epoch; seed and index decide the noise.
         ids: [tokens] int32, a whole number of blocks.
-        response: [tokens] bool, what is learned: the assistant's turns, and the padding after the end of the text.
-        length: The number of tokens before padding; None if there is none, as in a text that was cut.
-        reveal_step: [tokens] int32, the step at which a decoder revealed each token, below 0 in the prompt; None if none did.
+        response: [tokens] bool, whether a token is learned: assistant turns, and the padding after the end of the text.
+        length: Number of tokens before the padding; None for a text that was cut, as its end is missing.
+        reveal_step: [tokens] int32, the decoding step that revealed each token, -1 in prompt and padding; None for other texts.
     """
 
     index: int
@@ -25,7 +25,7 @@ class Sample:
     reveal_step: np.ndarray | None = None
 
     def response_blocks(self, block_size: int) -> np.ndarray:
-        """Return the numbers [n] of the blocks that hold something to learn, which noisy copies repeat."""
+        """Return the indices [n] of the blocks with learned tokens, which are those that noisy copies repeat."""
         return np.flatnonzero(self.response.reshape(-1, block_size).any(1))
 
 
@@ -38,12 +38,12 @@ def make_sample(
     capacity: int,
     reveal_step: Sequence[int] | None = None,
 ) -> Sample | None:
-    """Make the sample, for visit 0, of a text: its ids [n], what is learned [n], and when a decoder revealed each token [n].
+    """Make a sample with index 0 of a text: its ids [n], which of them are learned [n], and the steps that revealed them [n].
 
-    The last block of a text that `ended` is filled with `pad_token_id`, which is learned as padding after the end. Other texts
-    are cut to whole blocks, as the rest of the last one is unknown. So are those longer than `capacity`, a number of tokens in
-    whole blocks: their sample has no `length`, and no blocks after the last with something to learn. None if nothing is left to
-    learn.
+    The last block of a text that `ended` is filled with `pad_token_id`, which is learned, too. A text without an end is cut to
+    whole blocks, as the rest of its last block is unknown. A text longer than `capacity`, a number of tokens in whole blocks,
+    is cut after the last block within capacity that has learned tokens; its sample has `length` None. Return None if no learned
+    token is left.
     """
     is_cut, length = len(ids) > capacity, min(len(ids), capacity)
     if is_cut or not ended:

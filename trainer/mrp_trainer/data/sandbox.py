@@ -37,7 +37,7 @@ _GRAMMAR = (
 
 
 def run_functions(programs: Sequence[tuple[str, Sequence[Any]]]) -> list[list[Any] | str]:
-    """Call functions that are given as text, without letting them do harm.
+    """Call functions that are given as source text, without letting them do harm.
 
     A text is one function of one plain argument. Its body may hold assignments, ``for``, ``if``, ``return``, ``pass``,
     ``break`` and ``continue``; expressions are ``+ - * // %``, ``not and or``, comparisons except ``is``, ``a if b else c``,
@@ -48,7 +48,7 @@ def run_functions(programs: Sequence[tuple[str, Sequence[Any]]]) -> list[list[An
         programs: (text, arguments) of each program, the arguments as JSON has them.
 
     Returns:
-        By program, a list with the result of each argument, or the reason for having none: what is refused or went wrong.
+        For each program, a list with the result for each argument, or a text that says why it was refused or failed.
     """
     if not programs:
         return []
@@ -68,7 +68,7 @@ def _results(line: str) -> list[Any] | str:
 
 
 def _serve() -> None:
-    """Run the programs of the standard input; print for each the line of JSON from its child, as far as it is read."""
+    """Run the programs from standard input in child processes; print each child's line of JSON, up to `_ANSWER` bytes."""
     for source, arguments in json.load(sys.stdin):
         reader, writer = os.pipe()
         child = os.fork()
@@ -98,12 +98,12 @@ def _confine(writer: int) -> None:
         (resource.RLIMIT_AS, _MEMORY),
         *((limit, 0) for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)),
     ):
-        with suppress(ValueError):  # a lower one is set already, or the system has none
+        with suppress(ValueError):  # a lower limit is set already, or the system lacks this limit
             resource.setrlimit(limit, (value, value))
 
 
 def _answer(source: str, arguments: Sequence[Any]) -> str:
-    """Format as JSON the results, or the reason for having none."""
+    """Run a program; return its results as JSON, or the message of its error."""
     try:
         function = _function(source)
         return json.dumps([function(argument) for argument in arguments])
@@ -112,7 +112,7 @@ def _answer(source: str, arguments: Sequence[Any]) -> str:
 
 
 def _function(source: str) -> Callable[[Any], Any]:
-    """Compile the function of a text; `ValueError` for what is not on the list, `SyntaxError` for no Python."""
+    """Compile the function in a source text; `ValueError` for syntax that is not allowed, `SyntaxError` if it is not Python."""
     module = ast.parse(source)
     match module.body:
         case [

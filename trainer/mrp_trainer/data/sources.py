@@ -1,4 +1,4 @@
-"""Sources of records: JSON lines, and what `datasets` reads."""
+"""Sources of records: files of JSON lines, and datasets that the package `datasets` reads."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ _MOST = 20  # malformed records that are collected before an error is raised
 
 @dataclass(frozen=True)
 class Source:
-    """Tables of records, by the names that errors use: rows, or lines of JSON (bytes; blank ones are skipped)."""
+    """Tables of records by the names that errors use; an item is a row, or a line of JSON as bytes, skipped if blank."""
 
     tables: Mapping[str, Iterable[Any]]
 
 
 def json_lines(paths: Sequence[str]) -> Source:
-    """Make the source of files with one JSON object a line; it can be read once."""
+    """Make a source of files with one JSON object per line; the source can be read only once."""
     return Source({path: _lines(path) for path in paths})
 
 
@@ -34,8 +34,8 @@ def _lines(path: str) -> Iterator[bytes]:
 
 
 def open_source(paths: Sequence[str], split: str = "train") -> Source:
-    """Open files of JSON lines as a source; or a split of one folder that `datasets` saved or can load, or of a dataset on the
-    Hub.
+    """Open data as a source: files of JSON lines, or the `split` of one dataset, which is a folder that `datasets` saved or can
+    load, or an id on the Hub.
 
     Raises:
         RecordError: if a path is missing or cannot be read.
@@ -56,11 +56,11 @@ def open_source(paths: Sequence[str], split: str = "train") -> Source:
 
 
 def source_of(dataset: Any, name: str) -> Source | None:
-    """Make the source of a dataset, which errors call by `name`: a `datasets.Dataset`; a list of records, or any other dataset
-    by number whose first item is one; a path that `open_source` takes; a source.
+    """Make the source of a dataset: a `datasets.Dataset`, a list of records or another map-style dataset of mappings, a path
+    that `open_source` takes, or a source. Errors call the dataset `name`.
 
-    Returns None if the first item is no record. `ValueError` if the dataset has no length, `RecordError` if a path cannot be
-    read.
+    Returns None if the first item is not a mapping. `ValueError` if the dataset has no length, `RecordError` if a path cannot
+    be read.
     """
     if isinstance(dataset, str | os.PathLike):
         return open_source([os.fspath(dataset)])
@@ -72,10 +72,10 @@ def source_of(dataset: Any, name: str) -> Source | None:
 
 
 def checked(source: Source, read: Callable[[Any], Any]) -> Iterator[tuple[int, Any]]:
-    """Iterate over the records of a source: the line's number, from 1 on, and what `read` returns for the record.
+    """Read the records of a source; yield the number of each line, from 1 on, and what `read` returns for its record.
 
-    `read` raises `FieldError` for a malformed record. After the first one nothing more is yielded: the rest is read only to
-    collect further errors, which are raised together.
+    `read` raises `FieldError` for a malformed record. After the first malformed record nothing is yielded: the rest is read
+    only to collect further errors, and all are raised together.
 
     Raises:
         RecordError: if some record is malformed, or a table has none.

@@ -38,7 +38,7 @@ _SPLIT_RANGES: dict[Split, range] = {"heldout": range(0, 8), "tune": range(8, 16
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: what the user says (``source``: the text to continue), and one right answer of several.
+    """A problem: the user's `prompt` (for ``source`` the text to continue), and one of its right answers.
 
     Attributes:
         number: ``math``: the number that must follow ``####``.
@@ -52,7 +52,7 @@ class Problem:
     cases: list[tuple[Any, Any]] = field(default_factory=list)
 
     def messages(self) -> list[dict[str, str]]:
-        """Return the user's turn as a chat."""
+        """Return the prompt as a chat of one user turn."""
         return [{"role": "user", "content": self.prompt}]
 
 
@@ -66,7 +66,7 @@ _OPENINGS = (
     "We write {u} for the {things}.",
     "The {things} are {u}.",
 )
-# By operation, sentences for a step of it, about person p, another one q and the number n.
+# By operation, templates of sentences that describe it; p and q are persons, n is a number.
 _TOLD: dict[str, tuple[str, ...]] = {
     "+": ("{p} buys {n} more.", "{q} gives {p} {n} more.", "{p} finds {n}."),
     "-": ("{p} loses {n}.", "{p} gives {n} to {q}.", "{p} sells {n}."),
@@ -77,7 +77,7 @@ _LARGEST = 30
 
 
 def _name(rng: random.Random, taken: tuple[str, ...] = ()) -> str:
-    """Make up an identifier of one to three words, different from those taken."""
+    """Make up an identifier of one to three words that is not in `taken`."""
     while True:
         words = [rng.choice(_NAME_HEADS), *rng.sample(_NAME_TAILS, rng.choice((0, 0, 1, 2)))]
         if (name := "_".join(words)) not in taken:
@@ -316,7 +316,7 @@ def problems(family: Family, split: Split, count: int, seed: int = 0) -> list[Pr
 
 
 def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
-    """Judge a text, without special tokens, for each problem; all code together, in a process of its own (`run_functions`).
+    """Judge one text, without special tokens, for each problem; functions run in a process of their own (`run_functions`).
 
     ``math``: True if the chain of equations is true and ends in the right number. ``code``: True if the text is one function,
     allowed by the sandbox, that reproduces every hidden case. ``source``: None, since real text has no right continuation.
@@ -333,7 +333,7 @@ def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
 
 
 def training_lines(family: Family, split: Split, count: int, seed: int = 0) -> Iterator[str]:
-    """Write problems as JSON records to train on: chats, or for `source` a prompt and its completion."""
+    """Yield problems as JSON records to train on: chats, or for `source` a prompt and its completion."""
     for problem in problems(family, split, count, seed):
         if family == "source":
             yield json.dumps({"prompt": problem.prompt, "completion": problem.answer})

@@ -1,4 +1,4 @@
-"""Comparisons: weights with finite numbers, kernels with their twins, and texts with those that they should equal."""
+"""Checks of weights for finite numbers, of kernels against their PyTorch twins, and of texts against those they must equal."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ QUESTIONS = (
     "How many seconds are in a day?",
     "Write a Python function that reverses a list.",
 )
-# New tokens of compared texts; and calls before the one that counts, which record its CUDA graphs.
+# New tokens per compared text; and calls before the one that counts, which record its CUDA graphs.
 TOKENS, WARM_UPS = 64, 2
 # Log-probabilities of two texts may differ by this much where the texts part: such near-ties are decided by rounding.
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -45,8 +45,8 @@ PUBLISHED = {"1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32), "8B": (40
 
 @dataclass(frozen=True)
 class Check:
-    """The result of a comparison: `ok` is None if it could not be made, `difference` is the largest from the right values, and
-    `note` has details, or the reason."""
+    """The result of a check: `ok` is None if it could not run, `difference` is the largest deviation from the right values, and
+    `note` has details, or the reason why it did not run or failed."""
 
     name: str
     ok: bool | None
@@ -60,7 +60,7 @@ class Check:
 
 
 def checked(name: str, check: Callable[[], Check]) -> Check:
-    """Make a check; if it raises, it has failed, and other checks still run."""
+    """Run a check; turn an exception into a failed check, so that other checks still run."""
     try:
         return check()
     except Exception as error:
@@ -70,7 +70,7 @@ def checked(name: str, check: Callable[[], Check]) -> Check:
 
 @torch.no_grad()
 def random_model(config: MRPConfig, dtype: torch.dtype, device: torch.device) -> MRPForCausalLM:
-    """Make a model with random matrices, and norms of one, that never ends a text by itself; every tensor is written once."""
+    """Make a model with random matrices and norms of one; without an eos token, it decodes every text to its limit."""
     with torch.device("meta"):
         model = MRPForCausalLM(config)
     model = model.to(dtype).to_empty(device=device).eval()
@@ -87,7 +87,7 @@ def random_model(config: MRPConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def published_config(size: str) -> MRPConfig:
-    """Make the config of a published shape, with a head of three layers; `ValueError` for another size."""
+    """Make the config of a published size, such as 4B, with a head of three layers; `ValueError` for an unknown size."""
     if (shape := PUBLISHED.get(size.upper())) is None:
         raise ValueError(f"--random {size}: choose one of {', '.join(PUBLISHED)}")
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -98,7 +98,7 @@ def published_config(size: str) -> MRPConfig:
 
 
 def inputs_of(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase | None, rows: int, length: int) -> dict[str, Tensor]:
-    """Make the inputs of `generate`, [rows, length] long each: the questions in turn, or random tokens without a tokenizer."""
+    """Make inputs of `generate`, [rows, tokens] long: `QUESTIONS` in turn, or `length` random tokens without a tokenizer."""
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(2, min(model.config.mask_token_id, model.config.vocab_size), (rows, length), generator=generator)
@@ -114,7 +114,7 @@ def inputs_of(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase | None, 
 
 
 def decode(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -> Any:
-    """Decode greedily, and drop the cache from the output to free its memory."""
+    """Decode greedily; return the output without its cache, to free memory."""
     asked: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, **inputs, **options}
     out: Any = model.generate(**asked, return_dict_in_generate=True)
     out.past_key_values = None
@@ -127,7 +127,7 @@ def drafters(model: MRPForCausalLM) -> tuple[str, ...]:
 
 
 def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
-    """Check that all weights are finite."""
+    """Check that the weights of the backbone, and of the head if any, are finite."""
     for part in ("backbone", *["head"] * model.config.has_head):
         named = [pair for pair in model.named_parameters() if pair[0].startswith("mrp_head.") == (part == "head")]
         wrong = [name for name, weight in named if not weight.isfinite().all()]
@@ -136,7 +136,7 @@ def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
 
 
 def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
-    """Compare each kernel with its PyTorch twin on samples as wide as the model."""
+    """Compare each kernel with its PyTorch twin on sample arguments that have the model's widths."""
     weight = model.lm_head.weight.detach()
     like = weight if weight.dtype in KERNEL_DTYPES else weight.float()
     if unusable(like.device, like.dtype, interpreted=True) is not None:
@@ -155,7 +155,7 @@ def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:
 
 
 def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
-    """Compare drafted texts with those of their targets."""
+    """Compare the texts of each drafting mode with those of its target without drafts; `states` is K."""
     plain: dict[str, Any] = {"graphs": False, "kernels": False} if model.device.type == "cpu" else {}
     alone = cache(lambda target: decode(model, inputs, decoding=target, **plain))
 
@@ -170,9 +170,9 @@ def check_drafts(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) 
 
 
 def check_ways(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) -> Iterator[Check]:
-    """Compare decoding with graphs, and with kernels, to decoding without; report what fell back to PyTorch.
+    """Compare texts decoded using CUDA graphs, and using kernels, with texts decoded without; report fallbacks to PyTorch.
 
-    The kernels' texts are compared on a GPU only: interpreted kernels are compared one by one instead.
+    Texts from kernels are compared on a GPU only; for interpreted kernels `check_kernels` compares results one by one.
     """
     mode: dict[str, Any] = {"decoding": drafters(model)[0], "num_draft_states": states}
 
@@ -192,7 +192,7 @@ def check_ways(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int) ->
 
 
 def compared(name: str, ours: Any, right: Any, dtype: torch.dtype) -> Check:
-    """Compare two outputs that should have equal texts; they may part at near-ties, which rounding decides, and only there."""
+    """Compare two outputs that should have equal texts; texts may differ only from a near-tie on, which rounding decides."""
     found = gaps(ours, right)
     parted = [gap for gap in found if gap is not None]
     if not parted:
@@ -204,11 +204,11 @@ def compared(name: str, ours: Any, right: Any, dtype: torch.dtype) -> Check:
 
 
 def gaps(ours: Any, theirs: Any) -> list[float | None]:
-    """Measure by row the gap between two texts where they part, in log-probability; None if they are equal.
+    """Measure for each row by how much log-probabilities differ where its two texts part; None if the texts are equal.
 
-    Kernels round sums differently from PyTorch, so a near-tie can fall either way, and then what follows may differ. So the gap
-    is taken in the first step with different reveals, between the mean log-probabilities of what each text reveals there. Up to
-    that step both saw the same, so the means are close if both are right; the gap is infinite if only one text goes on.
+    Kernels round sums differently from PyTorch, so a near-tie can fall either way, and all later tokens may differ. So the gap
+    is taken at the first step whose reveals differ, between the mean log-probabilities of what each text reveals in this step.
+    Before it both texts are equal, so the means are close if both are right; the gap is infinite if only one text goes on.
     """
     found: list[float | None] = []
     for row in range(len(ours.sequences)):
@@ -222,7 +222,7 @@ def gaps(ours: Any, theirs: Any) -> list[float | None]:
 
 
 def _revealed(out: Any, row: int) -> dict[int, tuple[int, int, float]]:
-    """Map each place that was revealed to its step, token and log-probability."""
+    """Map each revealed position of a row to its step, token id and log-probability."""
     steps = out.reveal_step[row].tolist()
     places = zip(steps, out.sequences[row, -len(steps) :].tolist(), out.token_logprobs[row].tolist(), strict=True)
     return {place: one for place, one in enumerate(places) if one[0] >= 0}

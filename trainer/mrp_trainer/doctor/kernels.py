@@ -1,4 +1,4 @@
-"""Samples of arguments for comparing kernels with their PyTorch twins: small ones, as wide as a model."""
+"""Sample arguments for comparing kernels with their PyTorch twins: few tokens, with the widths of a model."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from modeling_mrp.rules.draft import mix_bits, noise_key
 
 
 def scattered(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
-    """Make hashed numbers of a shape, with mean 0 and variance 1, on the device and in the dtype of `like`."""
+    """Make pseudo-random numbers by hashing, of a shape, mean 0 and variance 1, on the device and in the dtype of `like`."""
     numbers = mix_bits(torch.arange(seed << 24, (seed << 24) + math.prod(shape), device=like.device))
     return ((numbers.float() * 2.0**-31 - 1) * 3**0.5).view(shape).to(like.dtype)
 
@@ -27,13 +27,13 @@ def _norm(width: int, like: Tensor, seed: int = 0) -> Qwen3RMSNorm:
 
 
 def _tokens(width: int, like: Tensor, seed: int = 0) -> Tensor:
-    """Make two rows of three tokens: large, of usual size, and with a mean square about as small as a norm's epsilon."""
+    """Make states [2, 3, width] of a large token, a usual one, and one whose mean square is near the epsilon of a norm."""
     return scattered(2, 3, width, like=like, seed=seed) * torch.tensor([9.0, 1.0, 1e-3], device=like.device)[:, None].to(like)
 
 
 def _of_pick(vocab: int, like: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Make rows of a whole vocabulary, with a few tokens far likelier than the others, in one row equally likely: for greedy
-    picks, for a bound that only the likeliest reach, and for sampled picks."""
+    """Make samples for `PICK`: logits over a vocabulary with a few likely tokens per row (tied in one row), for greedy picks,
+    for greedy picks under a bound that only the likeliest token reaches, and for sampled picks."""
     rows, like = 12, like.float()
     logits, places = scattered(rows, vocab, like=like), torch.arange(6, device=like.device) * vocab // 6
     logits[:, places] += 9 + 3 * scattered(rows, 6, like=like, seed=1)
@@ -45,8 +45,8 @@ def _of_pick(vocab: int, like: Tensor) -> Iterator[tuple[Any, ...]]:
 
 
 def _of_attention(heads: int, kv_heads: int, dim: int, like: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Make three rows of two states, the second a child of the first, after prefixes of 5, 152 and 299 slots, in shares that
-    are merged; twice, as in two layers."""
+    """Make a sample for `ROUND_ATTENTION`: three rows of two states, the second a child of the first, after prefixes of 5, 152
+    and 299 slots, long enough to be split and merged; yield it twice, as for two layers."""
     block, used = 4, 512
     parent = torch.arange(-1, 1, device=like.device).repeat(3, 1)
     mask = RoundMask(torch.arange(5, 300, 147, device=like.device), parent, block)
@@ -56,7 +56,7 @@ def _of_attention(heads: int, kv_heads: int, dim: int, like: Tensor) -> Iterator
 
 
 def _of_rotation(heads: int, kv_heads: int, dim: int, like: Tensor) -> tuple[Any, ...]:
-    """Make a sample for `rotated`, its target filled with NaN."""
+    """Make a sample for `ROTATED`, whose output tensors for keys and values are filled with NaN."""
     angles = 3 * scattered(2, 3, dim // 2, like=like).repeat(1, 1, 2)
     target = like.new_full((2, 2, kv_heads, 3, dim), torch.nan)
     norms = _norm(dim, like), _norm(dim, like, 1)
@@ -65,7 +65,7 @@ def _of_rotation(heads: int, kv_heads: int, dim: int, like: Tensor) -> tuple[Any
 
 @torch.no_grad()
 def samples_of(config: Any, like: Tensor) -> dict[Kernel, list[tuple[Any, ...]]]:
-    """Make the samples of every kernel for models of a config, with the device and dtype of a tensor."""
+    """Make sample arguments for every kernel in the sizes of a config, with the device and dtype of `like`."""
     heads, kv_heads, dim, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size
     return {
         PICK: list(_of_pick(config.vocab_size, like)),
@@ -77,7 +77,7 @@ def samples_of(config: Any, like: Tensor) -> dict[Kernel, list[tuple[Any, ...]]]
 
 @torch.no_grad()
 def compared(kernel: Kernel, given: tuple[Any, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the results of a kernel, each with that of its twin."""
+    """Run a kernel and its PyTorch twin on the same arguments; yield pairs of their results."""
     made = kernel.launch(*given)
     ours = [one.clone() for one in (made if isinstance(made, tuple) else (made,))]  # both may write to the same places
     right = kernel.twin(*given)

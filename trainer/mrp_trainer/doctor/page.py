@@ -29,14 +29,14 @@ from .checks import (
 from .options import DoctorOptions
 from .rounds import Timed, proposed, time_rounds
 
-# Rows of compared texts, and states per row and round; most parameters with which a CPU compares in float64.
+# Rows of compared texts; states per row and round; and the most parameters of a model that a CPU compares in float64.
 ROWS, STATES, WIDENED = 3, 8, 500_000_000
 
 
 @dataclass
 class Report:
-    """The findings: versions, device and model; checks; times by batch and K; and by batch the K that made the most tokens a
-    second, empty for random weights."""
+    """The findings of `mrp doctor`: versions, device and model; checks; times for each batch and K; and for each batch the K
+    with the most tokens per second (`proposed`), empty for random weights."""
 
     machine: dict[str, str]
     checks: list[Check] = field(default_factory=list)
@@ -74,8 +74,8 @@ class Report:
             rows.append([str(one.batch), str(one.states), f"{1e3 * one.seconds:.2f}", pays, *speed])
         head = ["rows", "K", "round, ms", "pays from", "tokens a forward", "tokens a second"]
         return (
-            f"{markdown_table(head, rows)}\n\n*pays from*: the width is faster than K = 1 if it makes more than so many times "
-            "its tokens a forward."
+            f"{markdown_table(head, rows)}\n\n*pays from*: K states are faster than K = 1 if they make more than this many "
+            "times its tokens a forward."
         )
 
 
@@ -92,7 +92,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
 
 
 def examine(options: DoctorOptions) -> Report:
-    """Load the model, check and time it, with progress on standard error; errors are those of loading a model."""
+    """Load the model, check it and time its rounds; report progress on standard error. Errors are those of loading a model."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     report = Report(machine_of(device))
     tokenizer: PreTrainedTokenizerBase | None = None

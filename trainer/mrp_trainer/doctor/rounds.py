@@ -1,4 +1,4 @@
-"""The time of a round by batch and number of states, and the number of drafts that pays."""
+"""Timings of rounds for each batch and number of states K, and the K with the most tokens per second."""
 
 import statistics
 import time
@@ -13,14 +13,14 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from .checks import TOKENS, WARM_UPS, decode, drafters
 
-# Tokens of the shorter of two calls, which differ in rounds alone.
+# New tokens of the shorter of two timed calls, whose difference is the time of further rounds.
 SHORT = 16
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Times of rounds with `batch` rows of K states each, 1 for the target alone: seconds of one round, the median over turns,
-    and rates of tokens over the whole call, with its prompts."""
+    """Timings of rounds with `batch` rows of `states` states each (1: the target alone), as medians over turns: seconds of one
+    round, and token rates of a whole call, prompts included."""
 
     batch: int
     states: int
@@ -30,8 +30,8 @@ class Timed:
 
 
 def time_rounds(model: MRPForCausalLM, inputs: dict[str, Tensor], every: Sequence[int], turns: int) -> Iterator[Timed]:
-    """Time rounds of each width on a batch, in turns: the difference between two calls, divided by that of their rounds, so
-    that prompts drop out. Drafts are those of the checkpoint's target, or of `static`."""
+    """Time rounds with each number of states in `every` on a batch, in turns: the difference in seconds of two calls over their
+    difference in rounds, so that prompts cancel out. Drafts are for the checkpoint's target, or for `static`."""
     target = model.generation_config.target or "static"
     found: dict[int, list[tuple[float, float, float]]] = {states: [] for states in every}
     for turn in range(-WARM_UPS if model.device.type == "cuda" else 0, turns):
@@ -64,7 +64,7 @@ def _now(device: torch.device) -> float:
 
 
 def _rounds(out: Any) -> int:
-    """Count the backbone forwards after the prompt's."""
+    """Count the rounds of an output: its backbone forwards after those of the prompt."""
     return int(out.stats.forwards["denoise"] + out.stats.forwards["verify"])
 
 

@@ -1,1 +1,1 @@
-"""Accuracy and cost of decoding, with intervals."""
+"""Accuracy and cost of decoding, with confidence intervals."""

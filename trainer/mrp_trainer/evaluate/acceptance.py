@@ -1,9 +1,9 @@
 """Acceptance of drafts: accepted lengths, and acceptance by depth.
 
-In a round the backbone's own reveals lead from a row's own state, which is known, through one drafted state after another.
-Draft k is accepted if they lead through k drafts. Its acceptance is a share of the rounds in which k - 1 were accepted and a
-k-th was on offer: a submitted state (of this round, or one refused in the round before) that lies k denoising steps after the
-row's own and keeps everything that the (k - 1)-th accepted one shows.
+In a round the backbone scores a row's current state and drafted states. Its reveals lead from the current state through one
+draft after another; draft k is accepted if they pass through k drafts. Acceptance at depth k is a share of the rounds in which
+k - 1 drafts were accepted and a k-th was on offer: a scored state (of this round, or refused in the one before) that lies k
+denoising steps after the current one and keeps every token of the (k - 1)-th accepted draft.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from .intervals import Interval, ratio_of_sums
 
 
 def acceptance_by_depth(decoded: Decoded) -> list[tuple[int, Interval]]:
-    """List by depth k the number of rounds with a k-th draft on offer, and the share of them in which it was accepted.
+    """List for each depth k the number of rounds with a k-th draft on offer, and the share of these that accepted it.
 
-    Depths that were never on offer are left out: all, in modes without drafts. Intervals are over problems.
+    Depths without a draft on offer are left out, so modes without drafts have none. Intervals are over problems.
     """
     offered, accepted = decoded.offered_at_depth.T, decoded.accepted_at_depth.T
     rates = [(int(one.sum()), ratio_of_sums(right, one)) for one, right in zip(offered, accepted, strict=True)]
@@ -28,7 +28,7 @@ def acceptance_by_depth(decoded: Decoded) -> list[tuple[int, Interval]]:
 
 
 def mean_accepted_length(decoded: Decoded) -> Interval | None:
-    """Compute the mean denoising steps of a row in a round: one, and one more for each accepted draft; None without rounds."""
+    """Compute the mean denoising steps of a row per round: one, plus its accepted drafts; None without rounds."""
     steps = [rounds + accepted for rounds, accepted in zip(decoded.rounds, decoded.accepted, strict=True)]
     return ratio_of_sums(steps, decoded.rounds)
 
@@ -41,10 +41,10 @@ def measure_acceptance(
     batch_size: int = 16,
     **options: Any,
 ) -> dict[str, float]:
-    """Decode a few prompts, given as ids, with `mrp_spec`, greedily, and measure the acceptance of its drafts.
+    """Decode a few prompts (lists of ids) greedily in mode `mrp_spec`, and measure the acceptance of the drafts.
 
-    For use while training: gradients are off, and no random number is drawn. `options` are for `generate`. The number of
-    drafted states is their `num_draft_states`, or that of the model's generation config; 4 if it is `auto`.
+    For use while training: gradients are off, and no random number is drawn. `options` are for `generate`. By default
+    `num_draft_states` is that of the model's generation config, or 4 if that is `auto`.
 
     Returns:
         `mean_accepted_length` (denoising steps per round, 1 where no draft is right), `tokens_per_forward` and

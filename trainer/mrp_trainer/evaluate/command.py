@@ -26,9 +26,9 @@ from .table import printing
 
 
 def evaluate(options: EvaluateOptions) -> None:
-    """Print a row or a JSON line per problem set and setting. All is checked before the model's weights are read: `ValueError`
-    for malformed files, prompts that leave no room for an answer, refused options or a damaged checkpoint, `OSError` for a
-    missing one."""
+    """Evaluate a model; print a table row or a JSON line per problem set and setting. Everything else is checked before the
+    weights are read: `ValueError` for malformed files, prompts that leave no room for an answer, refused options or a damaged
+    checkpoint, `OSError` for a missing one."""
     options = options.of_checkpoint(load_generation_fields(options.model))
     config = load_config(options.model)
     for setting in options.settings():
@@ -55,8 +55,8 @@ def check_setting(setting: Mapping[str, Any], config: MRPConfig) -> None:
 
 
 def report(model: Any, tokenizer: Any, options: EvaluateOptions, sets: list[ProblemSet], results: ResultsFile | None) -> None:
-    """Measure every setting on every problem set, print the results, and add them to the file of results. Those that the file
-    has already are not measured again, and only a table shows them."""
+    """Measure every setting on every problem set, print the results, and append them to `results`. Results that the file has
+    already are not measured again; tables show them, JSON output does not."""
     every = options.settings()
     with printing(options.json) as (print_line, print_text):
         for asked in sets:
@@ -90,7 +90,7 @@ def _question(options: EvaluateOptions, model: Any, asked: ProblemSet) -> dict[s
 
 
 def measurements(decoded: Decoded, first: Decoded) -> dict[str, Any]:
-    """Make the fields of a result line for one setting, compared with the first."""
+    """Make the fields of a result line: accuracy, cost and acceptance of a mode, and the share of texts equal to `first`."""
     line: dict[str, Any] = {"accuracy": None if decoded.accuracy is None else round(decoded.accuracy, 1)}
     if decoded.judged:
         line["accuracy_95"] = wilson(sum(decoded.judged), len(decoded.judged)).rounded(1, 100)

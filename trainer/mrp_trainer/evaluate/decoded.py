@@ -1,4 +1,4 @@
-"""Decoding of lists of prompts with one set of `generate` options, with its cost by prompt."""
+"""Decoding of lists of prompts using one set of `generate` options, and the cost of each prompt."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -26,12 +26,12 @@ class Decoded:
     Attributes:
         texts: The decoded answers.
         ids: The generated ids, without padding.
-        right: Whether the judge accepts each; None where there is no right answer.
+        right: Whether the judge accepts each text; None where there is no right answer.
         seconds: Wall clock of decoding.
-        forwards: Forwards of the batches by role, and drafts, accepted drafts and revoked reveals.
+        forwards: Forwards of all batches by role, and the counts `drafted`, `accepted` and `revoked` (reveals masked again).
         rounds: Backbone forwards that were rounds (all but the prompt's).
         offered_at_depth: [problems, depths] int, the rounds with k - 1 accepted drafts and a k-th on offer.
-        accepted_at_depth: [problems, depths] int, those of them in which the k-th was accepted.
+        accepted_at_depth: [problems, depths] int, the rounds among these that accepted the k-th draft.
     """
 
     texts: list[str]
@@ -72,12 +72,12 @@ class Decoded:
         return 100 * sum(self.judged) / len(self.judged) if self.judged else None
 
     def equal(self, other: "Decoded") -> int:
-        """Count the problems with the same tokens in both."""
+        """Count the problems whose generated ids are the same as in `other`."""
         return sum(a == b for a, b in zip(self.ids, other.ids, strict=True))
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
-    """Pad prompts on the left to the longest: `input_ids` and `attention_mask`, [rows, length] long."""
+    """Pad prompts on the left to the longest; return `input_ids` and `attention_mask`, [rows, length] long."""
     width = max(map(len, rows))
     return {
         "input_ids": torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in rows]),
@@ -143,12 +143,12 @@ def decode_prompts(
 
 
 def _of_rows(stats: Sequence[Any], name: str) -> np.ndarray:
-    """Concatenate a count of each row, [problems, ...], over all batches."""
+    """Concatenate the statistic `name` of all batches; return an array [problems, ...]."""
     return np.concatenate([getattr(part, name).cpu().numpy() for part in stats])
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Choose the id for padding; it is masked, so that any id serves."""
+    """Choose the id for padding; any id serves, as padding is masked."""
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 

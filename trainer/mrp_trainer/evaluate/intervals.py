@@ -1,8 +1,8 @@
 """Confidence intervals of measurements on a list of problems.
 
-There are two kinds. A share of problems (accuracy, identical texts) has Wilson's score interval, which is not a point even at 0
-or 100 %. Everything that is counted within problems (tokens over forwards, accepted over offered drafts, ...) is a ratio of
-sums over problems and has the percentile interval of a bootstrap that draws whole problems with replacement.
+There are two kinds. A share of problems (accuracy, identical texts) has Wilson's score interval, whose width is not zero even
+at 0 or 100 %. Everything that is counted within problems (tokens over forwards, accepted over offered drafts, ...) is a ratio
+of sums over problems and has the percentile interval of a bootstrap that draws whole problems with replacement.
 """
 
 from collections.abc import Sequence
@@ -44,10 +44,10 @@ def resampled_sums(columns: np.ndarray, resamples: int, seed: int) -> np.ndarray
     Args:
         columns: [problems, counts].
         resamples: The number of resamples, each of as many problems as there are.
-        seed: Of the draws; with the same seed and number of problems, the same problems are drawn.
+        seed: Seed of the draws; with the same seed and number of problems, the same problems are drawn.
 
     Returns:
-        [resamples, counts].
+        Sums [resamples, counts].
     """
     problems = len(columns)
     times = np.random.default_rng(seed).multinomial(problems, np.full(problems, 1 / problems), size=resamples)
@@ -55,7 +55,7 @@ def resampled_sums(columns: np.ndarray, resamples: int, seed: int) -> np.ndarray
 
 
 def percentiles(value: float, resampled: np.ndarray, level: float = 0.95) -> Interval:
-    """Pair a value with the percentile interval of its resamples, [resamples]."""
+    """Return a value and the percentile interval of its resamples, [resamples]."""
     low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high))
 

@@ -30,7 +30,7 @@ class MRPLM(HFLM):
 
     @property
     def max_length(self) -> int:
-        """Return the most tokens of a text, less one: lm-eval adds one, for the last, which no autoregressive model reads."""
+        """Return the most tokens of a text less one, as lm-eval adds one: no autoregressive model reads the last token."""
         length: int = super().max_length
         return length - 1
 
@@ -40,7 +40,7 @@ class MRPLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Score the continuation of each context: its log-probability, and whether greedy decoding gives it."""
+        """Score the continuation of each context; return its log-probability, and whether greedy decoding gives it."""
         rows = override_bs or (self.batch_size if isinstance(self.batch_size, int) else ROWS)
         texts = [[*context, *rest] for _, context, rest in requests]
         most = self.max_length + 1

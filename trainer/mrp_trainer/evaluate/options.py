@@ -15,7 +15,7 @@ from ..embedded import EMBEDDED
 from ..flags import assigned, flag
 
 _OPTIONS = {option.name: option for option in OPTIONS}
-# Options of `generate`: those with a flag for several values, all with a flag, and those that a measurement cannot change.
+# Options of `generate`: flags that take several values, all flags, and the options that a measurement cannot change.
 _SWEPT = {"confidence_threshold": "tau", "num_draft_states": "states", "draft_branches": "branches"}
 _BY_FLAG = {**_SWEPT, "decoding": "decoding", "target": "target", "max_new_tokens": "max-new-tokens"}
 _FIXED = ("return_dict_in_generate", "num_return_sequences", "max_length")
@@ -28,7 +28,7 @@ _WHAT, _HOW, _MODEL, _OUTPUT = "Problems", "Decoding", "Model", "Output"
 
 
 def _of(name: str) -> dict[str, Any]:
-    """Make the arguments of a flag, for one or several values of an option, from the option's declaration."""
+    """Make the arguments of `flag` for a repeatable option of `generate`, from the option's declaration."""
     option = _OPTIONS[name]
     return {"help": f"{option.help} ({name} of {', '.join(option.modes)}).", "default": [option.default], "panel": _HOW}
 
@@ -47,7 +47,7 @@ class ModelOptions:
 
 @dataclass(kw_only=True)
 class GenerateOptions(ModelOptions):
-    """Options of `generate` that have no flag, as assignments.
+    """Options of `generate` without a flag of their own, given as assignments NAME=VALUE.
 
     Raises:
         ValueError: for an assignment without a name or value, a name that is given twice, or one that has a flag.
@@ -59,7 +59,7 @@ class GenerateOptions(ModelOptions):
         self.extra()
 
     def extra(self) -> dict[str, Any]:
-        """Read the assignments of `set`, with values as YAML writes them."""
+        """Parse the assignments of `set`, whose values are YAML."""
         flags = {name: one for name, one in _BY_FLAG.items() if hasattr(self, one.replace("-", "_"))}
         return assigned(self.set, flags, _FIXED)
 
@@ -89,7 +89,7 @@ class ModeOptions(GenerateOptions):
         return replace(self, target=self.target or [target], states=self.states or [width])
 
     def settings(self) -> list[dict[str, Any]]:
-        """List the options of `generate`, one mapping per setting; those of `set` are together under that name."""
+        """List the settings, each a mapping of options of `generate`; those assigned by `set` stay together under that name."""
         if not (self.target and self.states):
             return self.of_checkpoint({}).settings()
         extra = self.extra()

@@ -1,7 +1,7 @@
 """Problem sets, each with its judge: problems of a synthetic family, or a file of prompts with answers.
 
-The file has JSON lines. A record has `prompt` (text to be continued, or a user's turn with a chat template) or `messages`, a
-chat without its last turn if that is the assistant's; it may have `answer`. Other fields are ignored.
+The file has JSON lines. A record has `prompt` (text to be continued, or a user's turn with a chat template) or `messages` (a
+chat, whose final assistant turn is left out), and may have `answer`. Other fields are ignored.
 """
 
 import hashlib
@@ -87,8 +87,8 @@ def file_set(
     count: int | None = None,
     max_new_tokens: int | None = None,
 ) -> ProblemSet:
-    """Make a set of the first records of a file, all unless `count` says otherwise; with `chat` the chat template goes around
-    each `prompt`, too.
+    """Make a set of the first `count` records of a file, by default of all; `chat` renders each `prompt` by the chat template,
+    as a user's turn.
 
     Raises:
         OSError: if the file is not there.
@@ -126,7 +126,7 @@ def last_number(text: str) -> Decimal | None:
 # By name: (a record's answer, the model's text) -> whether it is right.
 JUDGES: Mapping[str, Callable[[str, str], bool]] = {
     "exact": lambda answer, text: text.strip() == answer.strip(),
-    "last_number": lambda answer, text: last_number(text) == last_number(answer),  # the answer has one: `_answer`
+    "last_number": lambda answer, text: last_number(text) == last_number(answer),  # `_answer` makes sure that there is one
     "contains": lambda answer, text: answer.strip() in text,
 }
 

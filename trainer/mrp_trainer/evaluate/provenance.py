@@ -1,4 +1,4 @@
-"""Provenance of measurements: headers of files of results, and digests of weights and of the code that decides."""
+"""Provenance of measurements: headers of result files, and digests of the weights and the code that results depend on."""
 
 import ast
 import hashlib
@@ -24,8 +24,8 @@ _DECIDING = ("rules/*.py", "generate/loop.py", "generate/refine.py", "networks/p
 def digests(model: nn.Module) -> dict[str, str | None]:
     """Return the digests of a model's two parts, `backbone` and `head`, in hexadecimal; None for a missing head.
 
-    They are of the tensors' names, shapes and values, in the names' order. Floating values are taken as float32, so that
-    weights have the same digest after a cast to float64.
+    A digest covers the names, shapes and values of tensors, in the order of names. Floating values are taken as float32, so
+    that weights have the same digest after a cast to float64.
     """
     parts = {"backbone": hashlib.sha256(), "head": hashlib.sha256()}
     tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
@@ -43,7 +43,7 @@ def digests(model: nn.Module) -> dict[str, str | None]:
 
 @cache
 def deciding(package: Path = Path(modeling_mrp.__file__).parent) -> str:
-    """Return a digest, in hexadecimal, of the code that decides all counts, without docstrings and comment lines."""
+    """Return a hexadecimal digest of the code that decides all counts (`_DECIDING`), without docstrings and comment lines."""
     digest = hashlib.sha256()
     for path in (path for pattern in _DECIDING for path in sorted(package.glob(pattern))):
         text, said = path.read_text(encoding="utf-8"), set[int]()

@@ -14,7 +14,7 @@ Line = dict[str, Any]
 
 
 def mode_name(line: Mapping[str, Any]) -> str:
-    """Name a line's decoding with the settings that vary: "mrp_spec of dynamic K=4 tau=0.9", "static temperature=0.7"."""
+    """Name the mode of a result line by the settings that vary: "mrp_spec of dynamic K=4 tau=0.9", "static temperature=0.7"."""
     name = str(line["decoding"])
     name += f" of {line['target']}" if "target" in line else ""
     name += f" K={line['num_draft_states']}" if "num_draft_states" in line else ""
@@ -33,11 +33,11 @@ def with_headers(lines: Iterable[Line]) -> Iterator[tuple[Line, Line]]:
 
 
 def other_weights(header: Mapping[str, Any], line: Mapping[str, Any], weights: Mapping[str, Any]) -> str | None:
-    """Name the first part (`backbone`, `deciding` code, `head`) that is not that of today's `weights`; None if all are.
+    """Name the first part (`backbone`, `deciding` code, `head`) whose digests in `header` and `weights` differ, or None.
 
     A line without head passes (`head_per_token`) does not depend on the head. In a header, `backbone` is None if no checkpoint
-    was measured, and `head` is None if there was no head, or several; a header without `backbone` is of other weights. The code
-    is compared only if both sides have it; old headers do not.
+    was measured, and `head` is None if there was no head, or several; a header without `backbone` counts as different. The code
+    is compared only if both have its digest, which old headers lack.
     """
     if "backbone" not in header:
         return "backbone"
@@ -56,11 +56,11 @@ def check_clean(path: str | Path, header: Mapping[str, Any]) -> None:
 
 
 class ResultsFile:
-    """A file of results: lines of earlier runs of a command, and those that this run adds.
+    """A file of results: lines that earlier runs of a command wrote, and lines that this run appends.
 
-    The file is made with its folders if it is not there. A line that was cut short (the process was killed, the disk was full)
-    is removed when the file is opened again. Every line but headers has the field `key`: a `ValueError` names a line without,
-    and the file is left as it is.
+    The file's folders are made if they are missing. A line that was cut short (the process was killed, the disk was full) is
+    removed when the file is opened again. Every line but headers has the field `key`: a `ValueError` names the first line
+    without this field, and the file is left as it is.
     """
 
     def __init__(self, path: str | Path, key: str) -> None:
@@ -94,7 +94,7 @@ class ResultsFile:
         return next((line for line in reversed(known) if all(line.get(name) == value for name, value in wanted.items())), None)
 
     def add(self, *lines: Line) -> None:
-        """Write lines at once and wait until they are on the disk."""
+        """Append lines to the file, after the header if it is new, and wait until they are on the disk."""
         newest = next((line for line in reversed(self.lines) if "benchmark" in line), None)
         if self.header is not None and json.loads(json.dumps(self.header)) != newest:
             lines = (self.header, *lines)

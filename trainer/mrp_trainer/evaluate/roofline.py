@@ -1,8 +1,8 @@
 """Bytes and FLOPs of the forwards of a round at a given shape, and the least time they take on a device.
 
-A kernel group takes the time of its bytes or of its FLOPs, whichever is longer. Bytes are counted of weights (once a forward),
+A kernel group takes the time of its bytes or of its FLOPs, whichever is longer. Its bytes are weights (once a forward),
 embeddings of the tokens used, hidden states that enter and leave, and keys and values; activations inside a layer are assumed
-to stay on chip, and the packed states of a row to share one read of its prefix. All is in bytes, FLOPs and seconds, bf16.
+to stay on chip, and the packed states of a row to share one read of its prefix. All numbers are bf16.
 """
 
 from dataclasses import dataclass, fields
@@ -56,8 +56,8 @@ class Shape:
         return self.num_experts * self.hidden_size + 3 * self.hidden_size * expert
 
     def experts_read(self, tokens: float) -> float:
-        """Estimate the experts that a layer reads for `tokens` that choose evenly and independently. This is an upper bound:
-        the tokens of a text choose alike and read fewer."""
+        """Estimate how many experts a layer reads for `tokens` tokens that choose evenly and independently. This is an upper
+        bound: the tokens of a text choose alike and read fewer."""
         if not self.num_experts:
             return 0
         return self.num_experts * (1 - (1 - self.num_experts_per_tok / self.num_experts) ** tokens)
@@ -110,17 +110,17 @@ class Device:
     achievable: float = 0.6
 
     def seconds(self, work: Work) -> float:
-        """Compute the least time of a kernel group."""
+        """Compute the least time of a kernel group: that of its bytes or of its FLOPs, whichever is longer."""
         return max(work.bytes / self.bandwidth, work.flops / (self.peak * self.achievable))
 
 
 def decoder_layers(
     shape: Shape, layers: int, batch: int, states: float, prefix: int, sparse: bool = False
 ) -> tuple[Work, Work]:
-    """Compute the work of decoder layers over `batch` rows of `states` packed states each: of matrices, and of attention.
+    """Compute the work of decoder layers over `batch` rows of `states` packed states; return that of matrices and of attention.
 
-    Packed attention computes every pair of a query with the row's prefix and all of its states, seen or not. `sparse` layers
-    read the experts that some token chooses, and compute with those that each token chooses.
+    Packed attention computes all pairs of a query with its row's prefix and states, also masked pairs. `sparse` layers read the
+    experts that any token chooses, and compute for each token only those that it chooses.
     """
     tokens = batch * states * shape.block_size
     more = [shape.with_experts(count) if sparse else 0 for count in (shape.experts_read(tokens), shape.num_experts_per_tok)]
@@ -154,8 +154,8 @@ def vocabulary_step(shape: Shape, positions: float) -> Work:
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of a mode per row: generated tokens and packed states per backbone forward; head passes per round, one after the
-    other, each with a vocabulary step; and packed states per head pass."""
+    """Counts of a decoding mode for each row: generated tokens and packed states per backbone forward; head passes per round,
+    which follow each other and each have a vocabulary step; and packed states per head pass."""
 
     tokens_per_forward: float
     states_per_forward: float
@@ -164,7 +164,7 @@ class Counts:
 
 
 def masks_per_state(block_size: int) -> float:
-    """Count the positions of a state that need a pick, as a mean over a block's states, from all masks to none."""
+    """Compute the mean number of masked positions, which need a pick, over a block's states from all masks to none."""
     return block_size / 2
 
 

@@ -8,17 +8,17 @@ from .svg import Picture, draw
 
 
 def show(outputs: Any, tokenizer: Any, *, prompt: str | None = None, row: int = 0, animated: bool = False) -> Picture:
-    """Draw the output of `generate(..., return_dict_in_generate=True)`; a notebook shows the picture, its `save` writes a file.
+    """Draw the output of `generate(..., return_dict_in_generate=True)`; notebooks show the picture, and its `save` writes it.
 
     Args:
         outputs: An output, or a mapping of several by name, to be drawn side by side on one clock.
-        tokenizer: The model's.
-        prompt: Text to show above.
-        row: Number of the batch's row.
-        animated: Whether the text appears forward by forward, again and again.
+        tokenizer: The model's tokenizer.
+        prompt: Text to show above the decodes.
+        row: Index of the row in the batch.
+        animated: Whether the text appears forward by forward, in a loop.
 
     Raises:
-        ValueError: if there is no output, or one is something else or has no such row.
+        ValueError: if there is no output, or an output is of another type or lacks the row.
     """
     several = isinstance(outputs, Mapping) and not hasattr(outputs, "sequences")
     named = outputs if several else {"decode": outputs}

@@ -17,11 +17,11 @@ class Token:
 
     Attributes:
         text: As the tokenizer decodes it; "" where its bytes are shown at a later token, which completes the character.
-        forward: The forward that revealed it, from 1; None for a given token.
-        step: The denoising step that revealed it; -1 for a given token.
+        forward: The forward that revealed it, from 1; None for a token of the prompt.
+        step: The denoising step that revealed it; -1 for a token of the prompt.
         drafted: Whether a drafted state revealed it: without drafts it would have taken another forward.
         probability: Its probability when it was revealed.
-        taken_back: The number of reveals at its place that went back to a mask.
+        taken_back: Number of reveals at its position that were masked again.
     """
 
     text: str
@@ -38,7 +38,7 @@ class Forward:
     """A backbone forward in which the row took part.
 
     Attributes:
-        own: Tokens that it revealed at the row's own state.
+        own: Tokens that it revealed at the row's own state, the one that is not drafted.
         accepted: Tokens that it revealed at drafted states.
         refused: Drafted states that were not accepted, including those that a later forward can use.
     """
@@ -68,12 +68,12 @@ class Decode:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Divide generated tokens (not given ones) by forwards."""
+        """Divide generated tokens by forwards."""
         return sum(token.forward is not None for token in self.tokens) / max(1, len(self.forwards))
 
 
 def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0) -> Decode:
-    """Read a row of an `MRPGenerateOutput` as the decode `name`; `ValueError` for other outputs and missing rows."""
+    """Read a row of an `MRPGenerateOutput` as a decode of this name; `ValueError` for other outputs and missing rows."""
     rounds = getattr(getattr(output, "stats", None), "rounds", None)
     if rounds is None:
         raise ValueError(
@@ -109,7 +109,7 @@ def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0)
 
 
 def _revealed_by(of_row: dict[str, list[int]], step: int) -> tuple[int, bool]:
-    """Find the forward that took a step, and whether it took an earlier one, too: then the step was an accepted draft."""
+    """Return the forward that made a denoising step, and whether a draft made it: all steps of a forward but its first."""
     at = min(bisect_right(of_row["steps"], step), len(of_row["steps"]) - 1)
     first = of_row["steps"][at - 1] if at else 0
     return of_row["row_forwards"][at], step > first
@@ -128,7 +128,7 @@ def _forwards(of_row: dict[str, list[int]], tokens: Sequence[Token]) -> tuple[Fo
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Decode each token. A character with the bytes of several tokens is at the last of them, and "" at the others."""
+    """Decode the text of each token; a character made of several tokens goes to the last one, and the others have ""."""
     texts: list[str] = []
     begun: list[int] = []
     for one in ids:

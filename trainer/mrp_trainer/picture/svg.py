@@ -1,7 +1,7 @@
 """An SVG of decodes: tokens in their places, coloured by the forward that revealed them, and bars of tokens per forward.
 
-It refers to nothing outside of itself and runs no script; the animated form moves by CSS. This module computes the layout, and
-`decode.svg.jinja` writes it.
+The SVG is self-contained and runs no script; its animation is CSS. This module computes the layout, and `decode.svg.jinja`
+writes it.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ def check_name(path: Path | str) -> None:
 
 
 def draw(decodes: Sequence[Decode], *, prompt: str | None = None, animated: bool = False) -> Picture:
-    """Draw decodes side by side, two in a row, on one clock: the colours of a forward are the same in all of them.
+    """Draw decodes side by side, two in a row, on one clock: the n-th forward has the same colour in all of them.
 
     The same decodes give the same picture. The prompt is shown above, shortened to three lines. If `animated`, the texts appear
     forward by forward, again and again, but stay whole if the viewer asks for less motion. `ValueError` without decodes.
@@ -102,7 +102,7 @@ def draw(decodes: Sequence[Decode], *, prompt: str | None = None, animated: bool
 
 
 def _prompt(prompt: str, wide: int) -> list[str]:
-    """Break a prompt into lines of `wide` cells; an ellipsis ends the last if there are more."""
+    """Break a prompt into lines of up to `wide` cells; if there are more lines than fit, the last one ends with an ellipsis."""
     lines = [part.lstrip() for line in visible(prompt).splitlines() for part in chop_cells(line, wide)]
     if len(lines) > _PROMPT_LINES:
         lines = [*lines[: _PROMPT_LINES - 1], f"{lines[_PROMPT_LINES - 1][:-1]}…"]
@@ -121,17 +121,17 @@ class _Piece:
 
     @property
     def kind(self) -> str:
-        """Return the class of its box."""
+        """Return the CSS class of the piece's box, by how its token was revealed."""
         return "given" if self.token.forward is None else "draft" if self.token.drafted else "own"
 
     @property
     def text_length(self) -> float | None:
-        """Return the width of several characters, which holds for any font; None for a single one."""
+        """Return the width that the text is stretched to in any font; None for a single character."""
         return cell_len(self.text) * _CHARACTER if cell_len(self.text) > 1 else None
 
 
 def _pieces(decode: Decode, width: float) -> tuple[list[_Piece], list[tuple[float, int]]]:
-    """Lay out a text's tokens, with a break after each line end; also return the places (x, line) at which blocks begin."""
+    """Lay out a text's tokens with a break after each line end; return the pieces, and (x, line) where each block begins."""
     pieces: list[_Piece] = []
     begins: list[tuple[float, int]] = []
     x, line = 0.0, 0
@@ -184,12 +184,12 @@ def _shown(character: str) -> str:
 
 
 def colour(fraction: float) -> str:
-    """Return the colour of a forward by its fraction of the clock: warm at the first (0), cold at the last (1)."""
+    """Return the colour of a forward by its fraction of the longest decode: warm at the first (0), cold at the last (1)."""
     return "#" + "".join(f"{round(255 * part):02x}" for part in hls_to_rgb((38 - 183 * fraction) / 360 % 1, 0.56, 0.78))
 
 
 def _short(value: object) -> object:
-    """Shorten floats."""
+    """Format a float in six digits; return any other value as it is."""
     return f"{value:.6g}" if isinstance(value, float) else value
 
 

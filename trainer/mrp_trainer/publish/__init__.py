@@ -1,4 +1,4 @@
-"""Publishing: checked folders of checkpoints, their cards, and one commit with everything in it, or none."""
+"""Publishing of checkpoints on the Hub: checks of their folders, model cards, and pushes of one commit each."""
 
 from .command import Publication, push
 

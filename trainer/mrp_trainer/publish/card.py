@@ -56,8 +56,8 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def results_table(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> str:
-    """Format a Markdown table of accuracy and cost: a row per mode, modes of one decoding together, the families side by side.
-    Head passes are charged as at the published `shape`."""
+    """Format a Markdown table of accuracy and cost: a row per mode, grouped by decoding, with the families side by side. Head
+    passes are charged as at the published `shape`."""
     families, decodings = (list(dict.fromkeys(line[name] for line in lines)) for name in ("family", "decoding"))
     modes: dict[str, dict[str, Mapping[str, Any]]] = {}
     for line in sorted(lines, key=lambda line: decodings.index(line["decoding"])):
@@ -91,12 +91,12 @@ def eval_results(lines: Sequence[Mapping[str, Any]], shape: str = CHARGED) -> li
         )
         for line in lines
         for metric, label in _METRICS.items()
-        if (value := charged(line, shape).get(metric)) is not None  # of prompts without answers, or without head passes
+        if (value := charged(line, shape).get(metric)) is not None  # None without answers, or without counts of head passes
     ]
 
 
 def _facts(folder: Path, config: Mapping[str, Any]) -> str:
-    """Format a table of what the folder holds."""
+    """Format a Markdown table of a checkpoint folder's model shape, parameters and weights."""
     tensors = tensors_in(folder)
     counts = {name: math.prod(of.shape) for name, of in tensors.items() if "F" in of.dtype}
     head = sum(count for name, count in counts.items() if HEAD in name)
@@ -174,7 +174,7 @@ def render_card(
 
 
 def is_users_card(text: str) -> bool:
-    """Return whether a user wrote or edited this card: it is neither one that this package rendered, nor an empty form."""
+    """Return whether a user wrote or edited this card, so that it is no rendered card of this package and no empty form."""
     return _RENDERED.search(text) is None and FORM not in text
 
 

@@ -1,4 +1,4 @@
-"""The commands `mrp push`, which pushes a checkpoint's folder to the Hub in one commit, or none, and `mrp card`."""
+"""The commands `mrp push`, which pushes a checkpoint's folder to the Hub in a single commit, and `mrp card`."""
 
 import json
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from modeling_mrp.model.layouts import is_hub_id
 from .card import FORM, is_users_card, read_results, renamed, render_card
 from .folder import CONFIGS, KINDS, Folder, json_of, read_folder
 
-# Files of an earlier push that are removed in the same commit, unless this one sends them.
+# Patterns of files in the repository that the commit removes, unless it sends them.
 _STALE = ["model*.safetensors*", "adapter_model*", "*_mrp.py", "custom_generate/*"]
 
 
 @dataclass(frozen=True)
 class Publication:
-    """The result of a push, or of a dry run: the kind (of `KINDS`), the bytes of each file by path in the repository, files of
+    """The result of a push or a dry run: the kind (of `KINDS`), the bytes of each file by path in the repository, the files of
     the folder that are not published, and the commit, None after a dry run."""
 
     repo_id: str
@@ -61,7 +61,7 @@ def push(
     Args:
         folder: What `save_pretrained` wrote: a full model, a head (`head_only=True`) or a peft adapter.
         repo_id: "org/name", or "name" for a repository of the user's own; a new one is `private`.
-        base_model: The base of a head or an adapter on the Hub, if the folder names another, such as a local folder.
+        base_model: Hub id of the base of a head or an adapter, if the folder names another base, such as a local folder.
         base_revision: The base's commit, branch or tag.
         revision: The branch, created if it is not there; `main` by default.
         create_pr: Open a pull request instead of changing `main`.
@@ -80,7 +80,7 @@ def push(
     found = read_folder(folder)
     base = base_model or found.base
     if base_model is not None and found.kind == "full":
-        raise ValueError(f"the backbone is to be {base_model}, but {folder} holds {KINDS['full']}, which has its own")
+        raise ValueError(f"base_model is {base_model}, but {folder} holds {KINDS['full']}, which has its own")
     if base is not None and not is_hub_id(base):
         raise ValueError(
             f"base_model is {base!r}: it must be the id of a model on the Hub, 'org/name', where others find it. Name it "
@@ -118,7 +118,7 @@ def push(
 
 
 def _contents(found: Folder, base: str | None, revision: str | None) -> dict[str, Path | bytes]:
-    """Collect the files to send, by name: the folder's, our code, and a config that names both the code and the base."""
+    """Collect the files to send, by name: the folder's files, the remote code, and a config that names the code and base."""
     config = CONFIGS[found.kind]
     fields = json_of(found.path / config) | ({"auto_map": AUTO_MAP} if found.code else {})
     if base is not None:

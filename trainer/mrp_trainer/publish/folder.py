@@ -44,7 +44,7 @@ class Folder:
 
 
 def read_folder(path: Path | str) -> Folder:
-    """Check a folder's files and sort them; nothing is changed.
+    """Check a checkpoint's folder, and decide which of its files are published; nothing is changed.
 
     Raises:
         ValueError: if it is not a folder, holds no checkpoint of this package, weights that are cut short or do not fit its
@@ -87,7 +87,7 @@ def tensors_in(path: Path) -> dict[str, StoredTensor]:
 
 
 def _checked_weights(path: Path, kind: str) -> set[str]:
-    """Compare weights with their config, and return the names of their files."""
+    """Compare the weights in a folder with its config; return the names of the weight files."""
     tensors = tensors_in(path)
     names = {tensor.file.name for tensor in tensors.values()}
     if kind == "adapter":

@@ -14,8 +14,8 @@ _COMMANDS = {"mrp": "head", "block_diffusion": "backbone"}
 
 
 def recipe_of(folder: Path, base: str | None = None) -> str | None:
-    """Describe the run of a folder for its card; None without one. `base` is the model's name on the Hub, in place of a local
-    folder.
+    """Describe in Markdown the training run that wrote a folder; None without a run. `base` is the Hub id of the model, to be
+    named in place of a local folder.
 
     Settings that do not change weights are left out, and so is everything about a machine or an account; paths become names.
     """
@@ -31,7 +31,7 @@ def recipe_of(folder: Path, base: str | None = None) -> str | None:
 
 
 def model_of(folder: Path) -> str | None:
-    """Return the name on the Hub of the model that a folder's run began with; None without a run, or for a local folder."""
+    """Return the Hub id of the model that a folder's run trained; None without a run, or if that model was a local folder."""
     found = read_yaml(folder / RUN_FILE).get("model") if (folder / RUN_FILE).is_file() else None
     return None if _is_local(found) else str(found)
 

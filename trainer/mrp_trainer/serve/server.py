@@ -31,10 +31,10 @@ from .options import ServeOptions
 _NEW_TOKENS = 1024  # per text, if neither the request nor the checkpoint sets a limit
 _LOOPBACK = ["127.0.0.1", "localhost"]
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/load_model", "/health")
-# Options of `generate`, by the fields of a request that mean the same.
+# Options of `generate` by the request field of the same meaning.
 _SAME = {"temperature": "temperature", "top_p": "top_p", "seed": "seed", "stop": "stop_strings"}
 _SAME |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-# Values without effect, of fields that would change an answer but are ignored by transformers' server.
+# Request fields that transformers' server ignores, each with a value that asks for nothing; other values are refused.
 _IDLE: dict[str, Any] = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "echo": False, "suffix": ""}
 _IDLE |= dict.fromkeys(("logprobs", "top_logprobs", "presence_penalty", "frequency_penalty"), 0)
 
@@ -48,7 +48,7 @@ class OneModel(ModelManager):
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
-        """Return a name as it is: folders have no revisions."""
+        """Return the name without adding a revision, as folders have none."""
         return model_id
 
     def load_model_and_processor(self, model_id_and_revision: str, progress_callback: Any = None, **others: Any) -> Any:
@@ -68,14 +68,14 @@ class _Bounded(GenerateManager):
     """The thread that decodes, one request at a time, each within the model's positions."""
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **others: Any) -> Any:
-        """Stream a text after checking prompt and options; otherwise errors would come within the stream."""
+        """Check prompt and options, and stream a text; without the check, errors would appear inside the stream."""
         _bound(model, inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, *args, **others)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **others: Any
     ) -> Any:
-        """Decode a text after checking prompt and options."""
+        """Check prompt and options, and decode a text."""
         _bound(model, inputs, gen_config)
         return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **others)
 
@@ -97,7 +97,7 @@ class _State(GenerationState):
         self.manager = _Bounded()
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> GenerateManager:
-        """Return the thread."""
+        """Return the one decoding thread."""
         return self.manager
 
 
@@ -111,7 +111,7 @@ class _Options(BaseHandler):
                 raise HTTPException(400, f"{name} is {body[name]!r}, which is not followed here: leave it out")
 
     def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False) -> Any:
-        """Override the model's options by those of a request; `ValueError` for what `generate` refuses."""
+        """Return the model's generation config with a request's options; `ValueError` for options that `generate` refuses."""
         model, _ = self.model_manager.only
         given = json.loads(body.get("generation_config") or "{}")
         given.pop("transformers_version", None)
@@ -141,7 +141,7 @@ def application(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, *, lo
 
     Args:
         name: The model's name for clients.
-        model: An `MRPForCausalLM`; its generation config holds for all that a request does not set.
+        model: An `MRPForCausalLM`; its generation config holds for all options that a request does not set.
         tokenizer: Its tokenizer.
         loopback: Whether only requests to a loopback name are answered, which keeps out requests of websites.
     """
@@ -163,7 +163,7 @@ def application(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, *, lo
 
 
 def serve(options: ServeOptions) -> None:
-    """Answer requests until the process ends. All but the weights is checked before they are read: `ValueError` for options
+    """Serve requests until the process ends. Everything else is checked before the weights are read: `ValueError` for options
     that `generate` refuses and for damaged files, `OSError` if there is no such checkpoint."""
     setting = options.setting()
     check_setting(setting, load_config(options.model))

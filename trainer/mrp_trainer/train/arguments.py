@@ -19,7 +19,7 @@ _LEFT_OUT = {
     "train_sampling_strategy": "rows of like length meet in one batch anyway, in an order that the seed decides",
     "label_smoothing_factor": "no objective has labels to smooth",
     "dataloader_drop_last": "epochs are rounded up to whole steps",
-    "hub_strategy": "what a run goes on from is pickled, which is never pushed: mrp push CHECKPOINT pushes another model",
+    "hub_strategy": "a checkpoint's pickled states are never pushed: mrp push CHECKPOINT pushes its model",
 }
 
 
@@ -29,23 +29,23 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
 
     Attributes:
         objective: `block_diffusion` trains the backbone, `mrp` trains the head on a frozen backbone. Required.
-        learning_rate: AdamW's; by default 1e-3 for a head and 1e-4 for a backbone.
+        learning_rate: AdamW's rate; by default 1e-3 for a head and 1e-4 for a backbone.
         max_length: Tokens per row of records; longer samples are cut.
         packed: Whether a row of records holds several samples.
         noisy_copies: Noisy copies of a sample in one pass: 1 (published), or 2 with complementary masks.
-        inverse_level: Weigh each masked token by 1 / t, where t is its noise level (published).
+        inverse_level: Whether each masked token is weighed by 1 / t, where t is its noise level (published).
         noise_per: Whether each `block` or each `sample` (published) draws its noise level t.
         unroll: K, the head steps unrolled in training; their losses are averaged (MRP, section 4). The leave-one-out loss is
             added to that of the first step.
-        reveal_rule: `on_policy` reveals as decoding does, `random` one true token of each block (published).
+        reveal_rule: `on_policy` reveals as decoding does; `random` reveals one true token of each block (published).
         eager_share: The share of blocks in which `on_policy` reveals everything above a random threshold, as `dynamic` does.
         order_weight: Weight of the divergence in the order of reveals (`order_kl`).
         reread_weight: Weight of the leave-one-out loss (`HeadObjective`).
         packed_attention: Attention of packed passes in training: `flex_attention`, `sdpa` or `tiles`, matrix products over the
             unmasked columns. `auto` is flex attention on CUDA, which never holds a mask of [length, length], and the model's
             own attention elsewhere. Decoding is not affected.
-        muon_learning_rate: Train layer matrices with Muon at this rate, and all else with AdamW at `learning_rate`; None leaves
-            everything to `optim`.
+        muon_learning_rate: Rate at which Muon trains layer matrices, while AdamW trains all else at `learning_rate`; None
+            leaves everything to `optim`.
         eval_prompts: Prompts of the evaluation dataset that every evaluation decodes with `mrp_spec` and, for comparison, with
             `self_spec`, to report accepted drafts and tokens per forward; 0 for none.
         eval_new_tokens: Limit of new tokens per prompt.
@@ -86,7 +86,7 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave it out")
         check_declared(self)
-        # Else each of several processes on a CPU would train for itself, all of them alike.
+        # Otherwise several processes on a CPU would each train alone, all alike.
         if not torch.accelerator.is_available():
             self.use_cpu = True
         if self.learning_rate is None:

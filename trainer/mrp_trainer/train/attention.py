@@ -33,8 +33,8 @@ class Tiles:
     """A mask cut into tiles: groups of queries, with only the columns that some of them see.
 
     Attributes:
-        parts: By tile: the queries; the columns [n] that one of them sees in some row; and True where a query does not see one
-            of these, [rows, 1, queries, n] bool.
+        parts: For each tile: the slice of its queries; the columns [n] that any query sees in any row; and a mask [rows, 1,
+            queries, n] bool that is True where a query does not see a column.
     """
 
     parts: Sequence[tuple[slice, Tensor, Tensor]]
@@ -53,7 +53,7 @@ class Tiles:
 def tiled_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tiles, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend by matrix products over the columns of each tile, for CPUs, where fused attention also computes masked columns."""
+    """Attend by matrix products over each tile's columns; on CPUs fused attention would compute masked columns, too."""
     found, heads = [], query.shape[1] // key.shape[1]
     for queries, columns, hidden in attention_mask.parts:
         keys, values = (repeat_kv(states.index_select(2, columns), heads) for states in (key, value))
@@ -64,7 +64,7 @@ def tiled_attention(
 
 @contextmanager
 def attending(model: MRPForCausalLM, implementation: str | None) -> Iterator[str]:
-    """Give a model another attention implementation, if one is named, while the context is open; yield the one it had."""
+    """Set a model's attention implementation, unless it is None, while the context is open; yield the previous one's name."""
     AttentionInterface.register(TRAINING_FLEX, flex_attention_of_one_type)
     AttentionInterface.register(TILES, tiled_attention)
     before = model.config._attn_implementation

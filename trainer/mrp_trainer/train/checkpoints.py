@@ -1,6 +1,6 @@
 """Checkpoints of training runs: finding the last complete one, logging at each, and saving sharded models.
 
-The Trainer writes a checkpoint's `trainer_state.json` last: a checkpoint where it cannot be read is incomplete.
+The Trainer writes a checkpoint's `trainer_state.json` last: a checkpoint is incomplete if that file cannot be read.
 """
 
 import json
@@ -28,8 +28,8 @@ class LogAtSaves(TrainerCallback):
 
 @contextmanager
 def under_own_class(model: Any) -> Iterator[None]:
-    """Give a model that FSDP2 has sharded its own class back while the context is open: FSDP2 puts another in its place, and
-    saving writes the name and the file of a model's class as remote code."""
+    """Restore a model's own class, which FSDP2 replaces when it shards, while the context is open: saving writes the name and
+    the file of the class as remote code."""
     sharded = type(model)
     own: Any = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
     model.__class__ = own

@@ -19,21 +19,21 @@ class DiffusionCollator:
     A row holds one sample, or several that do not see each other. Only blocks with response tokens are repeated as noisy
     copies. Each block of each sample draws its noise level t ~ U(0, 1] (or each sample one for all its blocks, as published);
     with two copies the second masks exactly what the first reveals (at level 1 - t), so that every response token is learned
-    once a pass. Positions after the end of the text are always masked, as in decoding, with the target `BLANK`. So are those
-    after an earlier turn, up to the end of its block, but these are not learned.
+    once a pass. Positions after the end of the text are always masked, as in decoding, with the target `BLANK`. Positions
+    between the end of an earlier turn and the end of its block are masked, too, but have no loss.
 
-    A copy of a sample with `reveal_step` shows each block after some step of its decoding, without what was revealed after the
-    end: the last step with at most n tokens revealed, n uniform from 0 to all but one. The n of two copies are half the range
-    apart.
+    A copy of a sample with `reveal_step` shows each block as it was in decoding, without tokens revealed after the end: after
+    the last step with at most n tokens revealed, where n is uniform from 0 to all but one. The n of two copies are half the
+    range apart.
 
     Args:
         block_size: Tokens per block.
-        mask_token_id, pad_token_id: Ids of the mask, and of the padding of rows up to the longest.
+        mask_token_id, pad_token_id: Ids of the mask token, and of the token that pads rows to the longest.
         copies: Noisy copies per sample, 1 or 2.
-        inverse_level: Weigh each masked token by 1 / t as published (halved with two copies), instead of 1.
+        inverse_level: Whether masked tokens are weighed by 1 / t as published (halved with two copies), instead of 1.
         noise_per: Whether each `block` or each `sample` draws its level.
         seed: Decides the noise, together with a sample's index.
-        block_sizes: Divisors of `block_size`; each sample draws one of them. If empty, all have `block_size`.
+        block_sizes: Divisors of `block_size`; each sample draws one as its block size. If empty, all have `block_size`.
 
     Returns the fields of a `PackedBatch`, all columns in whole blocks. `ValueError` if one of `block_sizes` does not divide
     `block_size`, and for samples with `reveal_step` if `inverse_level` is set.
@@ -113,7 +113,7 @@ class DiffusionCollator:
         return copies, {**clean, "view": CLEAN_VIEW, "noise_key": key}
 
     def _left_by_decoding(self, sample: Sample, where: np.ndarray, size: int, share: np.ndarray) -> np.ndarray:
-        """Mark tokens, [tokens] bool, masked before the step that reveals more than a `share` of each block's response."""
+        """Return a mask, [tokens] bool, of tokens hidden before the step that reveals more than a `share` of their block."""
         assert sample.reveal_step is not None
         masked = np.zeros(len(where), dtype=bool)
         end = len(sample.ids) if sample.length is None else sample.length

@@ -29,7 +29,7 @@ from .inputs import check_tokenizer, digest, encoder_of
 from .options import DecodeOptions, TrainerFlags
 from .runs import run_tokenizer
 
-# How long finished processes wait for the others, in place of the short default of their communication.
+# How long finished processes wait for the others, in place of the short default of torch.distributed.
 _PATIENCE = timedelta(days=30)
 
 
@@ -104,7 +104,7 @@ def decode(options: DecodeOptions) -> str | None:
 
 
 def _decoded_lines(model: Any, inputs: dict[str, Tensor], decoded_by: Mapping[str, Any], **options: Any) -> list[str]:
-    """Decode padded prompts greedily, inputs [rows, length] long, into lines that training reads."""
+    """Decode padded prompts, `inputs` [rows, length] long, greedily; return a JSON line that training reads for each prompt."""
     given = {name: value.to(model.device) for name, value in inputs.items()}
     with torch.inference_mode():
         out = model.generate(**given, decoding="static", do_sample=False, return_dict_in_generate=True, **options)

@@ -1,4 +1,4 @@
-"""Preparation of what `MRPTrainer` is given: the model, and datasets of records or of rows."""
+"""Preparation of the arguments of `MRPTrainer`: the model, and datasets of records or of rows."""
 
 import hashlib
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from ..data.samples import samples_of
 from ..data.sources import source_of
 from .arguments import MRPTrainingArguments
 
-_DIGESTED = 256  # values of each tensor
+_DIGESTED = 256  # first values of each tensor that enter a digest
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -26,8 +26,8 @@ def bare_model(model: Any) -> MRPForCausalLM:
 
 
 def make_ready(model: Any, args: MRPTrainingArguments) -> None:
-    """Freeze what the objective does not train, and cast what it trains to float32: in bfloat16 most updates would be rounded
-    away. With objective `mrp` the model decodes with `mrp_spec` by default, unless its generation config names a mode.
+    """Freeze the weights that the objective does not train, and cast the others to float32: in bfloat16 most updates would be
+    rounded away. With objective `mrp` the model decodes with `mrp_spec` by default, unless its generation config names a mode.
 
     Raises:
         ValueError: if `mrp` or `eval_prompts` is given without a head, or frozen weights have 16 bits and the passes do not.
@@ -47,7 +47,7 @@ def make_ready(model: Any, args: MRPTrainingArguments) -> None:
         model.requires_grad_(False)
         bare.get_submodule("mrp_head").requires_grad_(True)
         if getattr(bare.generation_config, "decoding", None) is None:
-            bare.generation_config.decoding = "mrp_spec"  # or the head would not be used
+            bare.generation_config.decoding = "mrp_spec"  # otherwise the head would not be used
     elif bare is model and bare.mrp_head is not None:
         bare.get_submodule("mrp_head").requires_grad_(False)  # DDP would wait for its gradients
     for parameter in model.parameters():
@@ -74,7 +74,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: MRPForCausalLM) -
     elif mask not in (None, config.mask_token_id):
         wrong.append(f"its mask has the id {mask}, and the model's {config.mask_token_id}")
     if ends and eos is not None and eos not in ends:
-        wrong.append(f"its eos has the id {eos}, and what ends the model's texts {', '.join(map(str, ends))}")
+        wrong.append(f"its eos has the id {eos}, and the model's texts end with {', '.join(map(str, ends))}")
     if wrong:
         raise ValueError(
             f"the tokenizer does not fit the model: {'; '.join(wrong)}. Give the tokenizer that belongs to the model"
@@ -101,9 +101,9 @@ def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) 
 
 
 def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tokenizer: Any, held_out: bool = False) -> Any:
-    """Return a dataset as rows of samples: records (see `source_of`) are checked and encoded as `mrp train` does it; anything
-    else is returned as it is, None included. Held-out records keep their order, and `held_out` also takes a mapping of
-    datasets. Errors call the dataset `name`.
+    """Return a dataset as rows of samples: records (see `source_of`) are checked and encoded as `mrp train` does it; any other
+    dataset, or None, is returned as it is. Held-out records keep their order, and `held_out` also takes a mapping of datasets.
+    Errors call the dataset `name`.
 
     Raises:
         RecordError: if records are malformed, or there is none.
@@ -125,7 +125,7 @@ def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tok
 
 
 def prompts_of(rows: Any, count: int) -> list[list[int]]:
-    """List up to `count` prompts, as ids: what precedes the first response of each sample, where that is not empty."""
+    """List up to `count` prompts, as ids: the tokens before the first response token of each sample, if there are any."""
     samples = (sample for number in range(len(rows)) for sample in samples_of(rows[number]))  # later epochs have larger numbers
     begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in samples)
     return list(islice(filter(None, begun), count))

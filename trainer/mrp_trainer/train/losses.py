@@ -33,13 +33,13 @@ def over_vocabulary(
 ) -> tuple[Tensor, Tensor]:
     """Apply a loss of logits to hidden states, in chunks of tokens.
 
-    With a frozen vocabulary matrix, a token's values depend on its own hidden state alone: their derivatives, [n, m,
+    With a frozen `lm_head_weight`, a token's values depend on its own hidden state alone: their derivatives, [n, m,
     hidden_size], are computed while the chunk's logits exist, and nothing is computed twice. With a trainable one, each chunk
     is computed again in the backward pass.
 
     Args:
         loss: See `TokenLoss`; tensors that it closes over get no gradient.
-        hidden: [n, hidden_size], the student's.
+        hidden: [n, hidden_size], the student's hidden states.
         lm_head_weight: [vocab, hidden_size].
         others: [n, ...] each, cut into the same chunks: targets, the teacher's hidden states.
         at_once: The number of the student's logits that exist at a time.
@@ -104,12 +104,12 @@ def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def weighted_cross_entropy(hidden: Tensor, lm_head_weight: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-    """Sum weighted cross-entropies: the block-diffusion loss (SDAR, equation 3).
+    """Compute the block-diffusion loss, a weighted sum of cross-entropies (SDAR, equation 3).
 
-    A `BLANK` target is the uniform distribution: it leaves a model without confidence after the end of its text, so that
-    decoding, which reveals the most confident positions first, spends no step there. Final hidden states at masked positions
-    are [tokens, hidden_size], targets [tokens] long, weights [tokens] float; the sum is a scalar, 0 (with a graph) without
-    tokens.
+    A `BLANK` target is the uniform distribution: the model learns to have no confidence after the end of its text, so that
+    decoding, which reveals the most confident positions first, spends no step there. `hidden` are final hidden states at masked
+    positions, [tokens, hidden_size]; targets are [tokens] long, weights [tokens] float. The sum is a scalar, 0 (with a graph)
+    without tokens.
     """
 
     def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,12 +120,12 @@ def weighted_cross_entropy(hidden: Tensor, lm_head_weight: Tensor, targets: Tens
 
 
 def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Tensor:
-    """Compute the divergence between teacher and student in which position of a block is revealed next, summed over blocks.
+    """Compute how student and teacher diverge in which position of a block is revealed next, summed over blocks.
 
-    Arguments are the log-odds [tokens] of the teacher's tokens under both (`favourite_odds`), and the block number of each
+    `student` and `teacher` are log-odds [tokens] of the teacher's tokens (`favourite_odds`), `block` the block number of each
     token, [tokens] long below `blocks`. Decoding reveals the most confident position first. Where several tokens are nearly
-    certain, `forward_kl` is blind to their order, but it is the order that most drafts get wrong. Here a position is the first
-    of its block with a probability in proportion to the odds p / (1 - p) of the teacher's token; the result is KL(teacher ||
+    certain, `forward_kl` is blind to their order, but the order is what most drafts get wrong. Here a position is the first of
+    its block with a probability in proportion to the odds p / (1 - p) of the teacher's token; the result is KL(teacher ||
     student).
     """
     wanted = _log_softmax_within(teacher.detach(), block, blocks)
@@ -133,7 +133,7 @@ def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Te
 
 
 def favourite_odds(student: Tensor, teacher: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
-    """Compute the log-odds [n] of the teacher's likeliest token under both, from logits [n, vocab] without the mask's."""
+    """Compute log-odds [n] of the teacher's likeliest token, never the mask, for student and teacher; logits are [n, vocab]."""
     mask = torch.tensor([mask_token_id], device=teacher.device)
     teacher, student = (logits.index_fill(1, mask, -torch.inf) for logits in (teacher, student))
     token = teacher.argmax(-1)
@@ -141,7 +141,7 @@ def favourite_odds(student: Tensor, teacher: Tensor, mask_token_id: int) -> tupl
 
 
 def _log_softmax_within(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Compute the log-softmax of values [n] over those with the same group, [n] long below `groups`."""
+    """Compute the log-softmax of values [n] within groups; `group` has the group number of each, [n] long below `groups`."""
     largest = values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values.detach(), "amax")
     total = values.new_zeros(groups).index_add(0, group, (values - largest[group]).exp())
     return values - largest[group] - total[group].log()

@@ -20,7 +20,7 @@ Measured = dict[str, tuple[Tensor, Tensor]]
 
 
 def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
-    """Make the masks of all columns, and of noisy queries over all columns, in the form that the model's attention takes."""
+    """Make attention masks over all columns, for all queries and for noisy ones, in the form of the model's attention."""
     rule = batch.rule()
     if model.config._attn_implementation in ("flex_attention", TRAINING_FLEX):
         return sparse_mask(rule, batch.input_ids.shape[1]), sparse_mask(rule, noisy_length(batch))
@@ -30,7 +30,7 @@ def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
 
 
 def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
-    """Compute the backbone's loss, a scalar summed over the masked positions (SDAR, equation 3)."""
+    """Compute the backbone's loss (SDAR, equation 3); return the scalar sum over masked positions, and no measurements."""
     hidden = model.backbone(batch.input_ids, batch.position_ids, packed_masks(model, batch)[0])
     if model.model.shifted:
         hidden = taken_from(hidden, batch.before())
@@ -46,11 +46,11 @@ class HeadObjective:
     backbone's logits after a reveal.
 
     Attributes:
-        reveals: Chooses the reveals, and so the states at which both are compared.
-        unroll: K; the losses are averaged.
+        reveals: Rule of the reveals, which make the states where the head is compared with the backbone.
+        unroll: K, the number of reveals; their losses are averaged.
         order_weight: Weight of `order_kl`.
-        reread_weight: Weight of the leave-one-out loss: at a token that it was shown, the head learns what the backbone would
-            say if this one token were still masked. Each block contributes one such token, after the first reveal.
+        reread_weight: Weight of the leave-one-out loss: at a revealed token, the head learns the logits that the backbone would
+            have if this one token were still masked. Each block contributes one such token, after the first reveal.
     """
 
     reveals: Reveals
@@ -59,7 +59,7 @@ class HeadObjective:
     reread_weight: float = 1.0
 
     def __call__(self, model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
-        """Compute the loss, a scalar, and measurements: h_A in pass 1; then K reveals, each with h_B and an estimate."""
+        """Return the loss, a scalar, and measurements; compute h_A first, then after each of K reveals an estimate and h_B."""
         passes = _Passes(model, batch)
         noisy, sampler = passes.noisy, Picker(model.lm_head.weight, model.config.mask_token_id)
         ids, masked, estimate = noisy.input_ids, noisy.supervised, passes.h_a
@@ -91,8 +91,8 @@ class HeadObjective:
         order_weight: float = 0.0,
         measured: bool = True,
     ) -> tuple[Tensor, Measured]:
-        """Compute the loss at positions `where`, [batch, length] bool; if `measured`, also KL(B||A), KL(B||A+C), how often A+C
-        and B name the same token, and the divergence of the order."""
+        """Compute the loss at positions `where`, [batch, length] bool; if `measured`, also return KL(B||A), KL(B||A+C), how
+        often A+C and B have the same likeliest token, and the divergence of the order."""
         weight, config = passes.model.lm_head.weight, passes.model.config
 
         def token_loss(student: Tensor, teacher: Tensor, stale: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ class HeadObjective:
             blocks = block_numbers(batch)[where][shown]
             order = order_kl(values[shown, 1], notes[shown, 0], blocks, where.numel())
             loss = loss + order_weight * order
-            # Count distinct blocks without leaving the device: each sets the entry of its number to 1.
+            # Count distinct blocks on the device: each sets the entry of its number to 1.
             found["kl_order"] = order, torch.zeros(where.numel(), device=where.device).index_fill(0, blocks, 1.0).sum()
         if not measured:
             return loss, {}
@@ -128,8 +128,8 @@ class HeadObjective:
 
 @dataclass
 class _Passes:
-    """The passes over one batch. Each network computes the clean half in its first pass only; later passes hold the noisy
-    copies alone."""
+    """The passes of backbone and head over one batch. The first pass of each includes the clean columns; later passes take the
+    noisy copies alone."""
 
     model: MRPForCausalLM
     batch: PackedBatch
@@ -151,14 +151,14 @@ class _Passes:
 
     @torch.no_grad()
     def backbone(self, ids: Tensor) -> Tensor:
-        """Compute h_B, [batch, noisy length, hidden_size], for other ids in the noisy copies."""
+        """Compute the backbone's hidden states h_B, [batch, noisy length, hidden_size], for new ids in the noisy copies."""
         hidden = self.model.backbone(ids, self.noisy.position_ids, self._noisy_mask, self._of_backbone)
         if self._before is None:
             return hidden
         return taken_from(torch.cat([hidden, self._clean], 1), self._before[:, : self._length])
 
     def head(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """Compute h_C, [batch, noisy length, hidden_size], with gradients."""
+        """Compute the head's residual h_C, [batch, noisy length, hidden_size], with gradients."""
         if self._of_head.filled:
             return self.model.residual(ids, hidden, self.noisy.position_ids, self._noisy_mask, self._of_head)
         ids = torch.cat([ids, self.batch.input_ids[:, self._length :]], 1)

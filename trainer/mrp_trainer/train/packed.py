@@ -1,5 +1,5 @@
-"""Packed passes of training, noisy copies of samples beside their clean tokens: the rule of attention, random numbers, and the
-keys and values that several passes share.
+"""Packed training passes over noisy copies of samples and their clean tokens: the attention rule, random numbers, and the keys
+and values that several passes share.
 
 Positions and blocks count from 0 at a sample's first token; each sample may have a block size of its own.
 """
@@ -36,7 +36,7 @@ class PackedRule:
     sample: Tensor
 
     def __call__(self, row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether queries see keys, of indices that broadcast: flex attention's `mask_mod`. All heads see the same."""
+        """Return whether queries see keys, as flex attention's `mask_mod`; indices broadcast, and all heads see the same."""
         query_view, key_view = self.view[row, query], self.view[row, key]
         query_block, key_block = self.block[row, query], self.block[row, key]
         clean = (key_view == CLEAN_VIEW) & (
@@ -92,8 +92,8 @@ class PackedBatch:
     def before(self) -> Tensor:
         """Find the column of the previous position, [batch, length] long; -1 where there is none.
 
-        It is in the same view or, at the start of a block, in the clean one. Models whose hidden states predict the next
-        position predict from there.
+        That column is in the same view or, at the start of a block, in the clean one. Models whose hidden states predict the
+        next position take their prediction from it.
         """
         view = torch.where(self.begins, CLEAN_VIEW, self.view)
         size = int(self.position_ids.max()) + 2
@@ -125,7 +125,7 @@ def noisy_copies(batch: PackedBatch) -> PackedBatch:
 
 
 def sparse_mask(rule: PackedRule, queries: int) -> BlockMask:
-    """Make flex attention's mask of the first `queries` columns over all columns, by tile, the same for all heads.
+    """Make flex attention's mask between the first `queries` columns and all columns, as tiles that all heads share.
 
     To find the tiles, a [queries, length] bool is made and dropped for each batch row; attention itself holds none.
     """

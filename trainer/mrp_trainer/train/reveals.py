@@ -1,4 +1,4 @@
-"""Reveals in noisy copies, which make the states that a head is trained on: which positions, and with which tokens."""
+"""The choice of positions and tokens to reveal in noisy copies, which makes the states that a head is trained on."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ def block_numbers(batch: PackedBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Reveals:
-    """The rule of what is revealed next in each block; nothing after the end of a text is ever revealed.
+    """A rule that chooses the next reveals in each block; nothing after the end of a text is ever revealed.
 
     Attributes:
         rule: `on_policy`: as in decoding, the most confident position with the model's own token. `random`: one position with
@@ -45,12 +45,12 @@ class Reveals:
             batch: The noisy copies.
             ids: [batch, length] long, the state.
             masked: [batch, length] bool, the positions that may be revealed.
-            hidden: [batch, length, hidden_size], the model's hidden states at the state.
+            hidden: [batch, length, hidden_size], the model's hidden states for `ids`.
             sampler: Picks the model's own token and its log-odds.
             step: Number of the reveal: `random` draws anew at each, but a block's threshold for eager reveals stays.
 
         Returns:
-            ids and masked of the state after the reveal.
+            `ids` and `masked` after the reveals.
         """
         open_ = (masked & (batch.target_ids != BLANK)).nonzero(as_tuple=True)
         group = block_numbers(batch)[open_]
@@ -71,7 +71,7 @@ class Reveals:
         return ids, masked
 
     def one_per_block(self, batch: PackedBatch, where: Tensor) -> Tensor:
-        """Choose one of the marked positions of each block at random, [batch, length] bool."""
+        """Choose one marked position of each block at random; return a mask, [batch, length] bool."""
         marked = where.nonzero(as_tuple=True)
         lot = uniform(batch, 3, batch.position_ids)[marked]
         first = _rank(lot, block_numbers(batch)[marked], where.numel()) < 1

@@ -46,7 +46,7 @@ class OpenRun:
         return Path(self.settings.training["output_dir"])
 
     def train(self) -> Path:
-        """Train from the last complete checkpoint on, save the result, and return the folder."""
+        """Train from the last complete checkpoint on, if any, save the result, and return the folder."""
         newest = last_whole_checkpoint(self.folder)
         if newest is not None and self.trainer.args.process_index == 0:
             print(f"resuming from {newest.name}")
@@ -124,7 +124,7 @@ def _take(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> No
 
 
 def _how_to_go_on(folder: Path, settings: Settings) -> str:
-    """Describe how to train a run's result further, with a space before."""
+    """Return a hint on how to train a run's result further, a sentence that begins with a space."""
     what, flag = ("head", "head") if settings.objective == "mrp" else ("backbone", "model")
     return f" To train its {what} further, give --{flag} {folder} and another --output-dir"
 
@@ -161,7 +161,7 @@ def _of_qwen3(options: RunOptions) -> dict[str, Any]:
 
 
 def dry_run(settings: Settings) -> str:
-    """Describe a run's needs: parameters, memory of a process without activations, rows per step; errors as `meta_model`."""
+    """Describe a run's needs: parameters, memory of a process without activations, rows per step; errors as of `meta_model`."""
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
     model = meta_model(settings)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -182,8 +182,8 @@ def dry_run(settings: Settings) -> str:
 
 
 def meta_model(settings: Settings) -> Any:
-    """Make the model that would train on the meta device, from configs alone: nothing is allocated, downloaded or written.
-    `ValueError` if there is no head to train further, `OSError` if a config is neither here nor in the cache."""
+    """Make, on the meta device, the model that a run would train, from configs alone: nothing is allocated, downloaded or
+    written. `ValueError` if there is no head to train further, `OSError` if a config is neither here nor in the cache."""
     options = settings.options
     found = stored_json(options.model, revision=options.revision, local_files_only=True)[0]
     if found.get("model_type") == "qwen3":

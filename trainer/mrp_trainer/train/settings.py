@@ -46,7 +46,7 @@ class Settings:
         return {"objective": self.objective, **options, **self.training, **digest}
 
     def differences(self, before: Mapping[str, Any]) -> list[str]:
-        """List the settings that change the weights, compared with `before` (as from `as_dict`), with both values."""
+        """List the settings that change the weights and differ from `before` (as from `as_dict`), each with both values."""
         now = self.as_dict()
         names = [name for name in {**before, **now} if changes_weights(name)]
         pairs = [(name, before.get(name, _default(name)), now.get(name, _default(name))) for name in names]
@@ -57,14 +57,14 @@ class Settings:
         return MRPTrainingArguments(objective=self.objective, **{**self.training, **others})
 
     def written_down(self, arguments: MRPTrainingArguments, data_digest: str | None) -> "Settings":
-        """Add what is known when a run begins: its data's digest, and option values, as their defaults may change one day."""
+        """Return the settings with the data's digest, and with values for options left at defaults, as these may change."""
         values = {name: getattr(arguments, name) for name in _WRITTEN.split()}
         values["lr_scheduler_type"] = str(arguments.lr_scheduler_type.value)  # type: ignore[attr-defined]  # an enum by now
         return replace(self, training={**values, **self.training}, data_digest=data_digest)
 
 
 def changes_weights(name: str) -> bool:
-    """Return whether another value of a setting changes the weights, and not just measurements, logs or places."""
+    """Return whether a setting changes the weights, and not just measurements, logs or places."""
     return name not in _FREE and not name.startswith(_FREE_PREFIXES)
 
 
@@ -82,7 +82,7 @@ def read_settings(
     """
     found: dict[str, Any] = {}
     of_file = {} if config is None else read_yaml(_config_path(config))
-    of_file.pop("data_digest", None)  # of the files at that time
+    of_file.pop("data_digest", None)  # it was of the files at that time
     for where, values in ((config, of_file), ("--set", assigned(assignments)), ("a flag", flags or {})):
         for name, value in values.items():
             if where != "a flag" or value not in (None, []):
@@ -107,7 +107,7 @@ def read_settings(
 
 
 def known_names(objective: str) -> tuple[str, ...]:
-    """List the names of everything that may be set."""
+    """List the names of all settings that may be given."""
     of_trainer = [f.name for f in fields(MRPTrainingArguments) if f.init and f.name not in _NOT_SET]
     return (*_option_names(objective), *of_trainer)
 

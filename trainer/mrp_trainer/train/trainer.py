@@ -31,7 +31,7 @@ from .optimizer import MuonAdamW
 from .packed import PackedBatch
 
 Objective = Callable[[Any, PackedBatch], tuple[Tensor, Measured]]
-# In nats: a smaller gap is rounding, as where the one token of a reveal is left out again and so A and B are equal.
+# In nats: a smaller KL(B||A) is rounding, as where the one token of a reveal is masked again, so that A and B are equal.
 _NO_GAP = 1e-6
 
 
@@ -45,13 +45,13 @@ class MRPTrainer(Trainer):
     Args:
         model: The model. Objective `mrp` freezes all but its head, `block_diffusion` freezes its head; in a peft model, what
             is trainable stays trainable. Trainable weights become float32.
-        args: The options.
+        args: The training arguments.
         train_dataset: Records: a `datasets.Dataset`, a list or a path (see `source_of`); or rows of samples, by number (see
             `LengthBucketSampler`).
         eval_dataset: The same, held out; or a mapping of several.
         data_collator: By default the `DiffusionCollator` that the options describe.
         processing_class: The tokenizer, which encodes records and is saved with the model.
-        kwargs: As `Trainer` takes them.
+        kwargs: Further arguments of `Trainer`.
 
     Raises:
         RecordError: if records are malformed or a path is missing.
@@ -112,8 +112,8 @@ class MRPTrainer(Trainer):
         self._steps_done = 0
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """As `Trainer.train`; `resume_from_checkpoint=True` resumes from the newest complete checkpoint, if any. From one of
-        the last step no further step is made. `FloatingPointError` if a gradient norm or a weight is not finite."""
+        """Train as `Trainer.train` does; `resume_from_checkpoint=True` resumes from the newest complete checkpoint, if any. A
+        run whose last step is done makes no further one. `FloatingPointError` if a gradient norm or a weight is not finite."""
         if resume_from_checkpoint is True:
             newest = last_whole_checkpoint(Path(str(self.args.output_dir))) if self.is_world_process_zero() else None
             (newest,) = broadcast_object_list([newest])
@@ -132,15 +132,15 @@ class MRPTrainer(Trainer):
         return output
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """As `Trainer.set_initial_training_values`, but with no epoch left if the resumed checkpoint is one of the last step:
-        the Trainer checks whether it is done only after a step."""
+        """Compute these values as `Trainer` does, but no epoch is left if the resumed checkpoint is one of the last step: the
+        Trainer checks whether it is done only after a step."""
         epochs, steps_per_epoch, *rest, max_steps = super().set_initial_training_values(args, dataloader)
         if self._steps_done >= max_steps:
             epochs = self._steps_done // steps_per_epoch
         return epochs, steps_per_epoch, *rest, max_steps
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As `Trainer.create_optimizer`; Muon and AdamW in one, if a rate for Muon is given."""
+        """Create the optimizer as `Trainer` does, or if a rate for Muon is given, Muon and AdamW as one."""
         args = self.args
         if self.optimizer is None and args.muon_learning_rate is not None:
             rates = args.learning_rate, args.muon_learning_rate, args.weight_decay
@@ -154,7 +154,7 @@ class MRPTrainer(Trainer):
         return LengthBucketSampler(rows, step, lambda: int(self.state.epoch or 0))
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer._get_dataloader`; records become rows, and no row is evaluated twice."""
+        """Make a dataloader as `Trainer` does; records become rows, and no row is evaluated twice."""
         if description != "Training":
             dataset = as_rows(dataset, "eval_dataset", self.model, self.args, self.processing_class, held_out=True)
             dataset = FilledUp(dataset, batch_size * self.args.world_size) if self.args.world_size > 1 else dataset
@@ -163,14 +163,14 @@ class MRPTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        """Return the batches of a step, and the number of response tokens in those of all processes, [] long."""
+        """Return the batches of a step, and the number of response tokens in the step's batches of all processes, [] long."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = [batch["response_tokens"] for batch in batches]
         total = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.long, device=device)
         return batches, self.accelerator.reduce(total, reduction="sum")
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """As `Trainer._get_grad_norm`; `FloatingPointError` if not finite, unless a float16 scaler skips such steps."""
+        """Return the gradient norm; `FloatingPointError` if it is not finite, unless a float16 scaler skips such steps."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None and not self.args.fp16:
             self._check_finite(f"the gradient norm of step {self.state.global_step + 1}", norm)
@@ -192,9 +192,9 @@ class MRPTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the objective's loss of a packed batch over `num_items_in_batch` response tokens (default: its own).
+        """Compute a packed batch's loss divided by `num_items_in_batch` response tokens (default: those of the batch).
 
-        Gradients are averaged over processes, hence the factor when the count is that of all of them.
+        Gradients are averaged over processes, so a loss over the tokens of all processes is multiplied by their number.
         """
         batch = PackedBatch(**inputs)
         objective = block_diffusion if self.args.objective == "block_diffusion" else self._head_objective
@@ -247,19 +247,19 @@ class MRPTrainer(Trainer):
             return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `Trainer.save_model`, which silently saves nothing where FSDP's state dict is sharded."""
+        """Save the model, also where FSDP's state dict is sharded: there `Trainer.save_model` silently saves nothing."""
         if _internal_call or not self.is_fsdp_enabled:
             super().save_model(output_dir, _internal_call)
         else:
             self._save(output_dir or self.args.output_dir, self.accelerator.get_state_dict(self.model))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """As `Trainer._save`, with the remote code of the model's own class."""
+        """Save as `Trainer` does, with the remote code of the model's own class."""
         with under_own_class(bare_model(self.model)):
             super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As `Trainer._save_checkpoint`; `FloatingPointError` if a weight that trains is not finite."""
+        """Save a checkpoint as `Trainer` does; `FloatingPointError` if a weight that trains is not finite."""
         self._check_trained_weights()
         with self._head_alone(self.args.push_to_hub):
             super()._save_checkpoint(model, trial)
@@ -279,11 +279,11 @@ class MRPTrainer(Trainer):
         finally:
             vars(bare).pop("save_pretrained", None)
 
-    def push_to_hub(  # fewer arguments than the base's: the options have the rest
+    def push_to_hub(  # fewer arguments than Trainer's: `args` has the rest
         self, commit_message: str | None = "End of training", revision: str | None = None, tags: str | Sequence[str] = ()
     ) -> CommitInfo | None:
-        """Save to the output folder and publish that as `mrp_trainer.publish.push` does, with its errors: one commit, no
-        pickles, with a card; the head alone if the backbone has a name on the Hub. Processes other than the first return
+        """Save to the output folder, and push that as `mrp_trainer.publish.push` does, with its errors: in one commit, with a
+        card, without pickles; the head alone if the backbone has a name on the Hub. Processes other than the first return
         None."""
         if self.hub_model_id is None:
             self.init_hf_repo()
@@ -302,7 +302,7 @@ class MRPTrainer(Trainer):
         return published.commit
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """As `Trainer._issue_warnings_after_load`; frozen weights may be missing, but `ValueError` if others are."""
+        """Warn as `Trainer` does, but not of missing frozen weights; `ValueError` if others are missing."""
         frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
         missing = [name for name in load_result.missing_keys if name not in frozen]
         if missing:
@@ -310,19 +310,19 @@ class MRPTrainer(Trainer):
         super()._issue_warnings_after_load(load_result._replace(missing_keys=[]))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """As `Trainer._save_rng_state`, then wait: the file written next says that those of all processes are complete."""
+        """Save random states as `Trainer` does, and wait for all processes: the next file marks the checkpoint as complete."""
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as `Trainer.log`, with means of KL(B||A) and KL(B||A+C) in nats (A, B: logits before and after a reveal; C: the
-        head's), the share of that gap closed, and how often A+C and B agree."""
+        """Log as `Trainer.log` does, with means of KL(B||A) and KL(B||A+C) in nats (A, B: logits before and after a reveal; C:
+        the head's), the share of that gap closed, and how often A+C and B agree."""
         if "loss" in logs:
             logs = {**logs, **_summary(self._trained.take(self.accelerator))}
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.evaluation_loop`, with the objective's measurements and, with `eval_prompts`, the acceptance of drafts.
+        """Evaluate as `Trainer` does, and add the objective's measurements and, with `eval_prompts`, the acceptance of drafts.
         The loss is over all response tokens, not a mean over batches; `FloatingPointError` if it is not finite."""
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         measured = self._evaluated.take(self.accelerator)
@@ -360,7 +360,7 @@ def _is_finite(weight: Any) -> bool:
 
 
 def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Compute means, and the share of each gap between KL(B||A) and 0 that A+C closes, where there is a gap."""
+    """Return the means and, where KL(B||A) is above 0, the share of it that A+C removes (`gap_closed`)."""
     means = {name: total / count for name, (total, count) in measured.items() if count}
     closed = {}
     for name, value in means.items():
