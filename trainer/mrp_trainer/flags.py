@@ -115,7 +115,7 @@ def _parameter(one: Field[Any], hint: Any, required: bool) -> inspect.Parameter:
 
 
 def shown_default(one: Field[Any]) -> str | None:
-    """Return what help shows as an option's default; None for nothing."""
+    """Return the default that help shows for an option; None to show none."""
     declared = one.metadata["flag"]
     default = one.default if one.default_factory is MISSING else one.default_factory()
     if declared["shown"] is not None or default in (None, MISSING, []):

@@ -1,4 +1,4 @@
-"""Encoding of the synthetic problems."""
+"""Encoding of the synthetic problems as token ids."""
 
 from transformers import PreTrainedTokenizerBase
 

@@ -55,7 +55,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A text that a model wrote, with the order of its reveals; its fields are those that `mrp decode` writes."""
+    """A text that a model decoded, and the step that revealed each token; the fields are those that `mrp decode` writes."""
 
     ids: list[int]
     response_start: int

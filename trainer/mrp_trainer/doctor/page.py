@@ -80,7 +80,7 @@ class Report:
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
-    """Collect versions and the device's name."""
+    """Collect the versions of packages, and the device's name."""
     cuda = device.type == "cuda"
     return {
         "mrp": __version__,

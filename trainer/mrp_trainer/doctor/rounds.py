@@ -69,6 +69,6 @@ def _rounds(out: Any) -> int:
 
 
 def proposed(timed: Sequence[Timed]) -> dict[int, int]:
-    """Choose for each batch the K that made the most tokens a second."""
+    """Return for each number of rows the K that made the most tokens a second."""
     by_speed = sorted(timed, key=lambda one: (one.batch, one.tokens_per_second))
     return {one.batch: one.states for one in by_speed}

@@ -101,8 +101,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Device:
-    """A device: its memory bandwidth in bytes a second, dense bf16 FLOPs a second, and the share of these that large matrix
-    products reach."""
+    """A device: its memory bandwidth in bytes a second, its peak in dense bf16 FLOPs a second, and the share of this peak that
+    large matrix products reach."""
 
     name: str
     bandwidth: float

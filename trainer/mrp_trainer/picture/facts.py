@@ -116,7 +116,7 @@ def _revealed_by(of_row: dict[str, list[int]], step: int) -> tuple[int, bool]:
 
 
 def _forwards(of_row: dict[str, list[int]], tokens: Sequence[Token]) -> tuple[Forward, ...]:
-    """List every forward of a row; of a long prefill only the last can have revealed something."""
+    """List the forwards of a row; of a prefill in several forwards only the last one can have revealed tokens."""
     own = Counter(token.forward for token in tokens if not token.drafted)
     accepted = Counter(token.forward for token in tokens if token.drafted)
     refused: Counter[int] = Counter()

@@ -155,7 +155,7 @@ def _pieces(decode: Decode, width: float) -> tuple[list[_Piece], list[tuple[floa
 
 
 def _legend(decodes: Sequence[Decode]) -> list[tuple[str, str]]:
-    """List the kinds of boxes and marks in the picture, by class, with their labels."""
+    """List the kinds of boxes and marks in the picture: the CSS class and the label of each."""
     tokens = [token for decode in decodes for token in decode.tokens]
     entries = [("own", "revealed without a draft", True)]
     entries += [("draft", "revealed by an accepted draft", any(token.drafted for token in tokens))]

@@ -51,7 +51,7 @@ def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a Markdown table."""
+    """Format a Markdown table of a heading and rows of cells."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 

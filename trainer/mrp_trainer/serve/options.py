@@ -24,6 +24,6 @@ class ServeOptions(GenerateOptions):
     port: int = flag("Port; 0 for any free one.", 8000, panel=_WHERE, min=0, max=65535)
 
     def setting(self) -> dict[str, Any]:
-        """Collect the given options of `generate`; those of `set` are together under that name."""
+        """Collect the given options of `generate`; those assigned by `set` stay together under that name."""
         modes = {name: value for name in ("decoding", "target") if (value := getattr(self, name)) is not None}
         return {**modes, "set": self.extra()}

@@ -60,7 +60,7 @@ class OneModel(ModelManager):
         return self.only
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-        """List the one model."""
+        """List the one model, for `/v1/models`."""
         return [{**self.listed, "owned_by": "mrp"}]
 
 
@@ -128,11 +128,11 @@ class _Options(BaseHandler):
 
 
 class _Chats(_Options, ChatCompletionHandler):
-    """The handler of chats."""
+    """The handler of chat completions."""
 
 
 class _Completions(_Options, CompletionHandler):
-    """The handler of completions."""
+    """The handler of text completions."""
 
 
 def application(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, *, loopback: bool = True) -> FastAPI:

@@ -15,7 +15,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 
 class LogAtSaves(TrainerCallback):
-    """A callback that logs at every checkpoint, too: a resumed run averages over the same steps as an uninterrupted one."""
+    """A callback that also logs at checkpoints, so that a resumed run averages over the same steps as an uninterrupted one."""
 
     def on_step_end(  # noqa: D102 - the class says it
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -64,7 +64,7 @@ def over_vocabulary(
 
 
 class _FrozenVocabulary(torch.autograd.Function):
-    """Values of each token and their derivatives by its own hidden state, from a single computation of its logits."""
+    """An autograd function that computes derivatives by hidden states in its forward pass, so that logits are computed once."""
 
     @staticmethod
     def forward(ctx: Any, apply: TokenLoss, chunks: list[slice], hidden: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:

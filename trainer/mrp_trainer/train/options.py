@@ -94,7 +94,7 @@ def check_declared(options: Any) -> None:
 
 @dataclass
 class TrainCommand:
-    """Options of `mrp train` that are no settings of the run itself."""
+    """Options of `mrp train` that are not settings of the run itself."""
 
     config: str | None = flag("YAML file, or a recipe's name: sdar-4b-mrp, ...", None, panel=_RUN, metavar="FILE")
     set: list[str] = flag("Any other field of MRPTrainingArguments.", [], panel=_RUN, metavar="NAME=VALUE")

@@ -134,8 +134,8 @@ def sparse_mask(rule: PackedRule, queries: int) -> BlockMask:
 
 
 def uniform(batch: PackedBatch, purpose: int, of: Tensor) -> Tensor:
-    """Draw numbers in (0, 1), [batch, length] float64, as a function of sample, noisy copy and `of`, [batch, length] long:
-    positions, or blocks for one draw per block. Each `purpose` has its own numbers."""
+    """Draw uniform numbers in (0, 1), [batch, length] float64, which depend on sample, noisy copy, `purpose` and `of`, [batch,
+    length] long: positions, or blocks for one number per block."""
     return (noise_key(batch.noise_key, of, mix_bits(batch.view + 1) ^ purpose).double() + 0.5) * 2.0**-32
 
 

@@ -103,7 +103,7 @@ def _data_digest(paths: Sequence[str]) -> str | None:
 
 
 def _take(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> None:
-    """Lock a folder for a run, make it if needed, and write the run's settings; `ValueError` if another run has it."""
+    """Make a run's folder if needed, lock it, and write the run's settings; `ValueError` if another run has the folder."""
     checkpoints, path = list(folder.glob("checkpoint-*")), folder / RUN_FILE
     if checkpoints and not restart:
         if not path.is_file():
@@ -207,7 +207,7 @@ def meta_model(settings: Settings) -> Any:
 
 
 def _save(trainer: MRPTrainer, settings: Settings, folder: Path) -> None:
-    """Save the head alone, or everything, in the dtype of the passes."""
+    """Save the head alone or the whole model, as the settings say, in the dtype of the passes."""
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if not trainer.args.should_save:
         return
