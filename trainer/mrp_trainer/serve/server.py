@@ -40,7 +40,7 @@ _IDLE |= dict.fromkeys(("logprobs", "top_logprobs", "presence_penalty", "frequen
 
 
 class OneModel(ModelManager):
-    """A loaded model and its tokenizer, served whatever model a request names; clients call it by `name`."""
+    """A model manager that serves one loaded model and its tokenizer as `name`, whatever model a request names."""
 
     def __init__(self, name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         self.only, self.listed = (model, tokenizer), {"id": name, "object": "model", "created": int(time.time())}
