@@ -99,11 +99,8 @@ class Dispatch:
     forced: bool | None = None
 
     def allows(self, what: str, *tensors: Tensor, obstacle: str | None = None) -> bool:
-        """Tell if kernels are to run on tensors of these devices and dtypes; not for gradients or under autocast.
-
-        Raises:
-            ValueError: if kernels are forced and `what` cannot be used here, or for another `obstacle`, given with its remedy.
-        """
+        """Tell if kernels are to run on tensors of these devices and dtypes; not for gradients or under autocast, nor if there
+        is an `obstacle`, given with its remedy. Raise `ValueError` if `what` is forced and cannot be used."""
         if self.forced is False:
             return False
         obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
@@ -115,11 +112,7 @@ class Dispatch:
         """Run a kernel or its twin.
 
         A kernel that does not compile or launch, or whose first results on a GPU differ from its twin's, is reported in one
-        warning per device and not tried again.
-
-        Raises:
-            ValueError: if kernels are forced and cannot be used here.
-            RuntimeError: if kernels are forced and this one fails.
+        warning per device and not tried again; if kernels are forced, by `RuntimeError`.
         """
         if self.forced is False:
             return kernel.twin(*given)
@@ -139,18 +132,13 @@ class Dispatch:
             why = f"{type(error).__name__}: " + str(error).strip().rpartition("\n")[2]
             if self.forced:
                 raise RuntimeError(
-                    f"kernels is True, but the kernel {name!r} failed on {device} ({why}): use kernels=None, which falls back "
-                    "to PyTorch, or kernels=False"
+                    f"kernels is True, but the kernel {name!r} failed on {device} ({why}): use kernels=None or kernels=False"
                 ) from error
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise  # most errors are the capture's then, and a twin would go into the graph
             _failed.add((name, device))
-            warnings.warn(
-                f"the Triton kernel {name!r} failed on {device} and PyTorch is used in its place, which is slower ({why}); "
-                "kernels=False silences this",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            said = f"the kernel {name!r} failed on {device} ({why}): PyTorch stands in, slower, and kernels=False silences this"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
         return kernel.twin(*given)
 
 
@@ -170,10 +158,7 @@ def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def relative_error(ours: Tensor, right: Tensor) -> float:
-    """Compute the norm of the difference over the norm of `right`; of integers, the share that differs.
-
-    It is infinite where only one of the two is a number.
-    """
+    """Compute the norm of the difference over that of `right`, or the share of integers that differ; infinite if one is NaN."""
     if not right.is_floating_point():
         return float((ours != right).double().mean())
     ours, right = ours.double(), right.double()
@@ -233,947 +218,10 @@ def unusable(device: torch.device, dtype: torch.dtype, interpreted: bool = False
     if triton.knobs.runtime.interpret:
         return None if interpreted else "TRITON_INTERPRET is set, which is for tests: unset it"
     if device.type != "cuda" or torch.version.hip is not None:
-        return (
-            f"the tensors are on {device.type}, not on an NVIDIA GPU: move the model to one, or set TRITON_INTERPRET=1 before "
-            "Python starts, for tests"
-        )
+        return f"the tensors are on {device.type}, not on an NVIDIA GPU: move the model to one"
     if (capability := torch.cuda.get_device_capability(device)) < _OLDEST:
         return f"{device} has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0: use a newer GPU"
     return None
-
-
-# ---------------------------------------------------------------------------------------------------- model.offloading
-
-"""Access to modules whose weights accelerate keeps on disk or in CPU memory and fetches for each of their forwards."""
-
-
-
-
-def device_of(module: Any) -> torch.device:
-    """Find the device of a module's weight, or the one to which its hook fetches it; `ValueError` if the weight is nowhere."""
-    device = module.weight.device
-    if device.type == "meta":
-        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    if device is None:
-        raise ValueError(
-            f"the weight of a {type(module).__name__} is on the meta device, and no hook of accelerate fetches it: load the "
-            "model with from_pretrained, with device_map if it is to be offloaded"
-        )
-    return torch.device(device)
-
-
-@contextmanager
-def fetched(module: Any) -> Iterator[None]:
-    """Keep the weight of a module on its device, for code that reads it without calling the module."""
-    device_of(module)  # or says that the weight is nowhere
-    hook = getattr(module, "_hf_hook", None)
-    if hook is not None:
-        hook.pre_forward(module)
-    try:
-        yield
-    finally:
-        if hook is not None:
-            hook.post_forward(module, None)
-
-
-# ---------------------------------------------------------------------------------------------------- networks.cache
-
-"""Keys and values of committed blocks by absolute position and, beyond the longest text, of the states being scored."""
-
-
-
-
-# Slots that attention reads beyond the texts are a power of two of at least so many where shapes have to stay the same.
-LEAST_BUCKET = 256
-
-
-class PassingReference(weakref.ref[Any]):
-    """A weak reference that can be copied and pickled; two are equal if they refer to one object that is alive."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (set(),)  # which nothing else holds, so that an unpickled reference is dead
-
-    def __deepcopy__(self, memo: Any) -> "PassingReference":
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PassingReference) and self() is not None and self() is other()
-
-
-def weights_seen(module: nn.Module) -> list[Any]:
-    """Note a module's parameters and active adapters; a later list is equal if none was replaced, moved or written to since.
-
-    Writes to a parameter's `.data` are not seen, as autograd does not count them.
-    """
-    weights = []
-    for weight in module.parameters():
-        if not weight.is_meta:  # those that are offloaded come anew each time
-            place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
-            writes = 0 if weight.is_inference() else weight._version  # for which there is no public name
-            weights.append((PassingReference(weight), place, writes))
-    adapters = [
-        (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
-        for layer in adapted_layers(module)
-    ]
-    return [weights, adapters, adapters_of_rows(module)]
-
-
-def adapters_of_rows(module: nn.Module) -> list[str] | None:
-    """Read peft's `adapter_names`, an adapter for each row of a batch, which hooks hand to its layers during a call.
-
-    A call that failed leaves its hooks behind; the last one counts.
-    """
-    hooks = (hook for part in module.modules() for hook in reversed(part._forward_pre_hooks.values()))
-    names = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
-    return next((list(of_rows) for of_rows in names if of_rows is not None), None)
-
-
-def adapted_layers(module: nn.Module) -> list[Any]:
-    """List peft's layers."""
-    return [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]
-
-
-def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
-    """List the devices on which a model's layers compute, the backbone's first, then with the head's."""
-    layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
-    return tuple(device_of(layer.self_attn.k_proj) for layer in layers)
-
-
-class BlockCache(Cache):
-    """KV memory of fixed size, one buffer per device, `[rows, slots, layers, 2, kv_heads, head_dim]`, written in place.
-
-    A committed token lives in the slot of its absolute position, so padding takes no room. The states of a round are written
-    behind the longest text, so that what attention reads is one slice; when one turns out clean, `move` copies its keys and
-    values to its row's text, for all rows and layers at once.
-
-    A call of `generate` takes over the cache it is given and starts behind what that holds of the new prompt; the rest is gone
-    (`copy.deepcopy` keeps it).
-
-    Args:
-        rows, num_key_value_heads, head_dim, dtype: Sizes and dtype of keys and values, the same in every layer.
-        layer_devices: The device of every layer: the backbone's first, then the head's, of which there are `head_layers`.
-        capacity: Committed slots per row, a multiple of the block size.
-        scratch: Tokens that can be scored at once per row.
-        hidden_size: Of the hidden states that are kept for a head to read later; 0: none are.
-        fixed: Whether attention reads a power of two of slots before what is scored, as recordings need fixed shapes.
-        shifted: Whether hidden states are those of the next position: the one of a text's last token is kept, too.
-
-    Attributes:
-        ids: By row, the text whose tokens the slots hold.
-        held, head_held: By row, how many of its first tokens have keys and values in all layers of the backbone, of the head.
-        hidden_held: By row, how many have hidden states that the head may still read, if it has not read them.
-        owner, weights: The model whose keys and values these are, weakly, and its parts' `weights_seen` then, by name.
-        active: Rows that take part: the first ones.
-        begin, end: The target, the slots that the next forward writes.
-        written: By layer, keys and values of the target, [rows, heads, new, head_dim] each.
-        read: By layer, what attention reads once the target is written, [rows, heads, seen, head_dim] each.
-    """
-
-    def __init__(
-        self,
-        rows: int,
-        num_key_value_heads: int,
-        head_dim: int,
-        layer_devices: Sequence[torch.device],
-        capacity: int,
-        scratch: int,
-        dtype: torch.dtype,
-        head_layers: int = 0,
-        hidden_size: int = 0,
-        fixed: bool = False,
-        shifted: bool = False,
-    ) -> None:
-        super().__init__(layers=[])
-        self.rows, self.num_key_value_heads, self.head_dim = rows, num_key_value_heads, head_dim
-        self.capacity, self.scratch, self.dtype, self.head_layers = capacity, scratch, dtype, head_layers
-        self.hidden_size, self.fixed, self.shifted, self.layer_devices = hidden_size, fixed, shifted, tuple(layer_devices)
-        self.owner: PassingReference | None = None
-        self.weights: dict[str, list[Any]] = {}
-        self.empty()
-        self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
-        slots = scratch + (bucket(capacity) if fixed else capacity)
-        # Elsewhere no slot is read that was not written before: rows are prefilled and scored together.
-        made = torch.zeros if fixed else torch.empty
-        self._buffers = {
-            device: made((rows, slots, layers, 2, num_key_value_heads, head_dim), dtype=dtype, device=device)
-            for device, layers in Counter(self.layer_devices).items()
-        }
-        columns = capacity + scratch * shifted
-        self.hidden = torch.empty((rows, columns, hidden_size), dtype=dtype, device=self.layer_devices[-1])
-        self.hidden[:, :1] = 0  # before the first token
-        self.active, self.begin, self.end = rows, 0, 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, fixed at construction."""
-        return sum(buffer.nbytes for buffer in (*self._buffers.values(), self.hidden))
-
-    def target(self, used: int, width: int, prefill: bool = False) -> None:
-        """Let the next forward write `width` tokens a row behind the first `used` slots and read all slots up to there.
-
-        Where shapes are fixed, it writes behind a power of two of slots; not in a prefill.
-        """
-        self.begin = bucket(used) if self.fixed and not prefill else used
-        self.end = self.begin + width
-        self.written, self.read = self._views(self.begin), self._views(0)
-
-    def _views(self, begin: int) -> list[tuple[Tensor, Tensor]]:
-        """Select keys and values from a slot to the end of the target, [rows, heads, slots, head_dim], of every layer."""
-        views = {
-            device: buffer[: self.active, begin : self.end].permute(2, 3, 0, 4, 1, 5).flatten(0, 1).unbind(0)
-            for device, buffer in self._buffers.items()
-        }
-        places = zip(self.layer_devices, self._index, strict=True)
-        return [(views[device][2 * at], views[device][2 * at + 1]) for device, at in places]
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values, [rows, heads, new, head_dim] each, to the target; return what attention reads."""
-        keys, values = self.written[layer_idx]
-        keys.copy_(key_states)
-        values.copy_(value_states)
-        return self.read[layer_idx]
-
-    def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
-        """Copy, for each `(row, source, target)`, `length` slots from `source` on to those from `target` on, in some layers."""
-        row, source, target = torch.tensor(moves).unbind(1)
-        offsets = torch.arange(length)
-        source, target = source[:, None] + offsets, target[:, None] + offsets
-        for part in self._of(layers):
-            at, of, to = (index.to(part.device, non_blocking=True) for index in (row[:, None], source, target))
-            if part.shape[-1] * part.element_size() % 8 == 0:
-                part = part.view(torch.int64)  # a number of a narrow type costs as much to index as a wide one
-            part[at, to] = part[at, of]
-
-    def blank(self, layers: range, row: int, begin: int, end: int) -> None:
-        """Zero slots of a row in some layers: where they are masked, attention gives weight 0, but 0 times NaN is NaN."""
-        for part in self._of(layers):
-            part[row, begin:end] = 0
-
-    def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
-        """Exchange the first `used` slots of pairs of rows, with their kept hidden states."""
-        ours, theirs = torch.tensor(pairs).unbind(1)
-        to, of = torch.cat([ours, theirs]), torch.cat([theirs, ours])
-        for part in self._held_parts(used):
-            part[to.to(part.device)] = part[of.to(part.device)]
-
-    def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
-        """Record what the cache holds, by row (see the attributes)."""
-        self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
-        self.written, self.read = [], []  # a copy of the cache needs no copies of views
-
-    def empty(self) -> None:
-        """Record that it holds nothing."""
-        nothing = [0] * self.rows
-        self.hold([[] for _ in nothing], nothing, nothing, nothing)
-
-    def reusable(self, texts: Sequence[Sequence[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
-        """Count the first tokens of each row's text, in whole blocks and at most `upto`, that are held and need no prefill.
-
-        If `with_head`, the head's layers must hold them too, or be able to read them still.
-        """
-        found = []
-        for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
-            most = min(most, self.held[row], max(self.head_held[row], self.hidden_held[row]) if with_head else most)
-            ids = self.ids[row][:most]
-            same = next((at for at, token in enumerate(ids) if token != text[at]), len(ids))
-            found.append(same // block_size * block_size)
-        return found
-
-    def fits(self, capacity: int, scratch: int, with_head: bool = False) -> bool:
-        """Tell if there is room for a number of tokens per row, and for the head's layers if they are needed."""
-        return capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
-
-    def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
-        """Return this cache, or a larger one with its content, with at least the given capacity and scratch.
-
-        If `rows` is a multiple of its rows, each row's content is repeated, the copies one after the other.
-        """
-        writable = torch.is_inference_mode_enabled() or not self.hidden.is_inference()
-        if writable and rows == self.rows and self.fits(capacity, scratch):
-            return self
-        capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
-        bigger = BlockCache(
-            *(rows, self.num_key_value_heads, self.head_dim, self.layer_devices, capacity, scratch, self.dtype),
-            *(self.head_layers, self.hidden_size, self.fixed, self.shifted),
-        )
-        bigger.owner = self.owner
-        bigger.fill_from(self)
-        return bigger
-
-    def fill_from(self, other: "BlockCache") -> None:
-        """Copy the content of another cache with as many layers; its rows, a divisor of this one's, are each repeated."""
-        copies, used = self.rows // other.rows, max(other.held)
-        records: tuple[list[Any], ...] = (other.ids, other.held, other.head_held, other.hidden_held)
-        self.hold(*([one for one in record for _ in range(copies)] for record in records))
-        for ours, theirs in zip(self._held_parts(used), other._held_parts(used), strict=True):
-            ours.copy_(theirs.repeat_interleave(copies, 0))
-
-    def shares(self, other: "BlockCache") -> bool:
-        """Tell if two caches share their memory, as after `copy.copy`."""
-        return self._buffers is other._buffers
-
-    def detach(self) -> None:
-        """Replace shared memory by a copy."""
-        self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
-        self.hidden = self.hidden.clone()
-
-    def _held_parts(self, used: int) -> list[Tensor]:
-        """Select the content of the first slots: keys and values, and hidden states, [rows, ...]."""
-        return [*(one[:, :used] for one in self._buffers.values()), self.hidden[:, : used + self.shifted]]
-
-    def _of(self, layers: range) -> Iterator[Tensor]:
-        """Select the memory of some layers on each device: [rows, slots, layers, 2, heads, head_dim]."""
-        for device, buffer in self._buffers.items():
-            held = [self._index[layer] for layer in layers if self.layer_devices[layer] == device]
-            if held:
-                yield buffer[:, :, held[0] : held[-1] + 1]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: rows differ in length, so there is no common one; positions are always passed explicitly."""
-        return 0
-
-
-def bucket(used: int) -> int:
-    """Round a number of slots up to a power of two, at least the least bucket."""
-    return max(LEAST_BUCKET, 1 << (used - 1).bit_length())
-
-
-# ---------------------------------------------------------------------------------------------------- networks.graphs
-
-"""CUDA graphs: a network that runs again and again on the same cache is recorded once, and then replayed with one launch.
-
-There is a recording for each network by rows, states and length bucket. Recordings are dear, so they outlive the call of
-`generate` that made them, together with the cache that they write to: one for a model, until its weights lie elsewhere,
-`release_graphs` is called, or a call needs another size.
-
-The first run of a kind is an ordinary one, on the side stream that will record: it warms up what a recording must not meet for
-the first time (libraries, compilers). The second run is recorded. On a GPU the first replays of each recording are compared
-with ordinary runs, and nothing is recorded any more where they differ.
-"""
-
-
-
-
-# PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while another one goes on.
-_RECORDING = threading.Lock()
-# Replays of a recording that are compared: the first with the inputs it was made from, the next with others.
-_COMPARED = 2
-# Tokens of the smallest cache that is kept. Others have twice as many, four times, ..., so that growing prompts find the same.
-LEAST_CAPACITY = 1024
-
-
-class CudaRecorder:
-    """CUDA graphs of one device that share a pool of memory: a graph's results may be overwritten by the next one's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.stream, self.pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-
-    def first(self, step: Callable[[], Tensor]) -> Tensor:
-        """Run a step so that it can be recorded later."""
-        main = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(main)
-        with torch.cuda.stream(self.stream):
-            output = step()
-        main.wait_stream(self.stream)
-        return output
-
-    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record a step without running it; return a function that replays it and returns its output, in the graph's memory.
-
-        Other threads that record wait; those that replay go on.
-        """
-        graph, first = torch.cuda.CUDAGraph(), None
-        recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
-        try:
-            # The stream's context leads back to the caller's stream also where a recording fails to end.
-            with _RECORDING, torch.cuda.stream(self.stream), recording:
-                try:
-                    output = step()
-                except Exception as error:
-                    first = error
-                    raise
-        except Exception as error:  # which may be that of ending the recording, and hide the first
-            raise first or error from None
-
-        def replay() -> Tensor:
-            graph.replay()
-            return output
-
-        return replay
-
-
-# What records on which kind of device.
-RECORDERS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaRecorder}
-
-
-class Graphs:
-    """The recorded forwards of one model, with the `fingerprint` of its weights, on one cache, which stays where it is.
-
-    Attributes:
-        inputs: Where recordings read their inputs, by key.
-        recorded: Functions that replay a forward, by key.
-        compared: How many replays were compared, by key.
-        replays: Number of replays.
-        failed: Whether a forward could not be recorded or gave wrong results, so that no more are tried.
-        busy: Whether a call is using them.
-    """
-
-    def __init__(self, cache: BlockCache, weights: Hashable) -> None:
-        self.cache, self.weights, self.device = cache, weights, cache.layer_devices[0]
-        self.recorder = RECORDERS[self.device.type](self.device)
-        self.inputs: dict[Hashable, list[Tensor]] = {}
-        self.recorded: dict[Hashable, Callable[[], Tensor]] = {}
-        self.compared: dict[Hashable, int] = {}
-        self.replays, self.failed, self.busy = 0, False, False
-        self._thread = threading.local()  # libraries keep a handle for each: one that ran nothing yet must not record
-        self._lent: Callable[[], BlockCache | None] = lambda: None
-
-    def lend(self, past: BlockCache | None) -> BlockCache:
-        """Lend the cache, filled with the content of `past`; an earlier borrower keeps its content in memory of its own."""
-        cache = past
-        if cache is None or not cache.shares(self.cache):
-            if (holder := self._lent()) is not None:
-                holder.detach()
-            cache = copy.copy(self.cache)
-            if past is not None:
-                cache.fill_from(past)
-        self._lent = weakref.ref(cache)
-        return cache
-
-    def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Compute `function(*inputs)` by a recording if there is one; the result belongs to the caller.
-
-        The result must depend only on the inputs, the key and the cache; inputs may lie on the host.
-        """
-        key = key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
-        fixed, replay = self.inputs.get(key), self.recorded.get(key)
-        if fixed is None or self.failed or (replay is None and not hasattr(self._thread, "warm")):
-            given = [tensor.to(self.device, non_blocking=True) for tensor in inputs]
-            if self.failed:
-                return function(*given)
-            with torch.inference_mode(False), torch.no_grad():  # to be written to in and outside of it
-                self.inputs[key] = fixed or [torch.empty_like(tensor) for tensor in given]
-            self._thread.warm = True
-            return self.recorder.first(lambda: function(*given))
-        for register, tensor in zip(fixed, inputs, strict=True):
-            register.copy_(tensor, non_blocking=True)
-        try:
-            if replay is None:
-                replay = self.recorded[key] = self.recorder.record(lambda: function(*fixed))
-            made = replay()
-            if self.device.type in CHECKED_ON and self.compared.get(key, 0) < _COMPARED:
-                right = self.recorder.first(lambda: function(*fixed))  # it writes what the replay has written
-                check_close("a replay and the forward that it stands for differ", made, right)
-                self.compared[key] = self.compared.get(key, 0) + 1
-        except Exception as error:
-            self.failed = True
-            self.recorded.clear()
-            how = "is wrong when it is replayed" if isinstance(error, ArithmeticError) else "could not be recorded"
-            warnings.warn(
-                f"a round of decoding {how} as a CUDA graph ({error}): decoding goes on without graphs. "
-                "That may disturb other work of this process: restart it, and pass graphs=False to generate",
-                stacklevel=2,
-            )
-            return function(*fixed)
-        self.replays += 1
-        return made.clone()
-
-
-_KEPT: "weakref.WeakKeyDictionary[nn.Module, Graphs]" = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()
-
-
-def release_graphs(model: nn.Module) -> None:
-    """Free the recordings and the cache that are kept for a model."""
-    with _LOCK:
-        _KEPT.pop(model, None)
-
-
-def recording_report(model: nn.Module) -> dict[str, int]:
-    """Count what is kept for a model: `recordings`, their `replays` so far, the cache's `bytes`, whether recording `failed`."""
-    kept = _KEPT.get(model)
-    found = (0, 0, 0, 0) if kept is None else (len(kept.recorded), kept.replays, kept.cache.nbytes, int(kept.failed))
-    return dict(zip(("recordings", "replays", "bytes", "failed"), found, strict=True))
-
-
-@contextmanager
-def cache_for(
-    model: Any, graphs: bool | None, past: BlockCache | None, rows: int, capacity: int, scratch: int, with_head: bool
-) -> Iterator[tuple[BlockCache, Graphs | None]]:
-    """Choose the cache of a call and the recordings of its forwards: those kept from earlier calls, or new ones.
-
-    A cache `past` to continue from is taken over, if it has the head's layers where these are needed. Forwards are recorded
-    where possible if `graphs` is None, never if it is False.
-
-    Raises:
-        ValueError: if `graphs` is True and it is impossible.
-    """
-    if past is not None and with_head and not past.head_layers:
-        past = None
-    why = "graphs is False" if graphs is False else obstacle(model)
-    if graphs and why is not None:
-        raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
-    deep = with_head or (past is not None and past.head_layers > 0)  # a Cache of transformers is false where it is empty
-    kept = None if why is not None else _kept_for(model, rows, capacity, scratch, deep)
-    if kept is None:
-        cache = model.block_cache(rows, capacity, scratch, with_head) if past is None else past
-        yield cache.with_room(rows, capacity, scratch), None
-        return
-    try:
-        yield kept.lend(past), kept
-    finally:
-        kept.busy = False
-
-
-def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: bool) -> Graphs | None:
-    """Find or make what is kept for a model, with room for a call, and mark it busy; None if another call is using it."""
-    weights = fingerprint(model)
-    with _LOCK:
-        kept = _KEPT.get(model)
-        if kept is not None and kept.busy:
-            return None
-        same = kept is not None and (kept.weights, kept.cache.rows) == (weights, rows)
-        if kept is None or not (same and kept.cache.fits(capacity, scratch, with_head)):
-            kept = None
-            _KEPT.pop(model, None)  # its memory goes before another is asked for
-            block = model.config.block_size
-            roomy = max(LEAST_CAPACITY, 1 << (capacity - 1).bit_length()) // block * block
-            with torch.inference_mode(False), torch.no_grad():
-                cache = model.block_cache(rows, max(roomy, capacity), scratch, with_head, fixed=True)
-            kept = _KEPT[model] = Graphs(cache, weights)
-        kept.busy = True
-    return kept
-
-
-def fingerprint(model: Any) -> Hashable:
-    """Collect all that recordings of a model depend on: where weights lie, modes and hooks of modules, the attention."""
-    tensors = (*model.parameters(), *model.buffers())
-    places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
-    settings: list[Hashable] = []
-    for module in model.modules():
-        settings.append((type(module), len(module._forward_hooks), len(module._forward_pre_hooks)))
-        for name, value in vars(module).items():  # adapters are switched by plain attributes, and by lists and dicts of such
-            if isinstance(value, bool | int | float | str | list | tuple | None) or (type(value) is dict and name[0] != "_"):
-                settings.append((name, repr(value)))
-    attention = model.config._attn_implementation
-    return places, *settings, *(adapters_of_rows(model) or ()), attention, ALL_ATTENTION_FUNCTIONS.get(attention)
-
-
-def obstacle(model: Any) -> str | None:
-    """Say why forwards of this model cannot be recorded here, with the remedy; None if they can."""
-    tensors = (*model.parameters(), *model.buffers())
-    others = {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}
-    if others:
-        return f"weights are of the kind {', '.join(sorted(others))}, and where those lie is not known: load plain tensors"
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
-        return f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): load it on one"
-    (device,) = devices
-    if device.type not in RECORDERS:
-        return f"the model is on {device}: move it to a CUDA device"
-    if torch.is_autocast_enabled(device.type):
-        return "autocast is on, and what it casts does not stay in place: load the model in that dtype instead"
-    return None
-
-
-# ---------------------------------------------------------------------------------------------------- kernels.round_layers
-
-"""The fused layers of a round: Triton kernels, each beside its PyTorch twin, for all that lies between the matrix products.
-
-A layer called module by module launches about seventy operations, nearly all of them on a few thousand numbers: on a GPU each
-takes longer to start than to run, also inside a CUDA graph. `run_fused` needs only a few launches; four of them are of kernels:
-a sum with its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache; attention.
-Casts are those of transformers' modules: what these round to the model's dtype is rounded here.
-
-In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
-state and, where its state has a parent, those of the parent. Keys and values are read where `BlockCache` holds them: the
-committed slots first, then those of all states.
-"""
-
-
-
-
-_HEADS = 8  # heads, of one token or more, that a program of `_rotate` takes
-_PROGRAMS = 2  # of attention, wanted on a multiprocessor
-_TILE_KEYS = 32
-_KEYS_PER_PROGRAM = 128  # at least: fewer cost more in merging than they win
-_MOST_SHARES = 16  # one program merges them, one after the other
-_LOG2_E = 1.4426950408889634
-
-Pair = tuple[Tensor, Tensor]
-# Each layer of the backbone or the head with the products before its attention and before its MLP's gate; and by owner.
-Plan = list[tuple[Any, ...]]
-Plans = dict[Any, Plan]
-
-
-def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
-    """Compute `hidden + added`, [..., hidden_size], or `hidden` if None is added, and that under a `Qwen3RMSNorm`."""
-    hidden, size = hidden.contiguous(), hidden.shape[-1]
-    normed = torch.empty_like(hidden)
-    total = hidden if added is None else torch.empty_like(hidden)
-    _sum_and_norm[(hidden.numel() // size,)](
-        *(hidden, None if added is None else added.contiguous(), norm.weight, total, normed, size, norm.variance_epsilon),
-        TILE=triton.next_power_of_2(size),
-        **LAUNCH | {"num_warps": 4 if size <= 2048 else 8},
-    )
-    return total, normed
-
-
-def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
-    """`sum_and_norm` in PyTorch."""
-    total = hidden if added is None else hidden + added
-    return total, normed_by(norm, total)
-
-
-def normed_by(norm: Any, hidden: Tensor) -> Tensor:
-    """Apply a `Qwen3RMSNorm`: in float32 number for number as it does, in less new memory, which takes large rounds time."""
-    if hidden.dtype != torch.float32:
-        return norm(hidden)
-    scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-    return (hidden * scale).mul_(norm.weight)
-
-
-def rotated(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
-    """Put queries and keys under their norms, rotate them, and write keys and values to the cache.
-
-    Args:
-        projected: [rows, tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys and values of each token; or these three.
-        norms: `Qwen3RMSNorm`s of queries and keys, of one epsilon.
-        rotary: cos and sin, [rows, tokens, head_dim] each.
-        target: Where keys and values go, [rows, kv_heads, tokens, head_dim] each; returned behind the queries, which have this
-            shape, too.
-    """
-    projected = projected.contiguous() if isinstance(projected, Tensor) else torch.cat(projected, -1)
-    (cos, sin), (keys, values) = (each.contiguous() for each in rotary), target
-    (rows, tokens, size), (kv_heads, head_dim) = projected.shape, keys.shape[1::2]
-    heads = size // head_dim - 2 * kv_heads
-    queries = projected.new_empty(rows, tokens, heads, head_dim)
-    _rotate[(triton.cdiv(rows * tokens * size // head_dim, _HEADS),)](
-        *(projected, norms[0].weight, norms[1].weight, cos, sin, queries, keys, values),
-        *(*keys.stride()[:3], rows, tokens, heads, kv_heads, norms[0].variance_epsilon),
-        HEAD_DIM=head_dim,
-        PADDED=triton.next_power_of_2(head_dim),
-        HEADS=_HEADS,
-        **LAUNCH,
-    )
-    return queries.transpose(1, 2), keys, values
-
-
-def rotated_ref(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
-    """`rotated` in PyTorch."""
-    keys, values = target
-    size, head_dim = keys.shape[1] * keys.shape[3], keys.shape[3]
-    if isinstance(projected, Tensor):
-        projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
-    query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in projected)
-    query, key = normed_by(norms[0], query).transpose(1, 2), normed_by(norms[1], key).transpose(1, 2)
-    cos, sin = (part[:, None] for part in rotary)
-    keys.copy_((key * cos).addcmul_(rotate_half(key), sin))
-    values.copy_(value.transpose(1, 2))
-    return (query * cos).addcmul_(rotate_half(query), sin), keys, values
-
-
-@dataclass(frozen=True)
-class RoundMask:
-    """Who sees whom in a round, in place of a mask tensor.
-
-    Attributes:
-        committed: [rows] long, number of committed slots that each row sees.
-        parent: [rows, width] long, the slot of the state that a state attends to beyond the prefix, -1 if none.
-        block_size: Tokens per state.
-        dispatch: Whether the kernel runs.
-        sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
-    """
-
-    committed: Tensor
-    parent: Tensor
-    block_size: int
-    dispatch: Dispatch = AUTOMATIC
-    sees_all: bool = False
-    _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
-
-    def dense(self, used: int) -> Tensor:
-        """[rows, 1, width * block_size, used + width * block_size] bool over the first `used` slots and what is scored."""
-        slots, block = torch.arange(self.parent.shape[1], device=self.parent.device), self.block_size
-        sees = (slots[:, None] == slots) | (self.parent[..., None] == slots)  # themselves and their parents
-        scored = sees[:, :, None, :, None].expand(-1, -1, block, -1, block).flatten(3).flatten(1, 2)
-        before = torch.arange(used, device=slots.device) < self.committed[:, None]
-        return torch.cat([before[:, None].expand(-1, scored.shape[1], -1), scored], -1)[:, None]
-
-    def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
-        """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all are visible."""
-        if self.sees_all:
-            return None
-        if (name := (used, dtype)) not in self._kept:
-            hidden = self.dense(used).logical_not_()
-            self._kept[name] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-        return self._kept[name]
-
-    def arrived(self, count: int) -> Tensor:
-        """Return zeros [count] int32 for the kernel, which leaves zeros after each layer."""
-        if count not in self._kept:
-            self._kept[count] = torch.zeros(count, dtype=torch.int32, device=self.committed.device)
-        return self._kept[count]
-
-
-def round_attention_ref(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
-    """`round_attention` in PyTorch, by SDPA."""
-    bias, grouped = mask.bias(key.shape[2] - query.shape[2], query.dtype), query.device.type == "cpu"
-    if not grouped:  # with a mask, SDPA's fast kernels of a GPU take no groups
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2).contiguous()
-
-
-def round_attention(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
-    """Attend in a round, in one launch: [rows, queries, heads, head_dim].
-
-    A program takes a tile of a row's queries, all query heads of one KV head among them, and one of the shares of what that row
-    sees; the last one to arrive merges the shares, in their order. No shape depends on `committed` or `parent`.
-
-    Args:
-        query: [rows, heads, queries, head_dim], queries = width * block_size.
-        key, value: [rows, kv_heads, used + queries, head_dim], laid out alike, each head's numbers side by side: `used`
-            committed slots, then what is scored; what lies in a slot that a row does not see is never read.
-        mask: Who sees whom.
-        scale: Multiplies the scores.
-    """
-    rows, heads, queries, head_dim = query.shape
-    kv_heads, keys = key.shape[1], key.shape[2]
-    group, used = heads // kv_heads, keys - queries
-    # So many that two programs fit a multiprocessor: its registers and, two tiles of keys deep, its shared memory.
-    tile_rows = max(16, min(triton.next_power_of_2(queries * group), 32 if query.dtype == torch.float32 else 64))
-    tiles = triton.cdiv(queries * group, tile_rows)
-    most = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)  # for one wave of programs
-    splits = max(1, min(most, triton.cdiv(used, _KEYS_PER_PROGRAM), _MOST_SHARES))
-    out = query.new_empty(rows, queries, heads, head_dim)
-    shares = (rows * kv_heads, splits, queries * group) if splits > 1 else (0,)
-    level = torch.empty(*shares, dtype=torch.float32, device=query.device)
-    sums = torch.empty(*shares, head_dim, dtype=torch.float32, device=query.device)
-    if triton.knobs.runtime.interpret:  # whose products of bfloat16 are wrong
-        query, key, value = query.float(), key.float(), value.float()
-    _attend[(tiles, splits, rows * kv_heads)](
-        *(query.transpose(1, 2).contiguous(), key, value, out, sums, level, mask.arrived(tiles * rows * kv_heads)),
-        *(mask.committed, mask.parent, *key.stride()[:3], kv_heads, queries, used, scale * _LOG2_E),
-        BLOCK_SIZE=mask.block_size,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        PADDED=max(16, triton.next_power_of_2(head_dim)),
-        TILE_ROWS=tile_rows,
-        TILE_KEYS=_TILE_KEYS,
-        SPLIT=splits > 1,
-        num_stages=2,
-        **LAUNCH,
-    )
-    return out
-
-
-SUM_AND_NORM = Kernel("sum_and_norm", sum_and_norm, sum_and_norm_ref)
-ROTATED = Kernel("rotated", rotated, rotated_ref)
-ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_ref)
-
-
-def product(linears: Sequence[Any], weight: Tensor | None) -> Callable[[Tensor], Tensor | list[Tensor]]:
-    """Make a function that applies linear layers to one input: a list, or by their packed `weight` one tensor, side by side."""
-    return (lambda hidden: [linear(hidden) for linear in linears]) if weight is None else partial(F.linear, weight=weight)
-
-
-def run_fused(plan: Plan, norm: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:
-    """Run the planned layers of the backbone or the head over hidden states, and the norm behind them.
-
-    Where kernels do not run, as on a CPU, their twins do.
-
-    Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim] each; keys and values go to
-    the target of `cache`, a `BlockCache`.
-    """
-    run, added = mask.dispatch.run, None
-    for layer, of_attention, of_mlp in plan:
-        hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
-        attention = layer.self_attn
-        place, norms = attention.layer_idx, (attention.q_norm, attention.k_norm)
-        query, *_ = run(ROTATED, of_attention(normed), norms, rotary, cache.written[place])
-        attended = run(ROUND_ATTENTION, query, *cache.read[place], mask, attention.scaling)
-        hidden, normed = run(SUM_AND_NORM, hidden, attention.o_proj(attended.flatten(2)), layer.post_attention_layernorm)
-        both = of_mlp(normed)
-        gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
-        added = layer.mlp.down_proj(layer.mlp.act_fn(gate).mul_(up))
-    _, last = run(SUM_AND_NORM, hidden, added, norm)
-    return last
-
-
-if triton is not None:
-
-    @triton.jit
-    def _sum_and_norm(hidden, added, scale, total, normed, size, epsilon, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        column = tl.arange(0, TILE)
-        inside = column < size
-        place = tl.program_id(0).to(tl.int64) * size + column
-        kind = normed.dtype.element_ty
-        x = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
-        if added is not None:
-            x = (x + tl.load(added + place, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
-            tl.store(total + place, x.to(kind), mask=inside)
-        unit = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
-        weight = tl.load(scale + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(normed + place, (weight * unit.to(kind).to(tl.float32)).to(kind), mask=inside)
-
-    @triton.jit
-    def _normed(x, size, is_query, query_scale, key_scale, dim, there, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-        """x * size under the scale of the queries or of the keys, at places `dim` of a head."""
-        of_queries = tl.load(query_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
-        of_keys = tl.load(key_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
-        return (tl.where(is_query, of_queries, of_keys) * (x * size).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-
-    @triton.jit(do_not_specialize=["rows", "tokens"])
-    def _rotate(  # type: ignore[no-untyped-def]
-        projected,
-        query_scale,
-        key_scale,
-        cos,
-        sin,
-        queries,
-        keys,
-        values,
-        cache_row,
-        cache_head,
-        cache_token,
-        rows,
-        tokens,
-        heads,
-        kv_heads,
-        epsilon,
-        HEAD_DIM: tl.constexpr,
-        PADDED: tl.constexpr,
-        HEADS: tl.constexpr,
-    ):
-        """Program (tile of the heads of all tokens: each token's queries, then its keys, then its values)."""
-        every = heads + 2 * kv_heads
-        at = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-        token, head = at // every, at % every
-        dim = tl.arange(0, PADDED)
-        first, there = dim < HEAD_DIM // 2, dim < HEAD_DIM
-        partner = tl.where(first, dim + HEAD_DIM // 2, dim - HEAD_DIM // 2)
-        inside = (token < rows * tokens)[:, None] & there[None, :]
-        is_query, is_value = (head < heads)[:, None], (head >= heads + kv_heads)[:, None]
-        kind: tl.constexpr = queries.dtype.element_ty
-        source = projected + at.to(tl.int64)[:, None] * HEAD_DIM
-        value = tl.load(source + dim[None, :], mask=inside, other=0.0)
-        own = value.to(tl.float32)
-        other = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-        size = tl.rsqrt(tl.sum(own * own, 1) / HEAD_DIM + epsilon)[:, None]
-        own = _normed(own, size, is_query, query_scale, key_scale, dim, there, kind)
-        other = _normed(other, size, is_query, query_scale, key_scale, partner, there, kind)
-        other = tl.where(first[None, :], -other, other)
-        angle = token[:, None] * HEAD_DIM + dim[None, :]
-        along = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-        across = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-        turned = ((own * along).to(kind).to(tl.float32) + (other * across).to(kind).to(tl.float32)).to(kind)
-        tl.store(queries + ((token * heads + head) * HEAD_DIM)[:, None] + dim[None, :], turned, mask=inside & is_query)
-        row = (token // tokens).to(tl.int64)  # offsets into the cache may not fit 32 bits
-        slot = row * cache_row + (token % tokens).to(tl.int64) * cache_token + (head - heads) % kv_heads * cache_head
-        slot = slot[:, None] + dim[None, :]
-        tl.store(keys + slot, turned, mask=inside & ~is_query & ~is_value)
-        tl.store(values + slot, value, mask=inside & is_value)
-
-    @triton.jit(do_not_specialize=["tokens", "used"])
-    def _attend(  # type: ignore[no-untyped-def]
-        query,
-        key,
-        value,
-        out,
-        partial,
-        levels,
-        arrived,
-        committed,
-        parent,
-        key_row,
-        key_head,
-        key_token,
-        kv_heads,
-        tokens,
-        used,
-        scale,
-        BLOCK_SIZE: tl.constexpr,
-        GROUP: tl.constexpr,
-        HEAD_DIM: tl.constexpr,
-        PADDED: tl.constexpr,
-        TILE_ROWS: tl.constexpr,
-        TILE_KEYS: tl.constexpr,
-        SPLIT: tl.constexpr,
-    ):
-        """Program (tile of queries x heads of a group, share of the prefix, batch row x KV head)."""
-        split, splits = tl.program_id(1), tl.num_programs(1)
-        pair = tl.program_id(2).to(tl.int64)  # offsets into the cache may not fit 32 bits
-        row, head = pair // kv_heads, pair % kv_heads
-        at = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-        token = at // GROUP
-        columns, dims = tl.arange(0, TILE_KEYS), tl.arange(0, PADDED)
-        real, inside = at < tokens * GROUP, dims < HEAD_DIM
-        whole = real[:, None] & inside[None, :]
-        place = (((row * tokens + token) * kv_heads + head) * GROUP + at % GROUP)[:, None] * HEAD_DIM + dims[None, :]
-        queries = tl.load(query + place, mask=whole, other=0.0)
-        state = token // BLOCK_SIZE
-        before = tl.load(parent + row * (tokens // BLOCK_SIZE) + state, mask=real, other=-1).to(tl.int32)
-
-        # Of the running softmax: sums of values, sum of weights, greatest score.
-        sums = tl.zeros([TILE_ROWS, PADDED], tl.float32)
-        total = tl.zeros([TILE_ROWS], tl.float32)
-        peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-        length = tl.minimum(tl.load(committed + row), used).to(tl.int32)
-        share = tl.cdiv(tl.cdiv(length, TILE_KEYS), splits) * TILE_KEYS
-        begin = tl.minimum(split * share, length)
-        end = tl.minimum(begin + share, length)
-        own = tl.cdiv(end - begin, TILE_KEYS)
-        scored = tl.where(split == 0, tl.cdiv(tokens, TILE_KEYS), 0)  # the first share takes the scratch, too
-        for tile in range(0, own + scored):
-            slot = tl.where(tile < own, begin + tile * TILE_KEYS, used + (tile - own) * TILE_KEYS) + columns
-            of = tl.where(tile < own, -2, (slot - used) // BLOCK_SIZE)
-            there = slot < tl.where(tile < own, end, used + tokens)
-            seen = (slot < end)[None, :] | (of[None, :] == state[:, None]) | (of[None, :] == before[:, None])
-            cell = row * key_row + head * key_head + slot.to(tl.int64) * key_token
-            keys = tl.load(key + cell[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0.0)
-            values = tl.load(value + cell[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-            # Of float32, three products of its halves, as in SDPA's own kernel for it: right to the last bits.
-            scores = tl.where(seen, tl.dot(queries, keys, input_precision="tf32x3") * scale, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, 1))
-            level = tl.where(higher == float("-inf"), 0.0, higher)  # where nothing has been seen yet
-            weights, fade = tl.exp2(scores - level[:, None]), tl.exp2(peak - level)
-            total = total * fade + tl.sum(weights, 1)
-            sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision="tf32x3")
-            peak = higher
-        result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-
-        if SPLIT:
-            first = pair * splits * (tokens * GROUP) + at
-            mine = first + split * (tokens * GROUP)
-            tl.store(levels + mine, peak + tl.log2(total), mask=real)
-            tl.store(partial + mine[:, None] * HEAD_DIM + dims[None, :], result, mask=whole)
-            # All threads have stored before one of them tells so, with release; it hears with acquire how many told before.
-            tl.debug_barrier()
-            counter = arrived + pair * tl.num_programs(0) + tl.program_id(0)
-            last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
-            if last:
-                tl.store(counter, 0)  # for the next layer
-            real = at < tl.where(last, tokens * GROUP, 0)
-            whole = real[:, None] & inside[None, :]
-            result = tl.zeros([TILE_ROWS, PADDED], tl.float32)
-            total = tl.zeros([TILE_ROWS], tl.float32)
-            peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-            for other in range(0, tl.where(last, splits, 0)):
-                theirs = first + other * (tokens * GROUP)
-                level = tl.load(levels + theirs, mask=real, other=0.0, cache_modifier=".cg")
-                values = tl.load(
-                    partial + theirs[:, None] * HEAD_DIM + dims[None, :], mask=whole, other=0.0, cache_modifier=".cg"
-                )
-                higher = tl.maximum(peak, level)  # the first share sees something, so this is finite
-                fade, rise = tl.exp2(peak - higher), tl.exp2(level - higher)
-                result = result * fade[:, None] + values * rise[:, None]
-                total = total * fade + rise
-                peak = higher
-            result = result / tl.where(last, total, 1.0)[:, None]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=whole)
 
 
 # ---------------------------------------------------------------------------------------------------- model.families.sdar
@@ -1184,7 +232,6 @@ if triton is not None:
 
 DENSE = "sdar"  # the family of a config that names none
 FAMILIES: dict[str, Any] = {}  # classes of backbones, which register themselves
-_FOLDER = Path(__file__).parent if Path(__file__).stem == DENSE else None  # the families' files, if this is one of them
 
 
 class MRPBackbone(Qwen3Model):
@@ -1194,7 +241,7 @@ class MRPBackbone(Qwen3Model):
         family: The family's name, the value of `MRPConfig.family`.
         models, paper: Names of its published models, and where they are described.
         published: Fields that tell its published configs; `model_type` is the family's name unless it is among them.
-        unsaid: Fields that its published configs leave out, with their values.
+        fields: Fields of the config beyond those of `MRPConfig`, with their values where a config leaves them out.
         shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
     """
 
@@ -1203,7 +250,7 @@ class MRPBackbone(Qwen3Model):
     models: ClassVar[str] = "SDAR"
     paper: ClassVar[str | None] = "2510.06303"
     published: ClassVar[dict[str, Any]] = {"model_type": DENSE}
-    unsaid: ClassVar[dict[str, Any]] = {}
+    fields: ClassVar[dict[str, Any]] = {}
     shifted: ClassVar[bool] = False
 
     @classmethod
@@ -1220,18 +267,14 @@ class MRPBackbone(Qwen3Model):
             )
         return super().forward(*args, attention_mask=attention_mask, **kwargs)
 
-    @classmethod
-    def translated(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate those fields of a published config that are not null into those of `MRPConfig`; others are dropped."""
-        return {**cls.unsaid, **fields}
-
 
 FAMILIES[DENSE] = MRPBackbone
 
 
 def families() -> dict[str, Any]:
     """Find the backbone class of every family, in this folder and elsewhere; a repository's code has only its checkpoint's."""
-    for file in sorted(_FOLDER.glob("[a-z]*.py")) if _FOLDER else ():
+    here = Path(__file__)
+    for file in sorted(here.parent.glob("[a-z]*.py")) if here.stem == DENSE else ():
         import_module(f"{__package__}.{file.stem}")
     return FAMILIES
 
@@ -1287,11 +330,7 @@ def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
     `sdar.generate(custom_generate="org/head", trust_remote_code=True)` does; an MRP model decodes with its own.
 
     The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
-    repository and its commit by where transformers keeps the file. Arguments are those of MRP's `generate`; `token`,
-    `cache_dir` and the like are for finding the repository.
-
-    Raises:
-        ValueError: if the head does not fit the model; or the repository is a local folder.
+    repository and its commit by where transformers keeps the file. `ValueError` if the head does not fit, or for a folder.
     """
     import re
     from pathlib import Path
@@ -1304,8 +343,8 @@ def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
         owner, name, commit = Path(__file__).parts[-5:-2]
         if owner == "transformers_modules":
             raise ValueError(
-                "custom_generate is a local folder, which cannot tell where its head lies: push it and name the repository, "
-                "or load both with MRPForCausalLM.from_backbone(backbone, head=folder)"
+                "custom_generate is a local folder, whose head is not found: push it and name the repository, or load both by "
+                "MRPForCausalLM.from_backbone(backbone, head=folder)"
             )
         owner, name = (re.sub("^_(?=[0-9])", "", part) for part in (owner, name))  # as Python modules can be called
         repository = f"{owner}/{name}".replace("_hyphen_", "-").replace("_dot_", ".")
@@ -1350,34 +389,26 @@ def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
         if backbone is None:
             raise ValueError(
                 f"the config's model_type is {kind!r}: what loads are checkpoints of this package ('sdar_mrp'), published ones "
-                "('sdar' and those in docs/models.md) and, by MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'), to "
-                "be converted by training. The code of a repository reads its own family alone: for others install this package"
+                "('sdar' and those in docs/models.md) and, by MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'). The "
+                "code of a repository reads its own family alone: for others install this package"
             )
-        fields = {name: value for name, value in fields.items() if value is not None}
-        if "hidden_size" in fields and "num_attention_heads" in fields:
-            fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
-        fields = {**backbone.translated(fields), "family": backbone.family}
-        known |= backbone.fields.keys()
+        fields = backbone.translated({name: value for name, value in fields.items() if value is not None})
+        known |= backbone.fields.keys() | backbone.unsaid.keys()
     return {**{name: value for name, value in fields.items() if name in known}, "model_type": "sdar_mrp"}
 
 
 class MRPConfig(Qwen3Config):
     """A `Qwen3Config` plus what block diffusion and the MRP head need (SDAR, arXiv 2510.06303; MRP, arXiv 2605.18817).
 
-    The published configs (`model_type: "sdar"` and those of other families) load too; fields of theirs that mean nothing here
-    are dropped. A family may have fields of its own, such as a number of experts.
+    The published configs load too; fields of theirs that mean nothing here are dropped. `ValueError` for values that no model
+    here can have.
 
     Args:
-        family: Which layers the backbone has (`modeling_mrp/model/families`); `sdar`: Qwen3's.
+        family: Which layers the backbone has (`modeling_mrp/model/families`), which may have fields of their own.
         block_size: Tokens per diffusion block, counted from absolute position 0.
         mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
         num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
-        base_model_name_or_path: The backbone, in the config of a repository that holds a head alone; None everywhere else.
-        base_model_revision: The backbone's commit, branch or tag.
-
-    Raises:
-        ValueError: if a block, an id or a number of layers is out of bounds; a layer uses sliding-window attention (the
-            block-causal mask has no window); the attention is another repository's; the config is of another kind of model.
+        base_model_name_or_path, base_model_revision: The backbone, in the config of a repository that holds a head alone.
     """
 
     model_type = "sdar_mrp"
@@ -1400,13 +431,10 @@ class MRPConfig(Qwen3Config):
         ):
             if not isinstance(value, int) or not least <= value <= most:
                 raise ValueError(f"{name} is {value!r}: it must be an int from {least} to {most} ({why})")
-        own = {} if self.family == DENSE else backbone_of(self.family).fields
-        super().__post_init__(**{**own, **kwargs})
+        super().__post_init__(**{**backbone_of(self.family).fields, **kwargs})
         if self.layer_types != ["full_attention"] * self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in each of the "
-                f"{self.num_hidden_layers} layers"
-            )
+            needed = f"block diffusion needs 'full_attention' in each of the {self.num_hidden_layers} layers"
+            raise ValueError(f"layer_types is {self.layer_types}: {needed}")
         if "/" in str(self._attn_implementation):
             raise ValueError(
                 f"attn_implementation is {self._attn_implementation!r}, code of another repository, which is not run (and "
@@ -1457,8 +485,7 @@ _SHARED = [
 class MRPHead(nn.Module):
     """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
 
-    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are Qwen3's, and keep their own KV in the
-    layers of the cache that follow the backbone's. A new head is the identity.
+    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``, with Qwen3's layers. A new head adds nothing.
     """
 
     def __init__(self, config: MRPConfig) -> None:
@@ -1470,7 +497,7 @@ class MRPHead(nn.Module):
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers))
         self.place_behind(config)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        nn.init.zeros_(self.norm.weight)  # a new head adds nothing: A + C = A
+        nn.init.zeros_(self.norm.weight)
 
     def place_behind(self: Any, backbone: MRPConfig) -> None:
         """Let the layers keep their KV behind that of a backbone's, and attend as it does."""
@@ -1531,6 +558,1190 @@ def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> Non
         )
 
 
+# ---------------------------------------------------------------------------------------------------- model.layouts
+
+"""The layouts that checkpoints come in: names of heads' tensors, and the files of a folder or a repository."""
+
+
+
+HEAD = "mrp_head."
+PUBLISHED_HEAD = "mrp_modules.0.model."  # in heavyball/sdar-*-mrp-*
+HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
+
+
+def our_name(name: str) -> str:
+    """Translate a tensor's name into our layout."""
+    return HEAD + name.removeprefix(PUBLISHED_HEAD) if name.startswith(PUBLISHED_HEAD) else name
+
+
+def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the keyword arguments that say where and how a file is fetched."""
+    return {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file; `ValueError` if it holds no object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object: save it again, or download it again")
+    return found
+
+
+def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[dict[str, Any], str | None]:
+    """Read a JSON file of a checkpoint, fetched if needed, and find its commit, None for a folder's; `OSError` without one."""
+    try:
+        if (path := cached_file(source, name, **hub)) is None:
+            raise OSError(f"there is no {name}; an adapter is loaded with model.load_adapter, on its base")
+    except OSError as error:
+        raise OSError(
+            f"{source!r} is no folder here, and could not be read as a repository: check the path ({error})"
+        ) from error
+    return json_object(Path(path)), None if os.path.isdir(source) else extract_commit_hash(path, None)
+
+
+def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
+    """Find a checkpoint's safetensors files, fetched if needed, or those with tensors of some prefixes; or `ValueError`."""
+    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    there = (cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub) for name in names)
+    if (found := next(filter(None, there), None)) is None:
+        raise ValueError(f"no {' and no '.join(names)} in {source}: only safetensors are read. Check the path")
+    if not found.endswith(SAFE_WEIGHTS_INDEX_NAME):
+        return [Path(found)]
+    shards = {shard for name, shard in json_object(Path(found))["weight_map"].items() if name.startswith(prefixes)}
+    return [Path(cached_file(source, shard, **hub)) for shard in sorted(shards)]
+
+
+def is_hub_id(name: str) -> bool:
+    """Tell if a name can be a repository's id on the Hub, `org/name`, rather than a path."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name) is not None and ".." not in name
+
+
+def backbone_location(name: str, source: str) -> str:
+    """Check and return the backbone's name in the config of the head repository `source`; `ValueError` if it may not be."""
+    allowed = is_hub_id(name) and not os.path.exists(name)
+    if not allowed and not (os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name)):
+        raise ValueError(
+            f"the config of {source} names the backbone {name!r}, which is not followed: it must be 'org/name', and no path "
+            "that exists here, or in a folder's config another's absolute path. Load both by from_backbone(backbone, head=...)"
+        )
+    return name
+
+
+# ---------------------------------------------------------------------------------------------------- model.loading
+
+"""Loading and saving of MRP models in all layouts; attaching, detaching and saving of heads."""
+
+
+
+
+try:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+    from accelerate.utils import align_module_device as fetched  # while its context is open, from disk or another memory
+except ImportError:  # then no model is spread over devices
+    AlignDevicesHook, add_hook_to_module, fetched = None, None, contextlib.nullcontext
+
+log = logging.getLogger(__name__)
+
+_KEY_MAPPING = {f"^{re.escape(PUBLISHED_HEAD)}": HEAD}  # transformers renames by it while it loads
+# The MRP model of each stock model that is still in use, and where its head came from.
+_MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
+
+
+class MRPPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation shared by MRP models."""
+
+    config_class = MRPConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Qwen3DecoderLayer", "MRPHead"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
+    # What a head names: a repository's id and its commit, or a folder's absolute path and None; of a loaded model, its source.
+    backbone_source: tuple[str, str | None] | None = None
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Let `experts_implementation` choose how transformers computes experts; it looks for them in the model's own file."""
+        return True
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        """Load as transformers does: a full checkpoint of this package, one in the published layouts, or a head repository.
+
+        A head repository's backbone is loaded by the name and revision in its config; `revision` and `subfolder` are a head's.
+        Only safetensors are read, and no code but this package's runs. `ValueError` for another kind of model, tensors that
+        do not fit the config (it lists them), or a backbone that may not be followed.
+        """
+        kwargs["key_mapping"] = {**_KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
+        if pretrained_model_name_or_path is None:  # from a config and a state dict
+            return super().from_pretrained(None, *args, config=config, **kwargs)
+        source = os.fspath(pretrained_model_name_or_path)
+        fields, commit = stored_json(source, **hub_options(kwargs))
+        if commit is not None:
+            kwargs["revision"] = commit  # all files come from one state
+        if (named := fields.get("base_model_name_or_path")) is not None:
+            ours = {**kwargs, "revision": fields.get("base_model_revision") or "main", "subfolder": ""}
+            adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
+            if (attention := getattr(config, "_attn_implementation", None)) is not None:  # AutoModel has put it there
+                ours.setdefault("attn_implementation", attention)
+            loaded = cls.from_backbone(backbone_location(named, source), **ours)
+            model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
+            model._take_head(source, hub_options(kwargs), kwargs)
+            model.name_or_path = model.config.name_or_path = source
+            if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
+                model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
+            return loaded
+        kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
+        with_info = kwargs.pop("output_loading_info", False)
+        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are told below
+        try:
+            model, info = super().from_pretrained(source, *args, config=config, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"a safetensors file of {source} is not whole: download it again ({error})") from error
+        if misfits := {name: sorted(keys) for name, keys in info.items() if name.endswith("_keys") and keys}:
+            raise ValueError(
+                f"{source} does not fit its config: {misfits}. Check num_nextn_predict_layers (0: no head), the sizes in "
+                "config.json, that the download is whole, and that it is quantized as its config says"
+            )
+        if not kwargs.get("subfolder"):
+            model.backbone_source = (os.path.abspath(source) if os.path.isdir(source) else source, commit)
+        return (model, info) if with_info else model
+
+    @classmethod
+    def from_backbone(cls, backbone: Any, head: Any = None, **kwargs: Any) -> Any:
+        """Load a backbone and a head from different places.
+
+        Args:
+            backbone: A folder or id that `from_pretrained` takes, except a head repository; or that of an autoregressive Qwen3
+                checkpoint, with `block_size` and `mask_token_id`, which becomes a block-diffusion model only by training.
+            head: What `attach_head` takes, in place of a head that the backbone has.
+            kwargs: As for `from_pretrained`; `revision` is the backbone's (a head's: `attach_head`).
+        """
+        source = os.fspath(backbone)
+        found, _ = stored_json(source, **hub_options(kwargs))
+        if (other := found.get("base_model_name_or_path")) is not None:
+            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
+        if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
+            for name in {"block_size", "mask_token_id"} & kwargs.keys():
+                found[name] = kwargs.pop(name)
+            kwargs["config"] = config = MRPConfig.from_dict({**found, "model_type": "sdar"})
+            log.warning(
+                f"{source} is an autoregressive Qwen3 checkpoint: until it is trained with the block-diffusion loss, in blocks "
+                f"of {config.block_size} with the mask {config.mask_token_id}, it generates nonsense"
+            )
+        model = cls.from_pretrained(source, **kwargs)
+        if head is not None:
+            model._take_head(head, hub_options({**kwargs, "revision": None, "subfolder": None}), kwargs)
+        return model
+
+    def attach_head(self: Any, head: Any, **hub: Any) -> None:
+        """Give the model a head, in place of its own if it has one; `ValueError`, and the model as before, if it does not fit.
+
+        Args:
+            head: A folder or id, of which the head is read and nothing else, in whatever layout; or an `MRPHead`.
+            hub: `revision`, `token`, ... for an id.
+        """
+        if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
+            raise ValueError(f"{', '.join(unknown)}: attach_head takes {', '.join(HUB_OPTIONS)}. Check the spelling")
+        if isinstance(head, str | os.PathLike):
+            head = self._read_head(os.fspath(head), hub)
+        else:
+            check_same_backbone(head.layers[0].self_attn.config, self.config, "another model")
+        if (processes := getattr(self, "_tp_size", None) or 1) > 1:
+            raise ValueError(
+                f"the layers are divided among {processes} processes, those of an attached head would not be: attach it in one "
+                "process, save_pretrained the whole model, and load that with tensor parallelism"
+            )
+        device = device_of(self.lm_head)
+        head.to(device, self.lm_head.weight.dtype)
+        if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices
+            add_hook_to_module(head, AlignDevicesHook(device))
+        head.place_behind(self.config)
+        self.mrp_head = head.train(self.training)
+        self.config.num_nextn_predict_layers = len(head.layers)
+
+    def detach_head(self: Any) -> MRPHead | None:
+        """Remove and return the head, if there is one; if `generate` would use it by default, the default becomes `static`."""
+        head, self.mrp_head = self.mrp_head, None
+        self.config.num_nextn_predict_layers = 0
+        if str(getattr(self.generation_config, "decoding", None)).startswith("mrp_"):
+            self.generation_config.decoding = None
+        return head
+
+    @classmethod
+    def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
+        """Make an MRP model that shares a stock Qwen3 model's parameters, with a repository's head; later calls reuse it."""
+        parameters = dict(stock.named_parameters(remove_duplicate=False))
+        like = parameters["lm_head.weight"]
+        source = (repository, download.get("revision"), like.dtype, like.device, *map(id, parameters.values()))
+        known, model = _MADE.get(stock, (None, None))
+        if known == source:
+            return model
+        head = cls.config_class.from_pretrained(repository, **download)
+        fields = {"block_size": head.block_size, "mask_token_id": head.mask_token_id, **stock.config.to_dict()}
+        config = cls.config_class.from_dict({**fields, "model_type": "sdar", "num_nextn_predict_layers": 0})
+        with torch.device("meta"):
+            model = cls(config).eval()
+        try:
+            model.load_state_dict(parameters, assign=True)
+        except RuntimeError as error:
+            raise ValueError(
+                f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on: load the checkpoint with "
+                f"MRPForCausalLM.from_backbone instead ({error})"
+            ) from error
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)  # no checkpoint holds its buffers
+        model._take_head(repository, download, {})
+        _MADE[stock] = source, model
+        return model
+
+    def save_pretrained(
+        self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *, head_only: bool = False, **more: Any
+    ) -> None:
+        """Save weights, both configs and the remote code as transformers does; with `head_only` the head alone, which names
+        `backbone_source` as its backbone and loads it. `ValueError` for a head that cannot be saved alone."""
+        folder = Path(save_directory)
+        self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
+        self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
+        if head_only:
+            if more.get("push_to_hub"):
+                raise ValueError("push_to_hub with head_only=True: save the head to a folder, and push that with `mrp push`")
+            head, config = head_to_save(self, state_dict)
+            if is_main_process:
+                config.save_pretrained(folder)
+                self.generation_config.save_pretrained(folder)
+                save_file(head, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        else:
+            more["save_original_format"] = False  # our names, also if the model came in a published layout
+            super().save_pretrained(folder, is_main_process, state_dict, **more)
+        both = [path for path in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME) if path.is_file()]
+        if is_main_process and len(both) == 2:  # transformers leaves those of an earlier save, and loads them first
+            min(both, key=lambda path: path.stat().st_mtime_ns).unlink()
+
+    def _init_weights(self: Any, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if self.mrp_head is not None and module is self.mrp_head.norm:
+            init.zeros_(module.weight)
+
+    def _take_head(self: Any, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
+        """Attach a head, and take over its repository's options unless others were given."""
+        self.attach_head(head, **hub)
+        if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
+            with contextlib.suppress(OSError):  # it comes with none
+                self.generation_config = self.generation_config_class.from_pretrained(head, **hub)
+
+    def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
+        """Read the head of a checkpoint from its files."""
+        hub = {**hub, "revision": stored_json(source, **hub)[1] or hub.get("revision", "main")}
+        config: Any = MRPConfig.from_pretrained(source, **hub)
+        if not config.has_head:
+            raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
+        check_same_backbone(config, self.config, source)
+        with torch.device("meta"):
+            head = MRPHead(config)
+        state: dict[str, Tensor] = {}
+        try:
+            for file in weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub):
+                with safe_open(file, framework="pt") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
+                        if (ours := our_name(name)).startswith(HEAD):
+                            state[ours.removeprefix(HEAD)] = tensors.get_tensor(name)
+            head.load_state_dict(state, assign=True)
+        except (SafetensorError, RuntimeError) as error:
+            raise ValueError(f"the head of {source} is not whole, or does not fit its config: {error}") from error
+        return head
+
+
+def device_of(module: Any) -> torch.device:
+    """Find the device of a module's weight, or the one to which its hook fetches it; `ValueError` if the weight is nowhere."""
+    device = module.weight.device
+    if device.type == "meta":
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if device is None:
+        raise ValueError(
+            f"the weight of a {type(module).__name__} is on the meta device, and no hook of accelerate fetches it: load the "
+            "model with from_pretrained, with device_map if it is to be offloaded"
+        )
+    return torch.device(device)
+
+
+def head_to_save(model: Any, state_dict: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], MRPConfig]:
+    """Select the tensors and the config of a head repository; `ValueError` for a head that cannot be saved alone."""
+    if model.mrp_head is None:
+        raise ValueError("head_only=True: the model has no MRP head. Give it one with attach_head, or save it whole")
+    if model.backbone_source is None:
+        raise ValueError(
+            "head_only=True: a head names its backbone, and this model was not loaded from a checkpoint, or trained since. Set "
+            "model.backbone_source = (name or path, revision or None), or save it whole"
+        )
+    state = model.state_dict() if state_dict is None else state_dict
+    head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
+    with torch.device("meta"):
+        own = {HEAD + name for name in MRPHead(model.config).state_dict()}
+    if others := (head.keys() ^ own) | {name for name, tensor in head.items() if type(tensor) is not Tensor}:
+        raise ValueError(
+            f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... Merge adapters first "
+            "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
+        )
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
+    config.base_model_name_or_path, config.base_model_revision = model.backbone_source
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the backbone's
+    return head, config
+
+
+# ---------------------------------------------------------------------------------------------------- networks.cache
+
+"""Keys and values of committed blocks by absolute position and, beyond the longest text, of the states being scored."""
+
+
+
+
+# Slots that attention reads beyond the texts are a power of two of at least so many where shapes have to stay the same.
+LEAST_BUCKET = 256
+
+
+class PassingReference(weakref.ref[Any]):
+    """A weak reference that can be copied and pickled; two are equal if they refer to one object that is alive."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (set(),)  # which nothing else holds, so that an unpickled reference is dead
+
+    def __deepcopy__(self, memo: Any) -> "PassingReference":
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PassingReference) and self() is not None and self() is other()
+
+
+def weights_seen(module: nn.Module) -> list[Any]:
+    """Note a module's parameters and active adapters; a later list is equal if none was replaced, moved or written to since
+    (other than by `.data`, which autograd does not count)."""
+    weights = []
+    for weight in module.parameters():
+        if not weight.is_meta:  # those that are offloaded come anew each time
+            place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
+            writes = 0 if weight.is_inference() else weight._version  # for which there is no public name
+            weights.append((PassingReference(weight), place, writes))
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]  # peft's
+    adapters = [
+        (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
+        for layer in layers
+    ]
+    return [weights, adapters, adapters_of_rows(module)]
+
+
+def adapters_of_rows(module: nn.Module) -> list[str] | None:
+    """Read peft's `adapter_names`, one for each row of a batch, from the last hooks: a call that failed left its own behind."""
+    hooks = (hook for part in module.modules() for hook in reversed(part._forward_pre_hooks.values()))
+    names = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
+    return next((list(of_rows) for of_rows in names if of_rows is not None), None)
+
+
+def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
+    """List the devices on which a model's layers compute, the backbone's first, then with the head's."""
+    layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
+    return tuple(device_of(layer.self_attn.k_proj) for layer in layers)
+
+
+class BlockCache(Cache):
+    """KV memory of fixed size, one buffer per device, `[rows, slots, layers, 2, kv_heads, head_dim]`, written in place.
+
+    A committed token lives in the slot of its absolute position, so padding takes no room. The states of a round are written
+    behind the longest text, so that what attention reads is one slice; when one turns out clean, `move` copies its keys and
+    values to its row's text. A call of `generate` takes over the cache it is given and starts behind what that holds of the new
+    prompt; the rest is gone (`copy.deepcopy` keeps it).
+
+    Args:
+        model, rows: The model, and how many rows of a batch.
+        capacity: Committed slots per row, a multiple of the block size.
+        scratch: Tokens that can be scored at once per row.
+        with_head: Whether there are layers of the head, behind the backbone's, and hidden states for it to read later.
+        fixed: Whether attention reads a power of two of slots before what is scored, as recordings need fixed shapes.
+
+    Attributes:
+        hidden: [rows, slots, hidden_size], the kept hidden states; if `shifted`, those of the position after the slot's.
+        ids: By row, the text whose tokens the slots hold.
+        held, head_held: By row, how many of its first tokens have keys and values in all layers of the backbone, of the head.
+        hidden_held: By row, how many have hidden states that the head may still read, if it has not read them.
+        owner, weights: The model whose keys and values these are, weakly, and its parts' `weights_seen` then, by name.
+        active: Rows that take part: the first ones.
+        begin, end: The target, the slots that the next forward writes.
+        written: By layer, keys and values of the target, [rows, heads, new, head_dim] each.
+        read: By layer, what attention reads once the target is written, [rows, heads, seen, head_dim] each.
+    """
+
+    def __init__(self, model: Any, rows: int, capacity: int, scratch: int, with_head: bool, fixed: bool = False) -> None:
+        super().__init__(layers=[])
+        config, key = model.config, model.model.layers[0].self_attn.k_proj.weight
+        self.rows, self.capacity, self.scratch, self.fixed = rows, capacity, scratch, fixed
+        self.dtype, self.shifted, self.layer_devices = model.dtype, model.model.shifted, devices_of_layers(model, with_head)
+        self.head_layers = len(self.layer_devices) - config.num_hidden_layers
+        self.owner = PassingReference(model)
+        self.weights: dict[str, list[Any]] = {}
+        self.empty()
+        heads, width = config.num_key_value_heads, config.head_dim
+        if (getattr(model, "_tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
+            heads = len(key.to_local()) // width
+        self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
+        slots = scratch + (bucket(capacity) if fixed else capacity)
+        # Elsewhere no slot is read that was not written before: rows are prefilled and scored together.
+        made = torch.zeros if fixed else torch.empty
+        self._buffers = {
+            device: made((rows, slots, layers, 2, heads, width), dtype=self.dtype, device=device)
+            for device, layers in Counter(self.layer_devices).items()
+        }
+        size = rows, capacity + scratch * self.shifted, config.hidden_size if with_head or self.shifted else 0
+        self.hidden = torch.empty(size, dtype=self.dtype, device=self.layer_devices[-1])
+        self.hidden[:, :1] = 0  # before the first token
+        self.active, self.begin, self.end = rows, 0, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, fixed at construction."""
+        return sum(buffer.nbytes for buffer in (*self._buffers.values(), self.hidden))
+
+    def target(self, used: int, width: int, prefill: bool = False) -> None:
+        """Let the next forward write `width` tokens a row behind the first `used` slots and read all slots up to there. Where
+        shapes are fixed, it writes behind a power of two of slots; not in a prefill."""
+        self.begin = bucket(used) if self.fixed and not prefill else used
+        self.end = self.begin + width
+        self.written, self.read = self._views(self.begin), self._views(0)
+
+    def _views(self, begin: int) -> list[tuple[Tensor, Tensor]]:
+        """Select keys and values from a slot to the end of the target, [rows, heads, slots, head_dim], of every layer."""
+        views = {
+            device: buffer[: self.active, begin : self.end].permute(2, 3, 0, 4, 1, 5).flatten(0, 1).unbind(0)
+            for device, buffer in self._buffers.items()
+        }
+        places = zip(self.layer_devices, self._index, strict=True)
+        return [(views[device][2 * at], views[device][2 * at + 1]) for device, at in places]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write new keys and values, [rows, heads, new, head_dim] each, to the target; return what attention reads."""
+        keys, values = self.written[layer_idx]
+        keys.copy_(key_states)
+        values.copy_(value_states)
+        return self.read[layer_idx]
+
+    def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
+        """Copy, for each `(row, source, target)`, `length` slots from `source` on to those from `target` on, in some layers."""
+        row, source, target = torch.tensor(moves).unbind(1)
+        offsets = torch.arange(length)
+        source, target = source[:, None] + offsets, target[:, None] + offsets
+        for part in self._of(layers):
+            at, of, to = (index.to(part.device, non_blocking=True) for index in (row[:, None], source, target))
+            if part.shape[-1] * part.element_size() % 8 == 0:
+                part = part.view(torch.int64)  # a number of a narrow type costs as much to index as a wide one
+            part[at, to] = part[at, of]
+
+    def blank(self, layers: range, row: int, begin: int, end: int) -> None:
+        """Zero slots of a row in some layers: where they are masked, attention gives weight 0, but 0 times NaN is NaN."""
+        for part in self._of(layers):
+            part[row, begin:end] = 0
+
+    def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
+        """Exchange the first `used` slots of pairs of rows, with their kept hidden states."""
+        ours, theirs = torch.tensor(pairs).unbind(1)
+        to, of = torch.cat([ours, theirs]), torch.cat([theirs, ours])
+        for part in self._held_parts(used):
+            part[to.to(part.device)] = part[of.to(part.device)]
+
+    def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
+        """Record what the cache holds, by row (see the attributes)."""
+        self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
+        self.written, self.read = [], []  # a copy of the cache needs no copies of views
+
+    def empty(self) -> None:
+        """Record that it holds nothing."""
+        nothing = [0] * self.rows
+        self.hold([[] for _ in nothing], nothing, nothing, nothing)
+
+    def cut(self, texts: list[list[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
+        """Cut what is held to the first tokens of each row's text, in whole blocks and at most `upto`; return their numbers.
+
+        If `with_head`, the head's layers must hold them too, or be able to read them still. What lies behind is overwritten
+        from here on, also by a call that does not come to its end.
+        """
+        found = []
+        for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
+            most = min(most, self.held[row], max(self.head_held[row], self.hidden_held[row]) if with_head else most)
+            ids = self.ids[row][:most]
+            same = next((at for at, token in enumerate(ids) if token != text[at]), len(ids))
+            found.append(same // block_size * block_size)
+        self.hold(texts, found, list(map(min, found, self.head_held)), list(map(min, found, self.hidden_held)))
+        return found
+
+    def fits(self, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
+        """Tell if it can be written to, for so many rows, tokens of each, and the head's layers if they are needed."""
+        writable = torch.is_inference_mode_enabled() or not self.hidden.is_inference()
+        room = capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
+        return writable and rows == self.rows and room
+
+    def fill_from(self, other: "BlockCache") -> None:
+        """Copy the content of another cache with as many layers; its rows, a divisor of this one's, are each repeated."""
+        copies, used = self.rows // other.rows, max(other.held)
+        records: tuple[list[Any], ...] = (other.ids, other.held, other.head_held, other.hidden_held)
+        self.hold(*([one for one in record for _ in range(copies)] for record in records))
+        for ours, theirs in zip(self._held_parts(used), other._held_parts(used), strict=True):
+            ours.copy_(theirs.repeat_interleave(copies, 0))
+
+    def detach(self) -> None:
+        """Replace memory that is shared, as after `copy.copy`, by a copy."""
+        self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
+        self.hidden = self.hidden.clone()
+
+    def _held_parts(self, used: int) -> list[Tensor]:
+        """Select the content of the first slots: keys and values, and hidden states, [rows, ...]."""
+        return [*(one[:, :used] for one in self._buffers.values()), self.hidden[:, : used + self.shifted]]
+
+    def _of(self, layers: range) -> Iterator[Tensor]:
+        """Select the memory of some layers on each device: [rows, slots, layers, 2, heads, head_dim]."""
+        for device, buffer in self._buffers.items():
+            held = [self._index[layer] for layer in layers if self.layer_devices[layer] == device]
+            if held:
+                yield buffer[:, :, held[0] : held[-1] + 1]
+
+
+def bucket(used: int) -> int:
+    """Round a number of slots up to a power of two, at least the least bucket."""
+    return max(LEAST_BUCKET, 1 << (used - 1).bit_length())
+
+
+# ---------------------------------------------------------------------------------------------------- networks.graphs
+
+"""CUDA graphs: a network that runs again and again on the same cache is recorded once, and then replayed with one launch.
+
+There is a recording for each network by rows, states and length bucket. Recordings are dear, so they outlive the call of
+`generate` that made them, together with the cache that they write to: one for a model, until its weights lie elsewhere,
+`release_graphs` is called, or a call needs another size.
+
+The first run of a kind is an ordinary one, on the side stream that will record: it warms up libraries and compilers. The second
+is recorded. On a GPU the first replays are compared with ordinary runs; where they differ nothing is recorded any more.
+"""
+
+
+
+
+# PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while another one goes on.
+_RECORDING = threading.Lock()
+# Replays of a recording that are compared: the first with the inputs it was made from, the next with others.
+_COMPARED = 2
+# Tokens of the smallest cache that is kept. Others have twice as many, four times, ..., so that growing prompts find the same.
+LEAST_CAPACITY = 1024
+
+
+class CudaRecorder:
+    """CUDA graphs of one device that share a pool of memory: a graph's results may be overwritten by the next one's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream, self.pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def first(self, step: Callable[[], Tensor]) -> Tensor:
+        """Run a step so that it can be recorded later."""
+        main = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):
+            output = step()
+        main.wait_stream(self.stream)
+        return output
+
+    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Record a step without running it; return a function that replays it and returns its output, in the graph's memory."""
+        graph, first = torch.cuda.CUDAGraph(), None
+        recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+        try:
+            # The stream's context leads back to the caller's stream also where a recording fails to end.
+            with _RECORDING, torch.cuda.stream(self.stream), recording:
+                try:
+                    output = step()
+                except Exception as error:
+                    first = error
+                    raise
+        except Exception as error:  # which may be that of ending the recording, and hide the first
+            raise first or error from None
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+# What records on which kind of device.
+RECORDERS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaRecorder}
+
+
+class Graphs:
+    """The recorded forwards of one model, with the `fingerprint` of its weights, on one cache, which stays where it is.
+
+    Attributes:
+        inputs, recorded, compared: By key, where a recording reads its inputs, what replays it, how often that was compared.
+        failed: Whether a forward could not be recorded or gave wrong results, so that no more are tried.
+        busy: Whether a call is using them.
+    """
+
+    def __init__(self, cache: BlockCache, weights: Hashable) -> None:
+        self.cache, self.weights, self.device = cache, weights, cache.layer_devices[0]
+        self.recorder = RECORDERS[self.device.type](self.device)
+        self.inputs: dict[Hashable, list[Tensor]] = {}
+        self.recorded: dict[Hashable, Callable[[], Tensor]] = {}
+        self.compared: dict[Hashable, int] = {}
+        self.replays, self.failed, self.busy = 0, False, False
+        self._thread = threading.local()  # libraries keep a handle for each: one that ran nothing yet must not record
+        self._lent: Callable[[], BlockCache | None] = lambda: None
+
+    def lend(self, past: BlockCache | None) -> BlockCache:
+        """Lend the cache, filled with the content of `past`; an earlier borrower keeps its content in memory of its own."""
+        cache = past
+        if cache is None or cache.hidden is not self.cache.hidden:
+            if (holder := self._lent()) is not None:
+                holder.detach()
+            cache = copy.copy(self.cache)
+            if past is not None:
+                cache.fill_from(past)
+        self._lent = weakref.ref(cache)
+        return cache
+
+    def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Compute `function(*inputs)` by a recording if there is one; the result belongs to the caller. It must depend only on
+        the inputs, which may lie on the host, the key and the cache."""
+        key = key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+        fixed, replay = self.inputs.get(key), self.recorded.get(key)
+        if fixed is None or self.failed or (replay is None and not hasattr(self._thread, "warm")):
+            given = [tensor.to(self.device, non_blocking=True) for tensor in inputs]
+            if self.failed:
+                return function(*given)
+            with torch.inference_mode(False), torch.no_grad():  # to be written to in and outside of it
+                self.inputs[key] = fixed or [torch.empty_like(tensor) for tensor in given]
+            self._thread.warm = True
+            return self.recorder.first(lambda: function(*given))
+        for register, tensor in zip(fixed, inputs, strict=True):
+            register.copy_(tensor, non_blocking=True)
+        try:
+            if replay is None:
+                replay = self.recorded[key] = self.recorder.record(lambda: function(*fixed))
+            made = replay()
+            if self.device.type in CHECKED_ON and self.compared.get(key, 0) < _COMPARED:
+                right = self.recorder.first(lambda: function(*fixed))  # it writes what the replay has written
+                check_close("a replay and the forward that it stands for differ", made, right)
+                self.compared[key] = self.compared.get(key, 0) + 1
+        except Exception as error:
+            self.failed = True
+            self.recorded.clear()
+            how = "is wrong when it is replayed" if isinstance(error, ArithmeticError) else "could not be recorded"
+            warnings.warn(
+                f"a round of decoding {how} as a CUDA graph ({error}): decoding goes on without graphs. "
+                "That may disturb other work of this process: restart it, and pass graphs=False to generate",
+                stacklevel=2,
+            )
+            return function(*fixed)
+        self.replays += 1
+        return made.clone()
+
+
+_KEPT: "weakref.WeakKeyDictionary[nn.Module, Graphs]" = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def release_graphs(model: nn.Module) -> None:
+    """Free the recordings and the cache that are kept for a model."""
+    with _LOCK:
+        _KEPT.pop(model, None)
+
+
+def recording_report(model: nn.Module) -> dict[str, int]:
+    """Count what is kept for a model: `recordings`, their `replays` so far, the cache's `bytes`, whether recording `failed`."""
+    kept = _KEPT.get(model)
+    found = (0, 0, 0, 0) if kept is None else (len(kept.recorded), kept.replays, kept.cache.nbytes, int(kept.failed))
+    return dict(zip(("recordings", "replays", "bytes", "failed"), found, strict=True))
+
+
+@contextmanager
+def cache_for(
+    model: Any, graphs: bool | None, past: BlockCache | None, rows: int, capacity: int, scratch: int, with_head: bool
+) -> Iterator[tuple[BlockCache, Graphs | None]]:
+    """Choose the cache of a call and the recordings of its forwards: those kept from earlier calls, or new ones.
+
+    A cache `past` to continue from is taken over, if it has the head's layers where these are needed. Forwards are recorded
+    where possible if `graphs` is None, or `ValueError` is raised if it is True; never if it is False.
+    """
+    if past is not None and with_head and not past.head_layers:
+        past = None
+    why = "graphs is False" if graphs is False else obstacle(model)
+    if graphs and why is not None:
+        raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
+    deep = with_head or (past is not None and past.head_layers > 0)  # a Cache of transformers is false where it is empty
+    kept = None if why is not None else _kept_for(model, rows, capacity, scratch, deep)
+    if kept is not None:
+        try:
+            yield kept.lend(past), kept
+        finally:
+            kept.busy = False
+    elif past is None:
+        yield BlockCache(model, rows, capacity, scratch, with_head), None
+    elif past.fits(rows, capacity, scratch, with_head):
+        yield past, None
+    else:
+        cache = BlockCache(model, rows, max(capacity, past.capacity), max(scratch, past.scratch), deep)
+        cache.fill_from(past)
+        yield cache, None
+
+
+def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: bool) -> Graphs | None:
+    """Find or make what is kept for a model, with room for a call, and mark it busy; None if another call is using it."""
+    weights = fingerprint(model)
+    with _LOCK:
+        kept = _KEPT.get(model)
+        if kept is not None and kept.busy:
+            return None
+        if kept is None or kept.weights != weights or not kept.cache.fits(rows, capacity, scratch, with_head):
+            kept = None
+            _KEPT.pop(model, None)  # its memory goes before another is asked for
+            block = model.config.block_size
+            roomy = max(LEAST_CAPACITY, 1 << (capacity - 1).bit_length()) // block * block
+            with torch.inference_mode(False), torch.no_grad():
+                cache = BlockCache(model, rows, max(roomy, capacity), scratch, with_head, fixed=True)
+            kept = _KEPT[model] = Graphs(cache, weights)
+        kept.busy = True
+    return kept
+
+
+def fingerprint(model: Any) -> Hashable:
+    """Collect all that recordings of a model depend on: where weights lie, modes and hooks of modules, the attention."""
+    tensors = (*model.parameters(), *model.buffers())
+    places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
+    settings: list[Hashable] = []
+    for module in model.modules():
+        settings.append((type(module), len(module._forward_hooks), len(module._forward_pre_hooks)))
+        for name, value in vars(module).items():  # adapters are switched by plain attributes, and by lists and dicts of such
+            if isinstance(value, bool | int | float | str | list | tuple | None) or (type(value) is dict and name[0] != "_"):
+                settings.append((name, repr(value)))
+    attention = model.config._attn_implementation
+    return places, *settings, *(adapters_of_rows(model) or ()), attention, ALL_ATTENTION_FUNCTIONS.get(attention)
+
+
+def obstacle(model: Any) -> str | None:
+    """Say why forwards of this model cannot be recorded here, with the remedy; None if they can."""
+    device = model.device  # before anything that reads all weights: elsewhere no call has to
+    if device.type not in RECORDERS:
+        return f"the model is on {device}: move it to a CUDA device"
+    tensors = (*model.parameters(), *model.buffers())
+    if others := {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}:
+        return f"weights are of the kind {', '.join(sorted(others))}, and where those lie is not known: load plain tensors"
+    if len(devices := {tensor.device for tensor in tensors}) > 1:
+        return f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): load it on one"
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on, and what it casts does not stay in place: load the model in that dtype instead"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- kernels.round_layers
+
+"""The fused layers of a round: Triton kernels, each beside its PyTorch twin, for all that lies between the matrix products.
+
+A layer called module by module launches about seventy operations, nearly all of them on a few thousand numbers: on a GPU each
+takes longer to start than to run, also inside a CUDA graph. `run_fused` makes a few launches a layer; four are of kernels here:
+a sum and its norm (twice); norm and rotation of queries and keys, with the copy of keys and values to the cache; attention.
+Casts are those of transformers' modules: whatever these round to the model's dtype is rounded here, too.
+
+In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
+state and, where its state has a parent, those of the parent. Keys and values are read where `BlockCache` holds them: the
+committed slots first, then those of all states.
+"""
+
+
+
+
+_HEADS = 8  # heads per program of `_rotate`, of one token or several
+_PROGRAMS = 2  # of attention per multiprocessor, wanted
+_TILE_KEYS = 32
+_KEYS_PER_PROGRAM = 128  # at least: with fewer, merging costs more than splitting saves
+_MOST_SHARES = 16  # of a row's keys: one program merges them one after the other
+_LOG2_E = 1.4426950408889634
+
+Pair = tuple[Tensor, Tensor]
+# A `Plan`: by layer, the layer, its product for queries, keys and values, and that for gate and up. `Plans`: by network.
+Plan = list[tuple[Any, ...]]
+Plans = dict[Any, Plan]
+
+
+def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
+    """Return the sum `hidden + added` [..., hidden_size] (`hidden` if `added` is None), and the sum under a `Qwen3RMSNorm`."""
+    hidden, size = hidden.contiguous(), hidden.shape[-1]
+    normed = torch.empty_like(hidden)
+    total = hidden if added is None else torch.empty_like(hidden)
+    _sum_and_norm[(hidden.numel() // size,)](
+        *(hidden, None if added is None else added.contiguous(), norm.weight, total, normed, size, norm.variance_epsilon),
+        TILE=triton.next_power_of_2(size),
+        **LAUNCH | {"num_warps": 4 if size <= 2048 else 8},
+    )
+    return total, normed
+
+
+def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: Any) -> Pair:
+    """Compute `sum_and_norm` in PyTorch."""
+    total = hidden if added is None else hidden + added
+    return total, normed_by(norm, total)
+
+
+def normed_by(norm: Any, hidden: Tensor) -> Tensor:
+    """Apply a `Qwen3RMSNorm`; in float32 to the same bits with fewer new tensors, which saves time in large rounds."""
+    if hidden.dtype != torch.float32:
+        return norm(hidden)
+    scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return (hidden * scale).mul_(norm.weight)
+
+
+def rotated(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
+    """Normalise and rotate queries and keys, and write keys and values to the cache; return queries, keys and values.
+
+    Args:
+        projected: Queries, keys and values of each token, [rows, tokens, (heads + 2 * kv_heads) * head_dim]; or these three.
+        norms: `Qwen3RMSNorm`s of queries and keys, of one epsilon.
+        rotary: cos and sin, [rows, tokens, head_dim] each.
+        target: The cache's slots for keys and for values, [rows, kv_heads, tokens, head_dim] each, returned after the queries
+            [rows, heads, tokens, head_dim].
+    """
+    projected = projected.contiguous() if isinstance(projected, Tensor) else torch.cat(projected, -1)
+    (cos, sin), (keys, values) = (each.contiguous() for each in rotary), target
+    (rows, tokens, size), (kv_heads, head_dim) = projected.shape, keys.shape[1::2]
+    heads = size // head_dim - 2 * kv_heads
+    queries = projected.new_empty(rows, tokens, heads, head_dim)
+    _rotate[(triton.cdiv(rows * tokens * size // head_dim, _HEADS),)](
+        *(projected, norms[0].weight, norms[1].weight, cos, sin, queries, keys, values),
+        *(*keys.stride()[:3], rows, tokens, heads, kv_heads, norms[0].variance_epsilon),
+        HEAD_DIM=head_dim,
+        PADDED=triton.next_power_of_2(head_dim),
+        HEADS=_HEADS,
+        **LAUNCH,
+    )
+    return queries.transpose(1, 2), keys, values
+
+
+def rotated_ref(projected: Tensor | list[Tensor], norms: tuple[Any, Any], rotary: Pair, target: Pair) -> tuple[Tensor, ...]:
+    """Compute `rotated` in PyTorch."""
+    keys, values = target
+    size, head_dim = keys.shape[1] * keys.shape[3], keys.shape[3]
+    if isinstance(projected, Tensor):
+        projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
+    query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in projected)
+    query, key = normed_by(norms[0], query).transpose(1, 2), normed_by(norms[1], key).transpose(1, 2)
+    cos, sin = (part[:, None] for part in rotary)
+    keys.copy_((key * cos).addcmul_(rotate_half(key), sin))
+    values.copy_(value.transpose(1, 2))
+    return (query * cos).addcmul_(rotate_half(query), sin), keys, values
+
+
+@dataclass(frozen=True)
+class RoundMask:
+    """The attention pattern of a round (which keys each state sees), in place of a mask tensor.
+
+    Attributes:
+        committed: [rows] long, number of committed slots that each row sees.
+        parent: [rows, width] long, index in the row of the state that a state attends to besides the prefix, -1 if none.
+        block_size: Tokens per state.
+        dispatch: Decides between kernels and PyTorch.
+        sees_all: Whether every query sees every key: each row has one state, and all rows are equally long.
+    """
+
+    committed: Tensor
+    parent: Tensor
+    block_size: int
+    dispatch: Dispatch = AUTOMATIC
+    sees_all: bool = False
+    _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
+
+    def dense(self, used: int) -> Tensor:
+        """Make the mask [rows, 1, width * block_size, used + width * block_size] bool over `used` slots and scored states."""
+        slots, block = torch.arange(self.parent.shape[1], device=self.parent.device), self.block_size
+        sees = (slots[:, None] == slots) | (self.parent[..., None] == slots)  # themselves and their parents
+        scored = sees[:, :, None, :, None].expand(-1, -1, block, -1, block).flatten(3).flatten(1, 2)
+        before = torch.arange(used, device=slots.device) < self.committed[:, None]
+        return torch.cat([before[:, None].expand(-1, scored.shape[1], -1), scored], -1)[:, None]
+
+    def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
+        """Make the additive mask of `dense`: 0 where a key is visible, -inf elsewhere; None if all are visible."""
+        if self.sees_all:
+            return None
+        if (name := (used, dtype)) not in self._kept:
+            hidden = self.dense(used).logical_not_()
+            self._kept[name] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        return self._kept[name]
+
+    def arrived(self, count: int) -> Tensor:
+        """Return `count` int32 zeros, in which the kernel counts its programs; it sets them back to zero after each layer."""
+        if count not in self._kept:
+            self._kept[count] = torch.zeros(count, dtype=torch.int32, device=self.committed.device)
+        return self._kept[count]
+
+
+def round_attention_ref(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
+    """Compute `round_attention` in PyTorch, by SDPA."""
+    bias, grouped = mask.bias(key.shape[2] - query.shape[2], query.dtype), query.device.type == "cpu"
+    if not grouped:  # with a mask, SDPA's fast kernels on a GPU take no grouped heads
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
+
+
+def round_attention(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
+    """Compute the attention of a round in one launch; return [rows, queries, heads, head_dim].
+
+    A program takes a tile of a row's queries, with all query heads of one KV head, and one share of the keys that the row
+    sees; of a tile's programs, the last to finish merges the shares, in order. No shape depends on `committed` or `parent`.
+
+    Args:
+        query: [rows, heads, queries, head_dim], queries = width * block_size.
+        key, value: [rows, kv_heads, used + queries, head_dim], of equal strides, the last one 1: `used` committed slots, then
+            the scored states. Committed slots that a row does not see are never read.
+        mask: Which keys each state sees.
+        scale: Multiplies the scores.
+    """
+    rows, heads, queries, head_dim = query.shape
+    kv_heads, keys = key.shape[1], key.shape[2]
+    group, used = heads // kv_heads, keys - queries
+    # So large that two programs, each with two tiles of keys, fit a multiprocessor's registers and shared memory.
+    tile_rows = max(16, min(triton.next_power_of_2(queries * group), 32 if query.dtype == torch.float32 else 64))
+    tiles = triton.cdiv(queries * group, tile_rows)
+    most = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)  # for one wave of programs
+    splits = max(1, min(most, triton.cdiv(used, _KEYS_PER_PROGRAM), _MOST_SHARES))
+    out = query.new_empty(rows, queries, heads, head_dim)
+    shares = (rows * kv_heads, splits, queries * group) if splits > 1 else (0,)
+    level = torch.empty(*shares, dtype=torch.float32, device=query.device)
+    sums = torch.empty(*shares, head_dim, dtype=torch.float32, device=query.device)
+    if triton.knobs.runtime.interpret:  # the interpreter's products of bfloat16 are wrong
+        query, key, value = query.float(), key.float(), value.float()
+    _attend[(tiles, splits, rows * kv_heads)](
+        *(query.transpose(1, 2).contiguous(), key, value, out, sums, level, mask.arrived(tiles * rows * kv_heads)),
+        *(mask.committed, mask.parent, *key.stride()[:3], kv_heads, queries, used, scale * _LOG2_E),
+        BLOCK_SIZE=mask.block_size,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PADDED=max(16, triton.next_power_of_2(head_dim)),
+        TILE_ROWS=tile_rows,
+        TILE_KEYS=_TILE_KEYS,
+        SPLIT=splits > 1,
+        num_stages=2,
+        **LAUNCH,
+    )
+    return out
+
+
+SUM_AND_NORM = Kernel("sum_and_norm", sum_and_norm, sum_and_norm_ref)
+ROTATED = Kernel("rotated", rotated, rotated_ref)
+ROUND_ATTENTION = Kernel("round_attention", round_attention, round_attention_ref)
+
+
+def product(linears: Sequence[Any], weight: Tensor | None) -> Callable[[Tensor], Tensor | list[Tensor]]:
+    """Make a function that applies linear layers to one input and returns a list, or one tensor by their packed `weight`."""
+    return (lambda hidden: [linear(hidden) for linear in linears]) if weight is None else partial(F.linear, weight=weight)
+
+
+def run_fused(plan: Plan, norm: Any, hidden: Tensor, rotary: Pair, mask: RoundMask, cache: Any) -> Tensor:
+    """Run the planned layers and the final norm of backbone or head over hidden states; return the normed ones.
+
+    Where kernels do not run, as on a CPU, their PyTorch twins do.
+
+    Hidden states are [rows, tokens, hidden_size], cos and sin of `rotary` [rows, tokens, head_dim] each; keys and values go to
+    the target of `cache`, a `BlockCache`.
+    """
+    run, added = mask.dispatch.run, None
+    for layer, of_attention, of_mlp in plan:
+        hidden, normed = run(SUM_AND_NORM, hidden, added, layer.input_layernorm)
+        attention = layer.self_attn
+        place, norms = attention.layer_idx, (attention.q_norm, attention.k_norm)
+        query, *_ = run(ROTATED, of_attention(normed), norms, rotary, cache.written[place])
+        attended = run(ROUND_ATTENTION, query, *cache.read[place], mask, attention.scaling)
+        hidden, normed = run(SUM_AND_NORM, hidden, attention.o_proj(attended.flatten(2)), layer.post_attention_layernorm)
+        both = of_mlp(normed)
+        gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
+        added = layer.mlp.down_proj(layer.mlp.act_fn(gate).mul_(up))
+    _, last = run(SUM_AND_NORM, hidden, added, norm)
+    return last
+
+
+if triton is not None:
+
+    @triton.jit
+    def _sum_and_norm(hidden, added, scale, total, normed, size, epsilon, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        column = tl.arange(0, TILE)
+        inside = column < size
+        place = tl.program_id(0).to(tl.int64) * size + column
+        kind = normed.dtype.element_ty
+        x = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
+        if added is not None:
+            x = (x + tl.load(added + place, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+            tl.store(total + place, x.to(kind), mask=inside)
+        unit = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
+        weight = tl.load(scale + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(normed + place, (weight * unit.to(kind).to(tl.float32)).to(kind), mask=inside)
+
+    @triton.jit
+    def _normed(x, size, is_query, query_scale, key_scale, dim, there, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Scale x by `size`, its inverse RMS, and by the norm's weight of queries or keys at the places `dim` of a head."""
+        of_queries = tl.load(query_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
+        of_keys = tl.load(key_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
+        return (tl.where(is_query, of_queries, of_keys) * (x * size).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+
+    @triton.jit(do_not_specialize=["rows", "tokens"])
+    def _rotate(  # type: ignore[no-untyped-def]
+        projected,
+        query_scale,
+        key_scale,
+        cos,
+        sin,
+        queries,
+        keys,
+        values,
+        cache_row,
+        cache_head,
+        cache_token,
+        rows,
+        tokens,
+        heads,
+        kv_heads,
+        epsilon,
+        HEAD_DIM: tl.constexpr,
+        PADDED: tl.constexpr,
+        HEADS: tl.constexpr,
+    ):
+        """Rotate a tile of heads per program; heads are ordered by token, and within it queries, then keys, then values."""
+        every = heads + 2 * kv_heads
+        at = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+        token, head = at // every, at % every
+        dim = tl.arange(0, PADDED)
+        first, there = dim < HEAD_DIM // 2, dim < HEAD_DIM
+        partner = tl.where(first, dim + HEAD_DIM // 2, dim - HEAD_DIM // 2)
+        inside = (token < rows * tokens)[:, None] & there[None, :]
+        is_query, is_value = (head < heads)[:, None], (head >= heads + kv_heads)[:, None]
+        kind: tl.constexpr = queries.dtype.element_ty
+        source = projected + at.to(tl.int64)[:, None] * HEAD_DIM
+        value = tl.load(source + dim[None, :], mask=inside, other=0.0)
+        own = value.to(tl.float32)
+        other = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+        size = tl.rsqrt(tl.sum(own * own, 1) / HEAD_DIM + epsilon)[:, None]
+        own = _normed(own, size, is_query, query_scale, key_scale, dim, there, kind)
+        other = _normed(other, size, is_query, query_scale, key_scale, partner, there, kind)
+        other = tl.where(first[None, :], -other, other)
+        angle = token[:, None] * HEAD_DIM + dim[None, :]
+        along = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+        across = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+        turned = ((own * along).to(kind).to(tl.float32) + (other * across).to(kind).to(tl.float32)).to(kind)
+        tl.store(queries + ((token * heads + head) * HEAD_DIM)[:, None] + dim[None, :], turned, mask=inside & is_query)
+        row = (token // tokens).to(tl.int64)  # offsets into the cache may not fit 32 bits
+        slot = row * cache_row + (token % tokens).to(tl.int64) * cache_token + (head - heads) % kv_heads * cache_head
+        slot = slot[:, None] + dim[None, :]
+        tl.store(keys + slot, turned, mask=inside & ~is_query & ~is_value)
+        tl.store(values + slot, value, mask=inside & is_value)
+
+    @triton.jit(do_not_specialize=["tokens", "used"])
+    def _attend(  # type: ignore[no-untyped-def]
+        query,
+        key,
+        value,
+        out,
+        partial,
+        levels,
+        arrived,
+        committed,
+        parent,
+        key_row,
+        key_head,
+        key_token,
+        kv_heads,
+        tokens,
+        used,
+        scale,
+        BLOCK_SIZE: tl.constexpr,
+        GROUP: tl.constexpr,
+        HEAD_DIM: tl.constexpr,
+        PADDED: tl.constexpr,
+        TILE_ROWS: tl.constexpr,
+        TILE_KEYS: tl.constexpr,
+        SPLIT: tl.constexpr,
+    ):
+        """Attend in program (tile of queries x heads of a group, share of the prefix, batch row x KV head)."""
+        split, splits = tl.program_id(1), tl.num_programs(1)
+        pair = tl.program_id(2).to(tl.int64)  # offsets into the cache may not fit 32 bits
+        row, head = pair // kv_heads, pair % kv_heads
+        at = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        token = at // GROUP
+        columns, dims = tl.arange(0, TILE_KEYS), tl.arange(0, PADDED)
+        real, inside = at < tokens * GROUP, dims < HEAD_DIM
+        whole = real[:, None] & inside[None, :]
+        place = (((row * tokens + token) * kv_heads + head) * GROUP + at % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+        queries = tl.load(query + place, mask=whole, other=0.0)
+        state = token // BLOCK_SIZE
+        before = tl.load(parent + row * (tokens // BLOCK_SIZE) + state, mask=real, other=-1).to(tl.int32)
+
+        # The running softmax: weighted sum of values, sum of weights, greatest score.
+        sums = tl.zeros([TILE_ROWS, PADDED], tl.float32)
+        total = tl.zeros([TILE_ROWS], tl.float32)
+        peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+        length = tl.minimum(tl.load(committed + row), used).to(tl.int32)
+        share = tl.cdiv(tl.cdiv(length, TILE_KEYS), splits) * TILE_KEYS
+        begin = tl.minimum(split * share, length)
+        end = tl.minimum(begin + share, length)
+        own = tl.cdiv(end - begin, TILE_KEYS)
+        scored = tl.where(split == 0, tl.cdiv(tokens, TILE_KEYS), 0)  # the first share takes the scored states, too
+        for tile in range(0, own + scored):
+            slot = tl.where(tile < own, begin + tile * TILE_KEYS, used + (tile - own) * TILE_KEYS) + columns
+            of = tl.where(tile < own, -2, (slot - used) // BLOCK_SIZE)
+            there = slot < tl.where(tile < own, end, used + tokens)
+            seen = (slot < end)[None, :] | (of[None, :] == state[:, None]) | (of[None, :] == before[:, None])
+            cell = row * key_row + head * key_head + slot.to(tl.int64) * key_token
+            keys = tl.load(key + cell[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+            values = tl.load(value + cell[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+            # float32 is multiplied as three TF32 products, as in SDPA's own kernel: right to the last bits.
+            scores = tl.where(seen, tl.dot(queries, keys, input_precision="tf32x3") * scale, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            level = tl.where(higher == float("-inf"), 0.0, higher)  # where nothing has been seen yet
+            weights, fade = tl.exp2(scores - level[:, None]), tl.exp2(peak - level)
+            total = total * fade + tl.sum(weights, 1)
+            sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision="tf32x3")
+            peak = higher
+        result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+
+        if SPLIT:
+            first = pair * splits * (tokens * GROUP) + at
+            mine = first + split * (tokens * GROUP)
+            tl.store(levels + mine, peak + tl.log2(total), mask=real)
+            tl.store(partial + mine[:, None] * HEAD_DIM + dims[None, :], result, mask=whole)
+            # All threads store before one of them counts this program as done (release) and reads how many were (acquire).
+            tl.debug_barrier()
+            counter = arrived + pair * tl.num_programs(0) + tl.program_id(0)
+            last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
+            if last:
+                tl.store(counter, 0)  # reset for the next layer
+            real = at < tl.where(last, tokens * GROUP, 0)
+            whole = real[:, None] & inside[None, :]
+            result = tl.zeros([TILE_ROWS, PADDED], tl.float32)
+            total = tl.zeros([TILE_ROWS], tl.float32)
+            peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+            for other in range(0, tl.where(last, splits, 0)):
+                theirs = first + other * (tokens * GROUP)
+                level = tl.load(levels + theirs, mask=real, other=0.0, cache_modifier=".cg")
+                values = tl.load(
+                    partial + theirs[:, None] * HEAD_DIM + dims[None, :], mask=whole, other=0.0, cache_modifier=".cg"
+                )
+                higher = tl.maximum(peak, level)  # the first share sees something, so this is finite
+                fade, rise = tl.exp2(peak - higher), tl.exp2(level - higher)
+                result = result * fade[:, None] + values * rise[:, None]
+                total = total * fade + rise
+                peak = higher
+            result = result / tl.where(last, total, 1.0)[:, None]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=whole)
+
+
 # ---------------------------------------------------------------------------------------------------- networks.layers
 
 """Which layers of a model are fused in a round, and the packing of their weights.
@@ -1550,11 +1761,8 @@ _OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
 
 
 def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None:
-    """Plan the fused layers of a decode: backbone's, and head's if it takes part; None: some are to be called as modules.
-
-    Raises:
-        ValueError: if kernels are forced and cannot be used here.
-    """
+    """Plan the fused layers of a decode: backbone's, and head's if it takes part; None: some are to be called as modules, for
+    which `ValueError` is raised if kernels are forced."""
     layers: dict[Any, list[Any]] = {model.model: list(model.model.layers)[: model.config.num_hidden_layers]}
     if with_head:
         layers[model.mrp_head] = list(model.mrp_head.layers)
@@ -1574,10 +1782,7 @@ def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Say what a module does beyond its class `kind` (of torch, transformers or this package), with the remedy; or None.
-
-    Global hooks (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
-    """
+    """Say what a module does, global hooks aside, beyond its class `kind` (of torch, transformers or this package); or None."""
     found = type(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         if any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):
@@ -1658,10 +1863,9 @@ def _plain(linear: Any) -> bool:
 
 # ---------------------------------------------------------------------------------------------------- model.diffusion
 
-"""Block diffusion: attention masks, and the noise of a text with its loss.
+"""Block diffusion: attention masks (True where a query may look at a key), and the noise of a text with its loss.
 
-Positions are absolute and count from 0 at a sequence's first real token; the block of a position is
-``position // block_size``. Masks here are boolean, True where a query may look at a key.
+Positions are absolute, from 0 at a sequence's first real token; the block of a position is ``position // block_size``.
 """
 
 
@@ -1704,15 +1908,14 @@ def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
         return torch.rand(len(ids), 1 + ids.shape[1], device=ids.device)
     drawn = torch.zeros(len(ids), 1 + ids.shape[1])
     for row, (kept, tokens) in enumerate(zip(valid.cpu(), ids.cpu(), strict=True)):
-        seed = zlib.crc32(repr(tokens[kept].tolist()).encode())
-        places = F.pad(kept, (1, 0), value=True)
-        drawn[row, places] = torch.rand(int(places.sum()), generator=torch.Generator().manual_seed(seed))
+        own = torch.Generator().manual_seed(zlib.crc32(repr(tokens[kept].tolist()).encode()))
+        drawn[row, F.pad(kept, (1, 0), value=True)] = torch.rand(1 + int(kept.sum()), generator=own)
     return drawn.to(ids.device)
 
 
 # ---------------------------------------------------------------------------------------------------- rules.bans
 
-"""Bans of token sequences (bad words, repeated n-grams), kept whatever the order in which tokens are revealed."""
+"""Bans of token sequences (bad words, repeated n-grams), enforced in whatever order tokens are revealed."""
 
 
 
@@ -1721,19 +1924,19 @@ class Bans:
     """Token sequences that a text must not contain.
 
     Tokens are revealed in any order, so a ban looks at the known tokens on both sides of a position: a token that would
-    complete a banned sequence is barred there. If columns revealed in one step would complete a sequence together, the most
+    complete a banned sequence is barred there. If tokens revealed in one step would together complete a sequence, the most
     confident ones are revealed and the others stay masked.
 
     Attributes:
         words: Banned sequences of ids (`bad_words_ids`).
-        ngram: Length of the n-grams that may not occur twice (`no_repeat_ngram_size`); 0: no such ban.
+        ngram: Length of the n-grams that may not occur twice (`no_repeat_ngram_size`); 0: no ban of n-grams.
     """
 
     words: tuple[tuple[int, ...], ...] = ()
     ngram: int = 0
 
     def barred(self, ids: Sequence[int], at: int, mask_id: int) -> set[int]:
-        """Find the tokens that would complete a banned sequence at position `at` of a text, whatever stands there now."""
+        """Return the token ids that would complete a banned sequence if put at position `at` of the text `ids`."""
         found = set()
         for word in self.words:
             for hole in range(len(word)):
@@ -1745,7 +1948,7 @@ class Bans:
         return found | self._repeated(ids, at, mask_id) if self.ngram else found
 
     def _repeated(self, ids: Sequence[int], at: int, mask_id: int) -> set[int]:
-        """Find the tokens that, at position `at`, would make an n-gram occur twice in the text."""
+        """Return the token ids that would make an n-gram occur twice in the text `ids` if put at position `at`."""
         found, size = set(), self.ngram
         begins = [begin for begin in range(max(0, at - size + 1), at + 1) if begin + size <= len(ids)]
         windows = {begin: list(ids[begin : begin + size]) for begin in begins}
@@ -1771,12 +1974,12 @@ class Bans:
     def allowed(
         self, ids: list[int], start: int, where: tuple[int, ...], token: Sequence[int], odds: Sequence[float], mask_id: int
     ) -> tuple[int, ...]:
-        """Select the columns of a reveal that do not complete a banned sequence together, the most confident ones first.
+        """Select columns of a reveal by falling confidence, leaving out those that would complete a banned sequence.
 
         Args:
             ids: The text before the reveal.
-            start: Position of the block in it.
-            where: Columns to reveal.
+            start: The block's position in the text.
+            where: Columns that the rule reveals.
             token, odds: [block], the token picked at each column, and its log-odds.
             mask_id: The mask's id.
         """
@@ -1795,7 +1998,7 @@ class Bans:
 
 
 
-# A state's key: where its block starts, and its ids. Within a row, its scores depend on nothing else.
+# A state's key: the position where its block starts, and its ids. Within a row, a state's scores depend on nothing else.
 Key = tuple[int, tuple[int, ...]]
 
 
@@ -1806,7 +2009,7 @@ class State:
     Attributes:
         key: `(start, ids)`: the block's absolute position, and its tokens with masks.
         free: Columns that may be revealed: masked ones before the first eos that was generated in the block.
-        end: The column of that eos; the block's size if there is none.
+        end: The column of the first generated eos; the block's size if there is none.
         masks: Number of masked columns, those after the eos included.
         step: Denoising steps since the block was opened.
     """
@@ -1828,7 +2031,7 @@ class State:
         return self.key[1]
 
     def revealing(self, where: Sequence[int], key: Key) -> "State":
-        """Make the state `key` that results from revealing the columns `where`, none of which ends the text."""
+        """Make the state with key `key` that results from revealing the columns `where`; no revealed token is an eos."""
         if len(where) == 1:
             at = self.free.index(where[0])
             free = self.free[:at] + self.free[at + 1 :]
@@ -1839,12 +2042,12 @@ class State:
 
 @dataclass(slots=True, eq=False)
 class Scores:
-    """Token and log-odds by column of one state, picked from the backbone's logits or from the head's estimate of them.
+    """Picked tokens and their log-odds at the columns of one state, from the backbone's logits or the head's estimate of them.
 
     Attributes:
         token: By column, the picked token; arbitrary where the state has no mask.
-        odds: By column, the log-odds of that token, which order columns as probabilities do and stay precise where those round
-            to 1. NaN: no token had a finite score.
+        odds: By column, the picked token's log-odds, which order columns as its probabilities do, but stay precise where these
+            round to 1. NaN: no token had a finite score.
         entropy: By column, in nats; None unless the rule needs it.
         likeliest: Ids [block, m] and log-odds [block, m] of the likeliest tokens, as numpy arrays, if tokens are sampled and
             drafts are made; else None.
@@ -1864,16 +2067,16 @@ class Scores:
 
 @dataclass(slots=True, eq=False)
 class Frontier:
-    """The last accepted state of a row and the reveal there, whose result no forward has scored yet.
+    """The last accepted state of a row, and the reveal there, which leads to a state that no forward has scored yet.
 
     Attributes:
         state: The state, which has masks.
-        scores: The backbone's scores there.
+        scores: The backbone's scores of the state.
         where: Revealed columns.
         memo: The rule's memo after the reveal.
         successor: The state that the reveal makes.
-        drawn: By column that the head revealed, the state at which it was picked and the hidden states there, as in `Scores`;
-            or None.
+        drawn: By column that the head revealed, the state and the hidden states (as `Scores.hidden`) from which its token was
+            picked; or None.
         remasked: Columns that the step revealed and the head put back to masks.
     """
 
@@ -1902,8 +2105,8 @@ class Row:
     """One sequence of the batch: its text so far, its next state, and what is known about that state.
 
     Attributes:
-        place: Place among the rows of the call.
-        text: Tokens by absolute position, with masks for unknown ones, in whole blocks beyond `limit`.
+        place: Index of the row in the call.
+        text: Tokens by absolute position, masks where unknown, padded beyond `limit` to whole blocks.
         block_size: Tokens of a block.
         mask_id: The mask's id.
         eos: Ids that end the text.
@@ -1914,12 +2117,12 @@ class Row:
         no_eos_before: Positions before this one take no eos.
         seed: Seed of the noise.
         bans: Banned sequences; or None.
-        state: The next state, which the backbone revealed; at first that of the block with the first mask.
+        state: The next state, made by the last reveal; at first that of the block with the first mask.
         source: Scores of the last accepted state, from which drafts start; None after a clean block.
         memo: The rule's memo at `state`.
-        memory: States with masks that the last round with drafts scored, and their scores, by key: the path may reach one that
-            it missed then. First states of next blocks, scored after a clean state, are not kept.
-        held, head_held: Tokens with cached keys and values, in the backbone's layers and in the head's.
+        memory: By key, the states with masks that the last round with drafts scored, and their scores: a later path may reach a
+            state that it missed then. First states of next blocks, scored after a clean state, are not kept.
+        held, head_held: Number of first tokens with cached keys and values in the backbone's layers, and in the head's.
         logprob, step: By position after the prompt, a token's log-confidence and the denoising step that revealed it; 0 and -1
             where nothing was revealed.
         steps: Denoising steps so far.
@@ -1960,20 +2163,20 @@ class Row:
         self.counts = Counts(1, False)
 
     def rewound(self, start: int) -> "Row":
-        """Make the row as it was when the block at `start` was opened: tokens revealed from there on are masks again."""
+        """Make the row as it was when the block at `start` was opened: tokens revealed at `start` or later are masks again."""
         steps = [-1] * self.prompt + self.step
         text = [self.mask_id if at >= start and step >= 0 else self.text[at] for at, step in enumerate(steps)]
         return replace(self, text=text)
 
     def text_at(self, state: State, parent: State | None = None) -> list[int]:
-        """Return the text at a state, up to the last given token; `parent` is a clean state before it that is not text yet."""
+        """Return the text as of a state, up to the last given token; `parent` is an unwritten clean state before it, if any."""
         ids = self.text[: state.start]
         if parent is not None:
             ids[parent.start :] = parent.ids
         return [*ids, *state.ids, *self.text[state.start + self.block_size : self.given_end]]
 
     def opened(self, start: int) -> State:
-        """Make the first state of a block: masks and given tokens, none of which ends the text."""
+        """Make the first state of the block at `start`: masks and given tokens; a given eos does not end the text."""
         ids = tuple(self.text[start : start + self.block_size])
         ids += (self.mask_id,) * (self.block_size - len(ids))
         free = tuple([column for column, token in enumerate(ids) if token == self.mask_id])
@@ -1994,7 +2197,7 @@ class Row:
         return State(key, free, end, state.masks - len(where), state.step + 1)
 
     def ends(self, state: State) -> bool:
-        """Tell if the text is whole at a state: it ends there, and nothing before its end is left to reveal."""
+        """Tell if the text is whole at a state: it ends in the state's block, and no mask before its end is left to reveal."""
         room = self.open_end - state.key[0]
         if state.end == self.block_size < room:
             return False
@@ -2009,13 +2212,13 @@ class Row:
 
 # ---------------------------------------------------------------------------------------------------- rules.reveal
 
-"""Reveal rules: which columns (positions within the block) a step of the backbone reveals, and a guess of that for drafts.
+"""Reveal rules: choose the columns (positions within the block) that a backbone step reveals, and guess them for drafts.
 
 A rule is a function of **one scored state and a memo**: a small immutable value that is carried along the accepted path, from
 None at the first state of a text. Acceptance walks that path state by state, so a drafted state reveals exactly what it would
 have revealed without drafts: drafts are lossless for every rule, also for one with a memory.
 
-Each rule also guesses, from estimates in place of scores, what it is `likely` to reveal. That decides what is drafted, never
+Each rule also guesses, from estimates in place of scores, what it is `likely` to reveal. Guesses decide what is drafted, never
 what the text is.
 """
 
@@ -2025,9 +2228,9 @@ Columns = tuple[int, ...]
 # Sets of columns that a step may reveal, each with an estimate of its chance.
 Guesses = list[tuple[Columns, float]]
 
-# Drafts suppose that a column is revealed first with a chance proportional to this power of its odds. Reveals follow the first
-# power or a little more, but the fourth drafts best: a state that the path misses is remembered, so depth is worth more than
-# its chance (`benchmarks/NOTES.md`, Few head passes a round).
+# Drafts suppose that a column is revealed first with a chance proportional to this power of its odds. Measured reveals follow
+# the first power or a little more, but the fourth makes the best drafts: since a state that the path misses is remembered, a
+# deep draft pays more than its chance says (`benchmarks/NOTES.md`, Few head passes a round).
 ORDER_SHARPNESS = 4.0
 # The log-odds that an estimate is on the right side of a threshold are its distance from the threshold times this.
 THRESHOLD_SHARPNESS = 2.0
@@ -2035,53 +2238,53 @@ THRESHOLD_SHARPNESS = 2.0
 EACH_MORE = 0.35
 # The entropy assumed among all tokens of a position but the likeliest one, in nats.
 TAIL_NATS = 2.0
-# Log-odds are clipped to this magnitude, which is certain enough, so that their sums stay finite.
+# Log-odds are clipped to this magnitude, which is as good as certainty, so that their sums stay finite.
 MOST_ODDS = 1e4
 
 
 class RevealRule(ABC):
-    """Decides which columns a step of the backbone reveals: a frozen dataclass of its parameters.
+    """Decides which columns a backbone step reveals; each rule is a frozen dataclass of its parameters.
 
     Attributes:
-        needs_entropy: Whether it reads `Scores.entropy`.
+        needs_entropy: Whether the rule reads `Scores.entropy`.
     """
 
     needs_entropy: ClassVar[bool] = False
 
     @property
     def left_to_right(self) -> bool:
-        """Whether it reveals the leftmost mask, one a step, so that all tokens to the left of a reveal are known."""
+        """Whether each step reveals exactly the leftmost mask, so that all tokens to the left of a reveal are known."""
         return False
 
     @abstractmethod
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose at least one column of `state.free`, which is not empty, to reveal; return them and the memo after the reveal.
+        """Choose the columns of `state.free` (not empty) to reveal, at least one; return them and the memo after the reveal.
 
-        The memo covers all columns chosen here, also those that a ban or the head puts back to masks later. Drafting calls this
-        too, for a remembered state with the memo of the row's accepted path so far, and uses only the columns. So a rule must
-        accept any memo (None, or its own of another state) with any state.
+        The memo covers all columns chosen here, also those that a ban or the head puts back to masks later. Drafting, too,
+        calls this for remembered states, with the memo of the row's accepted path so far, and uses only the columns. So a rule
+        must accept any memo (None, or its own of another state) with any state.
         """
 
     @abstractmethod
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """Guess up to `count` sets of columns from estimated log-odds [block], mostly the likeliest first; without a memo.
+        """Guess, without a memo, up to `count` sets of columns that a step may reveal from estimated log-odds [block].
 
-        Chances only rank guesses: that of a single guess may be 1.
+        Likelier sets mostly come first. Chances only rank guesses: that of a single guess may be 1.
         """
 
 
 def surest(columns: Sequence[int], odds: Sequence[float]) -> int:
-    """Find the column with the largest odds; of equal ones the leftmost."""
+    """Return the column with the largest odds, the leftmost if several are equal."""
     return max(columns, key=odds.__getitem__)
 
 
 def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
-    """Sort columns by odds, the largest first; of equal ones the leftmost."""
+    """Sort columns by odds, the largest first; equal ones from left to right."""
     return sorted(columns, key=odds.__getitem__, reverse=True)
 
 
 def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
-    """Estimate the chance of each of a few columns, the most confident first, to be the most confident of all `columns`."""
+    """Estimate for each column of `few` (by falling odds) the chance that it is the most confident of all `columns`."""
     most = odds[few[0]]
     if most > MOST_ODDS:
         return alone_chances(few, columns, [min(one, MOST_ODDS) for one in odds])
@@ -2091,10 +2294,10 @@ def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[flo
 
 
 def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count: int) -> Guesses:
-    """Guess which columns exceed a threshold in log-odds; the most confident one is always among them.
+    """Guess the reveals of a rule that takes the columns above a threshold in log-odds, at least the most confident one.
 
-    The further an estimate is from the threshold, the likelier its column is on the same side. Where only the most confident
-    column is likely to be revealed, it is uncertain which one that is, as under `Static`: every second guess is another column
+    The further an estimate is from the threshold, the likelier its column is on the same side. If only one column is likely to
+    be revealed, it is uncertain which one is the most confident, as under `Static`: so every second guess is another column
     alone.
     """
     best, threshold, exp = surest(columns, odds), bounded(threshold, 2 * MOST_ODDS), math.exp
@@ -2127,10 +2330,10 @@ def likely_over(columns: Columns, odds: Sequence[float], threshold: float, count
 def likely_first(
     columns: Columns, odds: Sequence[float], room_of: Callable[[list[int], list[float]], int], count: int
 ) -> Guesses:
-    """Guess how many columns are revealed, the most confident first: about as many as `room_of` says from their order and odds.
+    """Guess reveals of the most confident columns, about as many as `room_of` returns for columns in that order and all odds.
 
-    If that is one, no guess can have fewer columns: guesses of another column alone take their place, since it is uncertain
-    which one is the most confident. `room_of` gets finite odds.
+    If it returns 1, no guess can have fewer columns: other columns alone take the place of smaller guesses, since it is
+    uncertain which one is the most confident. `room_of` gets finite odds.
     """
     odds = [bounded(one, MOST_ODDS) for one in odds]
     ordered = by_odds(columns, odds)
@@ -2150,7 +2353,7 @@ def likely_first(
 
 
 def bounded(odds: float, most: float) -> float:
-    """Clip log-odds to a magnitude, so that their sums stay finite."""
+    """Clip log-odds to [-`most`, `most`], so that their sums stay finite."""
     return odds if -most <= odds <= most else math.copysign(most, odds)
 
 
@@ -2172,7 +2375,7 @@ def logit(probability: float) -> float:
 
 
 def schedule_of(block_size: int, denoising_steps: int | None) -> Columns:
-    """List the columns that each denoising step reveals: `block_size / denoising_steps`, the remainder in the first steps."""
+    """List how many columns each denoising step reveals: an equal share of the block, one more in the first if uneven."""
     steps = denoising_steps or block_size
     return tuple([block_size // steps + (step < block_size % steps) for step in range(steps)])
 
@@ -2201,7 +2404,7 @@ class Static(RevealRule):
         return self.first(state, scores.odds), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: all but the last column are taken as certain, and the guesses differ in the last one."""
+        """See `RevealRule`: guesses differ in the least confident of their n columns; the others are taken as certain."""
         quota = self.quota(state)
         if count == 1 or len(state.free) < quota:
             return [(self.first(state, odds), 1.0)]
@@ -2225,7 +2428,7 @@ class Sequential(Static):
         return state.free[: self.quota(state)]
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: there is a single guess."""
+        """See `RevealRule`: return a single guess."""
         return [(self.first(state, odds), 1.0)]
 
 
@@ -2252,17 +2455,17 @@ class Dynamic(RevealRule):
 
 @dataclass(frozen=True)
 class EntropyBound(RevealRule):
-    """Reveal in order of rising entropy while the running sum stays under a bound; at least one column.
+    """Reveal columns by rising entropy while the running sum of entropies stays under a bound; at least one column.
 
     Attributes:
-        bound: In nats.
+        bound: The bound, in nats.
     """
 
     bound: float
     needs_entropy = True
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """Count the columns to reveal, given entropies in rising order; 0 stands for one."""
+        """Count the columns to reveal, given entropies in rising order; a count of 0 means one column."""
         return sum([total < self.bound for total in accumulate(entropies)])
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
@@ -2274,7 +2477,7 @@ class EntropyBound(RevealRule):
         return tuple(sorted(ordered[:shown])), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: the most confident columns, about as many as their estimated entropies allow."""
+        """See `RevealRule`: guess the most confident columns, about as many as their estimated entropies allow."""
 
         def room_of(ordered: list[int], odds: list[float]) -> int:
             return self.leading([likely_entropy(odds[column]) for column in ordered])
@@ -2283,7 +2486,7 @@ class EntropyBound(RevealRule):
 
 
 def likely_entropy(odds: float) -> float:
-    """Estimate an entropy, in nats, from the log-odds of the likeliest token alone."""
+    """Estimate the entropy of a position, in nats, from the log-odds of its likeliest token alone."""
     log_p, log_q = log_sigmoid(odds), log_sigmoid(-odds)
     p = math.exp(log_p)
     return -p * log_p - (1 - p) * log_q + (1 - p) * TAIL_NATS
@@ -2291,27 +2494,27 @@ def likely_entropy(odds: float) -> float:
 
 # ---------------------------------------------------------------------------------------------------- rules.draft
 
-"""Build drafts and accept them: the states that a round submits for a row, and the path through those that were scored.
+"""Build drafts (states that a round submits for a row), and accept the path that the rule takes through scored states.
 
 A draft is the row's next state and the states most likely to follow it.
 
 An estimate gives a token and its log-odds for each masked column. Which column is revealed first is far less certain than which
-token it gets, so a state has several followers; where different orders lead to the same state, their chances add up. A state
-that the last round scored needs no forward, since its scores are remembered.
+token it gets, so a state has several *followers*, the states that one reveal may lead to. The chances of different orders that
+lead to the same state add up. A state that the last round scored needs no forward, since its scores are remembered.
 
 Estimates are the backbone's scores of the last accepted state and of remembered states, and the head's estimates for drafted
 states. A head pass costs nearly the same for many states as for one, so a round makes few passes: a small draft is built, the
-head reads all of it in one pass, and a larger draft is built with what it says.
+head reads all of it in one pass, and a larger draft is built from the head's estimates.
 
-A path starts at the row's own state, which is its text. The rule's reveal at a state makes the next state; if that was scored
-too, in this round or the last one, the path continues there. Drafts decide how far a path leads, never where.
+A path starts at the row's own state, which holds the row's text so far. The rule's reveal at a state makes the next state; if
+that was scored in this round or the last one, the path continues there. Drafts decide how far a path leads, never where.
 """
 
 
 
 
-# Most followers considered per state, and the number of rows from which it is one: such a chain makes 0.5 to 6 % fewer tokens a
-# forward, but saves a quarter of the host's time, which adds up over the rows (`benchmarks/NOTES.md`, The host decides).
+# Followers considered per state, at most, and the number of rows from which only one is: such a chain makes 0.5 to 6 % fewer
+# tokens a forward but saves a quarter of the host's time, which adds up over rows (`benchmarks/NOTES.md`, The host decides).
 BRANCHES, CROWD = 3, 16
 _MASK = 0xFFFFFFFF
 
@@ -2322,8 +2525,8 @@ class Node:
 
     Attributes:
         state: The state.
-        parent: Place in the round of the uncommitted clean state that it attends to beyond the prefix; -1 if none.
-        source: The scores, or estimate of them, at the state before it, from which it was made; None if there are none.
+        parent: Index, among the row's nodes, of the uncommitted clean state that it attends to besides the prefix; -1 if none.
+        source: Scores, or the head's estimate of them, of the state before, from which this one was made; None if it has none.
     """
 
     state: State
@@ -2331,17 +2534,17 @@ class Node:
     source: Scores | None
 
 
-# A candidate of a draft, whose state is made only when it is drafted (`State.revealing`): the state before it, the columns
-# revealed there, the key of the resulting state, and `source` and `parent` of its `Node`. Without columns, the first is the
-# candidate's own state.
+# A candidate for a draft: the state before, the columns to reveal, the key of the resulting state, and `source` and `parent` of
+# its `Node`. The resulting state is made only once it is drafted (`State.revealing`). If no columns are given, the first entry
+# is the candidate's own state.
 Follower = tuple[State, Sequence[int], Key, Scores | None, int]
 
 
 def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: int) -> Iterator[tuple[Key, Follower, float]]:
-    """Iterate over the states that a reveal may lead to: the key, the candidate and its chance.
+    """Yield key, candidate and chance of each state that a reveal at `state` may lead to, given its scores `said`.
 
     States at which the text is whole are left out. A state that the last round scored is replaced by the first unscored state
-    on its path.
+    to which the rule leads from there.
     """
     token, odds = (said.token, said.odds) if said.likeliest is None else draw_tokens(row, state, said)
     (start, ids), memory, eos = state.key, row.memory, row.eos
@@ -2369,15 +2572,15 @@ def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: 
 
 
 def draft_sizes(width: int, passes: int) -> list[int]:
-    """List the size of the draft at each head pass of a round: even steps, up to `width` - 1 states."""
+    """List the number of states in the draft at each head pass of a round, rising evenly to `width` - 1."""
     passes = min(passes, width - 1)
     return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
 
 
 def target_nodes(row: Row, narrow: bool) -> list[Node]:
-    """List the states of a round without drafts: the row's own and, after a clean one, the next block's first.
+    """List a row's nodes in a round without drafts: its own state and, if that is clean, the next block's first state.
 
-    With `narrow` the next block begins a round later.
+    If `narrow`, only the row's own state is listed, and the next block begins a round later.
     """
     nodes = [Node(row.state, -1, row.source)]
     if not row.state.masks and not narrow:
@@ -2388,17 +2591,17 @@ def target_nodes(row: Row, narrow: bool) -> list[Node]:
 
 
 def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates: Mapping[Key, Scores]) -> list[Node]:
-    """Build the draft of a round by best-first search from the row's next state, which is its first node.
+    """Build a row's draft by best-first search from its next state, and return its nodes, the next state first.
 
     Args:
         row: The row to draft for.
-        rule: Guesses what a step reveals.
+        rule: Guesses what a step reveals (`RevealRule.likely`).
         size: States of the draft, at most.
         branches: Followers considered per state, at most.
-        estimates: The head's estimates of scores, by the key of the state.
+        estimates: The head's estimates of scores, by the state's key.
     """
     waiting: list[Follower] = [(row.state, (), row.state.key, row.source, -1)]
-    # The chance that the path reaches each candidate, summed over orders, -inf once drafted; and the candidates' places by key.
+    # By candidate, the chance that the path reaches it, summed over orders, -inf once drafted; and candidates' indices by key.
     chances, met = [1.0], {row.state.key: 0}
     nodes: list[Node] = []
     while len(nodes) < size and (chance := max(chances)) > 0:
@@ -2425,7 +2628,7 @@ def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates:
 
 
 def draw_tokens(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequence[float]]:
-    """Sample the tokens [block] of a state from its likeliest ones, with the state's noise; return them and their log-odds."""
+    """Sample at each free column one of its likeliest tokens, with the state's noise; return tokens and log-odds [block]."""
     assert said.likeliest is not None
     free = list(state.free)
     ids, odds = (part[free] for part in said.likeliest)
@@ -2438,7 +2641,7 @@ def draw_tokens(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Se
 
 
 def mix_bits(x: Any) -> Any:
-    """Hash uint32 numbers, an int or an array, by two multiply-xorshift rounds."""
+    """Hash a uint32 number, or an array of them elementwise, by two multiply-xorshift rounds."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _MASK
     x = x ^ (x >> 15)
@@ -2447,7 +2650,7 @@ def mix_bits(x: Any) -> Any:
 
 
 def noise_key(seed: Any, position: Any, masks: Any) -> Any:
-    """Compute the key of the noise at a position of a state with `masks` masks left, from ints or elementwise from tensors."""
+    """Compute the noise's key at an absolute position in a state with `masks` masks, from ints or elementwise from tensors."""
     key = mix_bits(seed & _MASK)
     key = mix_bits(key ^ (seed >> 32 & _MASK))
     key = mix_bits(key ^ (position & _MASK))
@@ -2455,10 +2658,10 @@ def noise_key(seed: Any, position: Any, masks: Any) -> Any:
 
 
 def gumbel(keys: list[int], tokens: Any) -> Any:
-    """Compute the Gumbel noise of `kernels/pick.py` on the host: [n, m] float64 for token ids [n, m] int64 of n keys."""
+    """Compute on the host the Gumbel noise of `kernels/pick.py`: [n, m] float64, for n keys and token ids [n, m] int64."""
     hashed = mix_bits(tokens * 0x9E3779B1 & _MASK)
     bits = mix_bits(hashed ^ np.array(keys, dtype=np.int64)[:, None])
-    # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
+    # -log(u) for u = (bits + 1/2) / 2^32, computed from the nearer end of the unit interval, for precision.
     lower = bits < 1 << 31
     nearest = (np.where(lower, bits, _MASK - bits) + 0.5) * 2.0**-32
     return -np.log(np.where(lower, -np.log(nearest), -np.log1p(-nearest)))
@@ -2478,21 +2681,21 @@ def accept(
     """Accept the longest verified path of a row: write all its reveals but the last, and remember the scored states.
 
     Args:
-        row: The row; its state becomes the frontier's, or after a clean block with an unscored successor that block's first.
+        row: The row. Its state becomes the frontier's or, if the path ends in a clean block, the next block's first state.
         rule: Decides what a step reveals.
-        nodes: The states of the round, the row's own first.
-        scores: The backbone's scores at each.
-        drafts: Whether the round drafted. If so, the path may continue through remembered states, the round's own states
-            replace these, and drafts are counted.
+        nodes: The row's nodes in the round, its own state's first.
+        scores: The backbone's scores of each node.
+        drafts: Whether the round drafted. If so, the path may continue through remembered states, the states scored in this
+            round then replace those in `row.memory`, and drafts are counted.
 
     Returns:
-        The frontier, whose reveal is not written yet (None if the path ends in a clean block), and the places in `nodes` of the
-        accepted clean states.
+        The frontier, whose reveal is not written yet (None if the path ends in a clean block), and the indices in `nodes` of
+        the accepted clean states.
 
     Raises:
         UnscoredError: if no token had a finite score at a position that is revealed.
     """
-    # Places in the round: of states by key, and of next blocks' first states by the place of the clean state before.
+    # Indices in `nodes`: of states by their keys, and of next blocks' first states by the index of the clean state before.
     places: dict[Key, int] = {}
     next_blocks: dict[int, int] = {}  # by clean states
     for place, node in enumerate(nodes):
@@ -2542,12 +2745,12 @@ def accept(
 
 
 def first_frontier(row: Row, rule: RevealRule, scores: Scores) -> Frontier | None:
-    """Make the frontier of a row in which nothing was revealed yet; None where nothing is left to reveal."""
+    """Make the frontier of a row at its first state from the state's scores; return None if nothing is left to reveal."""
     return None if row.ends(row.state) else reveal_at(row, rule, row.state, scores)
 
 
 def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Frontier:
-    """Reveal by the rule, and within the row's bans, at a scored state of its path."""
+    """Make the frontier at a scored state of the row's path: the rule's reveal there, within the row's bans."""
     where, memo = rule.reveal(state, scores, row.memo)
     if row.bans is not None and len(where) > 1:
         where = row.bans.allowed(row.text_at(state), state.start, where, scores.token, scores.odds, row.mask_id)
@@ -2555,7 +2758,7 @@ def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Front
 
 
 def write(row: Row, frontier: Frontier) -> None:
-    """Write a frontier's reveal into the row's text, and move the row to the state that results.
+    """Write a frontier's reveal into the row's text, and move the row to the frontier's successor.
 
     Raises:
         UnscoredError: if no token had a finite score at a revealed column.
@@ -2575,7 +2778,7 @@ def write(row: Row, frontier: Frontier) -> None:
 
 
 def count_drafts(row: Row, nodes: Sequence[Node], last: State, depth: int) -> None:
-    """Count a round's drafts, of which `depth` led to the `last` accepted state."""
+    """Add a round's drafts to the row's counts; `depth` of them led to the state `last`."""
     counts = row.counts
     drafted = [node.state for node in nodes[1:] if node.parent < 0]
     counts.drafted += len(drafted)
@@ -2588,7 +2791,7 @@ def count_drafts(row: Row, nodes: Sequence[Node], last: State, depth: int) -> No
 
 
 def follows(state: State, last: State, mask_id: int) -> bool:
-    """Tell if a state reveals all that another state of the same block reveals, and more."""
+    """Tell if `state` is of the same block as `last` and reveals all that `last` does, and more."""
     if state.start != last.start or state.masks >= last.masks:
         return False
     for own, other in zip(state.key[1], last.key[1], strict=True):  # noqa: SIM110  half the time of `all`
@@ -2693,20 +2896,17 @@ def pick_rows(unembedding: Unembedding, logits: Tensor, least: Tensor | None, ke
     """Pick the token [n] of the largest logit, or of the largest logit plus noise: a sample; return its log-odds [n], too.
 
     Of equals it is the first; NaN is larger than any number, as in `torch.argmax`. Where the token's own score is not finite
-    there is nothing to pick: the log-odds are NaN. Probabilities are those among all tokens. One kernel finds the best token
-    of each slice of the vocabulary, the next the best of the slices.
+    there is nothing to pick: the log-odds are NaN. Probabilities are those among all tokens.
 
     Args:
         unembedding: Gives the temperature.
-        logits: [n, vocab], barred and processed or not.
+        logits: [n, vocab], at least one row.
         least: [n], the least logit that may be picked; or None.
         keys: [n] long, from `noise_key`, to sample; None: greedy.
     """
     (rows, vocab), device = logits.shape, logits.device
     token = torch.empty(rows, dtype=torch.long, device=device)
     odds = torch.empty(rows, dtype=torch.float32, device=device)
-    if not rows:
-        return token, odds
     length = triton.cdiv(vocab, _TILE * triton.cdiv(_READERS * processors(device), rows)) * _TILE
     slices = triton.cdiv(vocab, length)
     found = torch.empty(3, rows, slices, dtype=torch.float32, device=device)
@@ -2831,8 +3031,8 @@ token id). So two decoders that reach the same state draw the same token, whatev
 
 
 
-# Kinds of truncation, and whether each always keeps a number of the likeliest tokens: after a top-k it then needs only the
-# logits of those k.
+# Kinds of truncation, and whether each always keeps the n likeliest tokens for some n; if so, it needs only the k logits that
+# a top-k before it leaves.
 TRUNCATIONS: dict[type, bool] = {
     TopKLogitsWarper: True,
     TopPLogitsWarper: True,
@@ -2851,9 +3051,9 @@ SHORTLIST = 16
 
 @dataclass(frozen=True)
 class Spots:
-    """The positions at which tokens of some states are picked, on a device: the `free` columns of each state, in order.
+    """The positions at which tokens are picked: the `free` columns of each state, in order; `device` is for their tensors.
 
-    `parents` are the uncommitted clean states that the states attend to, None for those without; empty if no state has one.
+    `parents` are, by state, the uncommitted clean state that it attends to, or None; `parents` is empty if all are None.
     """
 
     states: Sequence[tuple[Row, State]]
@@ -2861,37 +3061,37 @@ class Spots:
     parents: Sequence[State | None] = ()
 
     def keys(self) -> Tensor:
-        """Make the keys of the noise, [n] long."""
+        """Make the noise keys of the positions, [n] long."""
         table = [(row.seed, state.start + column, state.masks) for row, state in self.states for column in state.free]
         keys: Tensor = noise_key(*torch.tensor(table, dtype=torch.long).view(-1, 3).to(self.device).unbind(1))
         return keys
 
     def no_eos(self) -> Tensor | None:
-        """Tell where no eos may be picked, [n] bool; None if that is nowhere."""
+        """Tell for each position if an eos is forbidden, [n] bool; return None if it is forbidden at none."""
         if not any(state.start < row.no_eos_before > row.prompt for row, state in self.states):
             return None
         early = [state.start + column < row.no_eos_before for row, state in self.states for column in state.free]
         return torch.tensor(early, device=self.device)
 
     def texts(self) -> Iterator[tuple[list[int], int]]:
-        """Iterate over the positions: the text at the state, with masks where nothing is revealed, and the position in it."""
+        """Yield, by position, the text as of its state, with masks where nothing is revealed, and the position in that text."""
         for place, (row, state) in enumerate(self.states):
             ids = row.text_at(state, self.parents[place] if self.parents else None)
             yield from ((ids, state.start + column) for column in state.free)
 
 
 class Picks(NamedTuple):
-    """Picks at n positions, with the tokens that drafts choose among. Fields that were not asked of the picker are None.
+    """Picks at n positions, and the tokens that drafts choose among; fields that the picker does not compute are None.
 
     Attributes:
         token: [n] long.
         odds: [n] float, log-odds of the token's probability after temperature and processors, before truncation; NaN where no
             token had a finite score.
         entropy: [n] float, in nats.
-        likeliest: [n, 2 m] in at least float32: ids of the m likeliest tokens, and their log-odds, -inf for tokens that
+        likeliest: [n, 2 m] in at least float32: ids of the m likeliest tokens, then their log-odds, -inf for tokens that
             truncation leaves out.
-        shortlist: [n, 2 m + 1] in at least float32: ids of the m likeliest tokens, their scores, -inf for tokens that
-            truncation leaves out, and the log-sum-exp of all other scores.
+        shortlist: [n, 2 m + 1] in at least float32: ids of the m likeliest tokens, then their scores, -inf for tokens that
+            truncation leaves out, then the log-sum-exp of all other scores.
     """
 
     token: Tensor
@@ -2914,10 +3114,10 @@ class Picker:
         bans: Banned sequences, applied after the processors; or None.
         truncation: top-k, top-p and the like, applied after the confidence is computed.
         eos_token_ids: Ids that positions before a minimum length must not take.
-        entropy: Whether to compute it.
+        entropy: Whether to compute entropies.
         likeliest: Whether to return the likeliest tokens, for drafts of sampled text.
         shortlist: Number of likeliest tokens to return, which the head's drafts then choose `among`; 0: drafts use all tokens.
-        dispatch: Kernels or PyTorch.
+        dispatch: Decides between kernels and PyTorch.
     """
 
     lm_head_weight: Tensor
@@ -2935,11 +3135,11 @@ class Picker:
 
     @cached_property
     def unembedding(self) -> Unembedding:
-        """The distributions before any processors."""
+        """The map from hidden states to logits, before any processors."""
         return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids)
 
     def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
-        """Pick at n spots from hidden states [n, hidden_size]; without `spots` the likeliest tokens, none barred."""
+        """Pick at n positions from hidden states [n, hidden_size]; without `spots`, greedily, without processors or bans."""
         keys = None if spots is None or not self.sample else spots.keys()
         shape = self._shaper(spots)
         parts = []
@@ -2949,7 +3149,7 @@ class Picker:
         return _join(parts)
 
     def among(self, hidden: Tensor, shortlist: Tensor, spots: Spots) -> Picks:
-        """Pick greedily at n spots among a few tokens of each; all other tokens keep their earlier scores.
+        """Pick greedily at n positions, among a few tokens at each; all other tokens keep their earlier scores.
 
         The argmax after a reveal is nearly always one of the likeliest tokens before it, so drafts need no other rows of
         `lm_head`. Processors and bans are not applied; tokens that truncation left out before stay out. Hidden states are
@@ -2978,7 +3178,7 @@ class Picker:
         return torch.cat(parts)
 
     def distributions(self, hidden: Tensor, spots: Spots) -> tuple[Tensor, Tensor]:
-        """Compute two kinds of logits [n, vocab] at n spots: raw, and as drawn from (processed, tempered and truncated)."""
+        """Compute logits [n, vocab] at n positions; return them raw, and processed, tempered and truncated, as drawn from."""
         shape, raw, drawn = self._shaper(spots), [], []
         for at in self.unembedding.chunks(len(hidden)):
             raw.append(upcast(self.unembedding.logits(hidden[at])))
@@ -2989,7 +3189,7 @@ class Picker:
         return torch.cat(raw), torch.cat(drawn)
 
     def _shaper(self, spots: Spots | None) -> Callable[[Tensor, slice], Tensor]:
-        """Make a function that changes the logits [m, vocab] of a slice of the spots: processors, bans, minimum length."""
+        """Make a function that applies processors, bans and minimum length to logits [m, vocab] of a slice of the positions."""
         no_eos = None if spots is None else spots.no_eos()
         if spots is None or (no_eos is self.processors is self.bans is None):
             return lambda logits, at: logits
@@ -3011,7 +3211,7 @@ class Picker:
         return shape
 
     def _process(self, logits: Tensor, contexts: list[list[int]]) -> Tensor:
-        """Apply processors to logits [n, vocab], in groups of contexts of one length."""
+        """Apply the processors to logits [n, vocab], together where contexts are equally long."""
         lengths: dict[int, list[int]] = {}
         for at, context in enumerate(contexts):
             lengths.setdefault(len(context), []).append(at)
@@ -3054,7 +3254,7 @@ class Picker:
         return Picks(token, odds, entropy, likeliest, shortlist)
 
     def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Truncate logits [n, vocab]; after a top-k they stay whole, and the least logit kept, [n], is returned beside them."""
+        """Truncate logits [n, vocab], and return None beside; after a top-k, return them whole and the least one kept [n]."""
         top_k, tempered = self._top_k(), self.unembedding.tempered
         if not self.truncation or not len(logits):
             return logits, None
@@ -3072,7 +3272,7 @@ class Picker:
         return first.top_k if isinstance(first, TopKLogitsWarper) else None
 
     def _truncated(self, scores: Tensor) -> Tensor:
-        """Truncate scores [n, vocab]; warpers do not read the ids that they are given."""
+        """Truncate scores [n, vocab]; warpers get zeros as ids, which they do not read."""
         assert self.truncation is not None
         return self.truncation(torch.zeros_like(scores[:, :1], dtype=torch.long), scores)
 
@@ -3083,11 +3283,11 @@ def token_logits(weight: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 def odds_of(scores: Tensor, places: Tensor) -> Tensor:
-    """Compute the log-odds [n, m] of tokens [n, m] long under scores [n, vocab]; -inf where they are NaN."""
+    """Compute the log-odds [n, m] of the tokens `places` [n, m] long under scores [n, vocab]; -inf in place of NaN."""
     some = scores.gather(1, places)
     log_p = some - scores.logsumexp(-1, keepdim=True)
     odds, best = log_p - torch.log1p(-log_p.exp()), some.argmax(-1, keepdim=True)
-    # Those of the likeliest token, without cancellation where its probability is nearly 1.
+    # The likeliest token's log-odds are computed without cancellation, as its probability may be nearly 1.
     odds = odds.scatter(1, best, log_odds(scores, places.gather(1, best)[:, 0])[:, None])
     return odds.masked_fill(odds.isnan(), -torch.inf)
 
@@ -3099,7 +3299,7 @@ def _join(parts: Sequence[Picks]) -> Picks:
 
 
 def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:
-    """Check what a logits processor returned for scores [n, vocab]."""
+    """Check a logits processor's answer to the scores `given` [n, vocab], and return it in their dtype."""
     if not isinstance(answer, Tensor) or answer.shape != given.shape or not answer.is_floating_point():
         got = f"{answer.dtype} of {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
         raise ValueError(
@@ -3118,9 +3318,9 @@ def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:
 
 """The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head`, `commit`.
 
-States lie side by side in one forward: each sees the committed text of its row, itself, and its parent if it has one. Ids go in
-by one copy and picks come out by one (likeliest tokens by two more); the host decides the rest. The keys and values of scored
-states lie beyond the texts until the next forward; `commit` copies those of accepted clean states to the texts.
+States lie side by side in one forward: each sees the committed text of its row, itself, and its *parent*, an uncommitted clean
+state, if it has one. Ids go to the device in one copy, and picks come back in one. The keys and values of scored states lie
+beyond the texts until the next forward; `commit` copies those of accepted clean states to the texts.
 """
 
 
@@ -3129,30 +3329,30 @@ states lie beyond the texts until the next forward; `commit` copies those of acc
 # Prompt tokens per prefill forward, at most, in whole blocks.
 PREFILL_CHUNK = 2048
 
-# Hidden states of one block: a tensor [n, block, hidden_size], and the place in it.
+# Hidden states of one block: a tensor [n, block, hidden_size], and the block's index in n.
 Hidden = tuple[Tensor, int]
-# States by row, each with the place of the clean one of its row that it looks at, or -1.
+# By row, its states, each with the index of its parent among them, or -1.
 Packed = Sequence[Sequence[tuple[State, int]]]
-# Of each state some of its free columns, and tokens by column.
+# By state, some of its free columns, and tokens by column.
 TokensAt = Sequence[tuple[Sequence[int], Sequence[int]]]
-# A forward over a part of the texts: its first column, its end, and ids, positions and mask.
+# The inputs of a forward over a part of the texts: its begin and end, ids, positions and mask.
 Chunk = tuple[int, int, Tensor, Tensor, Tensor]
 
 
 class Networks:
-    """Backbone, head and pick of one decode.
+    """Runs backbone, head and picks for the rows of one call.
 
     Args:
         model: An `MRPForCausalLM`; without `plans` any object with its `config`, `backbone` and `residual`.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
-        picker: Picks tokens from the backbone's hidden states, on the device of its `lm_head`, by its choice of kernels.
+        picker: Picks tokens from the backbone's hidden states; its `lm_head_weight` gives the device, `dispatch` the kernels.
         plans: The fused layers (`plan_layers`); None: layers run as modules, under a dense mask.
         recorded: Runs a forward from a recording (`Graphs.call`); or None.
 
     Attributes:
         drafter: Picks tokens from the head's estimates of hidden states.
-        forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over states of rounds) and `head`.
+        forwards: Number of forwards of the whole batch by role: `prefill`, `denoise` (over states of rounds) and `head`.
     """
 
     def __init__(
@@ -3172,19 +3372,19 @@ class Networks:
         self.head_layers = range(len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers)
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._swaps: list[list[tuple[int, int]]] = []
-        self.shifted = cache.shifted  # hidden states of the backbone are those of the next position
-        self._scored: Tensor | None = None  # hidden states of the last `score`, [n, block, hidden_size]; shifted, block + 1
+        self.shifted = cache.shifted  # whether the backbone's hidden state at a position is for the next token
+        self._scored: Tensor | None = None  # hidden states of the last `score`, [n, block (+ 1 if shifted), hidden_size]
         cache.active = cache.rows
 
     def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
-        """Compute the whole blocks before each row's first mask and, in the same forward, score the row's first state.
+        """Run the backbone over each row's text through the block of its first mask; return the scores of that block's state.
 
-        By row, the first `reused` tokens have cached keys and values; prefill starts at the least of these numbers.
+        `reused` is, by row, the number of first tokens with cached keys and values; prefill starts at the least of these.
         """
         length = max(row.state.start for row in rows) + self.block
         read = max(row.head_held for row in rows)
         for at, row in enumerate(rows):
-            if row.head_held < read:  # of a cache that is gone on from
+            if row.head_held < read:  # possible only if an earlier call filled the cache
                 self.cache.blank(self.head_layers, at, row.head_held, read)
         first: dict[int, Hidden] = {}
         for begin, end, *given in self._chunks(rows, min(reused), length):
@@ -3204,7 +3404,7 @@ class Networks:
         return self.pick(self.picker, [(row, row.state) for row in rows], [first[at] for at in range(len(rows))])
 
     def _catch_up(self, rows: Sequence[Row], behind: Sequence[Row]) -> None:
-        """Let the head read what it has not read yet of the texts of the rows `behind`."""
+        """Run the head over the part of the texts of the rows `behind` that it has not read yet."""
         first, last = min(row.head_held for row in behind), max(row.held for row in behind)
         for begin, end, ids, positions, mask in self._chunks(rows, first, last):
             hidden = self.cache.hidden[: len(rows), begin:end]
@@ -3218,12 +3418,12 @@ class Networks:
             row.head_held = row.held
 
     def _chunks(self, rows: Sequence[Row], begin: int, length: int) -> Iterator[Chunk]:
-        """Iterate over the rows' texts from `begin` to `length`, one forward at a time; see `prefill_chunks`."""
+        """Yield the inputs of each forward over the rows' texts from `begin` to `length`; see `prefill_chunks`."""
         texts = torch.tensor([(row.text + [self.mask_id] * length)[:length] for row in rows], device=self.device)
         return prefill_chunks(self.cache, texts, begin, max(1, PREFILL_CHUNK // self.block) * self.block, self.block)
 
     def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
-        """Score the nodes of each row of the batch, side by side, in one forward of the backbone; an ended row has none."""
+        """Score all rows' nodes (ended rows have none) in one backbone forward; return the scores by row and node."""
         packed = [[(node.state, node.parent) for node in nodes] for nodes in drafts]
         self._scored, firsts = self._run_backbone(packed, [row.held for row in rows])
         self.forwards["denoise"] += 1
@@ -3238,9 +3438,9 @@ class Networks:
         return [[next(found) for _ in nodes] for nodes in drafts]
 
     def _run_backbone(self, packed: Packed, held: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        """Run the backbone over states: hidden states [n, block, hidden_size], and by row the place of its first state.
+        """Run the backbone over states; return hidden states [n, block, hidden_size] and each row's first index in n.
 
-        A serving engine runs its own in place of this.
+        A serving engine overrides this with its own forward.
         """
         hidden = self._network(packed, held)
         return hidden, range(0, len(hidden), max(map(len, packed)))
@@ -3248,10 +3448,10 @@ class Networks:
     def head(
         self, rows: Sequence[Row], asked: Sequence[Sequence[tuple[State, Hidden]]], residual: bool = False
     ) -> list[list[Hidden]]:
-        """Compute h_A + h_C, or if `residual` h_C alone, at states of each row of the batch, in one pass of the head.
+        """Run one head pass over states of each row; return h_A + h_C at each state, or h_C alone if `residual`, by row.
 
-        In the same pass, the head computes its keys and values of a clean block that it has not read yet, for rows that ask.
-        Each state is `asked` with the hidden states h_A, or the estimates of them, that the head starts from; one at least.
+        `asked` has, by row, each state and the hidden states h_A, or an estimate of them, that the head starts from; at least
+        one row has states. For rows with states, the pass also reads a committed block that the head has not read yet, if any.
         """
         asking = [row for row, states in zip(rows, asked, strict=True) if states]
         if behind := [row for row in asking if row.held - row.head_held > self.block]:
@@ -3259,7 +3459,7 @@ class Networks:
         kept = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
         packed: list[list[tuple[State, int]]] = []
         given: list[list[Hidden]] = []
-        leads: list[int] = []  # rows that lack the head's keys and values of one clean block, which leads their states
+        leads: list[int] = []  # rows with a committed block that the head has not read, put before their states
         for at, (row, states) in enumerate(zip(rows, asked, strict=True)):
             row.counts.head_forwards += bool(states)
             lead = bool(states) and row.held > row.head_held
@@ -3285,9 +3485,9 @@ class Networks:
         ]
 
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """Keep keys and values of the clean ones of the states just scored, and their hidden states for the head to read.
+        """Copy keys, values and hidden states (for the head) of accepted clean states to their rows' texts.
 
-        `clean` has their places for each row of the batch, in order; there is one at least.
+        `clean` has, by row, the indices of these states among the row's nodes of the last `score`, in order; at least one.
         """
         moves = []
         for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
@@ -3311,10 +3511,10 @@ class Networks:
         parents: Sequence[State | None] = (),
         shortlists: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
-        """Pick at the free columns of states from the hidden states of each; one transfer to the host.
+        """Pick at the free columns of states from their hidden states; return scores by state, after one transfer to the host.
 
-        `parents` are the clean states that states attend to, for processors to see. Tokens are chosen among those of
-        `shortlists` (`Scores.shortlist`) if every state has one.
+        `parents` are the states' parents, whose tokens processors see. If every state has a shortlist in `shortlists`
+        (`Scores.shortlist`), tokens are chosen among those listed.
         """
         block, count = self.block, len(states)
         columns = np.array([at * block + column for at, (_, state) in enumerate(states) for column in state.free], np.int64)
@@ -3333,7 +3533,7 @@ class Networks:
         return [Scores(*said, one, shortlist) for said, one, shortlist in found]
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
-        """Copy columns [n] to the device, and gather them from each of several lists of blocks: [n, size] each."""
+        """Copy column indices [n] to the device; return them, and the values of each list of blocks at them, [n, size] each."""
         index = torch.from_numpy(columns).to(self.device, non_blocking=True)
         return [index, *(gather_blocks(blocks).flatten(0, 1)[index] for blocks in several)]
 
@@ -3342,19 +3542,19 @@ class Networks:
     ) -> list[list[float]]:
         """Compute the log-odds [block] of given tokens at each state, -inf at other columns; one transfer to the host.
 
-        `asked` has of each state its row, the state, some of its free columns, and the tokens by column.
+        `asked` has, by state, its row, the state, some of its free columns, and tokens by column.
         """
         states = [(row, State(state.key, tuple(where), state.end, state.masks, 0)) for row, state, where, _ in asked]
         tokens, spots = [(where, token) for _, _, where, token in asked], Spots(states, self.device)
         return self._of_tokens(tokens, hidden, lambda given, token: self.picker.token_odds(given, token, spots))
 
     def magnitudes(self, asked: TokensAt, hidden: Sequence[Hidden]) -> list[list[float]]:
-        """Compute the magnitude |C| of given tokens' logits, one dot product each; the result is as in `token_odds`."""
+        """Compute the magnitude |C| of given tokens' residual logits from h_C; return numbers as `token_odds` does."""
         weight = self.picker.lm_head_weight
         return self._of_tokens(asked, hidden, lambda given, token: token_logits(weight, given, token[:, None])[:, 0].abs())
 
     def _of_tokens(self, asked: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]) -> list[list[float]]:
-        """Compute a number of each given token [n] from the hidden states [n, hidden_size] at its column; see `token_odds`."""
+        """Compute a number of each given token from the hidden states at its column; return numbers as `token_odds` does."""
         pairs = [(place * self.block + c, token[c]) for place, (where, token) in enumerate(asked) for c in where]
         columns, tokens = np.array(pairs, np.int64).T.copy()
         _, given = self._at_columns(columns, hidden)
@@ -3363,13 +3563,13 @@ class Networks:
         return found
 
     def _network(self, packed: Packed, held: Sequence[int], hidden: Tensor | None = None) -> Tensor:
-        """Run the backbone, or with `hidden` [rows * width, block, hidden_size] the head, over states and their parents.
+        """Run the backbone over states, or the head if its input `hidden` [rows * width, block, hidden_size] is given.
 
-        Keys and values of states go beyond the longest of all rows' texts, so that rows that take no part are not touched.
+        Keys and values of the states are written beyond the longest of all rows' texts, so that no text is overwritten.
 
         Returns:
-            Hidden states or h_C, [rows * width, block, hidden_size], `width` being the most states of a row; shifted hidden
-            states have one more column, for the next block's first token.
+            Hidden states or h_C, [rows * width, block, hidden_size], where `width` is the most states of a row. Shifted hidden
+            states have block + 1 columns: the first is for the block's first token, the last for the next block's.
         """
         rows, width, used = len(packed), max(map(len, packed)), max(held)
         self.cache.target(used, width * self.block)
@@ -3394,7 +3594,7 @@ class Networks:
         return made.view(rows * width, -1, made.shape[-1])
 
     def _packed(self, rows: int, width: int, begin: int, plain: bool, table: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Unpack `table` (ids, starts, parents, held) and run the network; a function of tensors that can be recorded."""
+        """Unpack `table` (ids, starts, parents, held) and run the network, by tensor operations that a graph can record."""
         states = rows * width
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width)
@@ -3409,15 +3609,15 @@ class Networks:
         return self._shifted_states(made, held, parent) if self.shifted and hidden is None else made
 
     def _fused(self, plans: Plans, ids: Tensor, positions: Tensor, mask: RoundMask, hidden: Tensor | None) -> Tensor:
-        """Run the fused layers of the backbone, or with `hidden` of the head, over states side by side."""
+        """Run the fused layers over states: the head's if `hidden` is given, else the backbone's."""
         backbone, head = self.model.model, self.model.mrp_head
         embeds = backbone.embed_tokens(ids)
         owner, begun = (backbone, embeds) if hidden is None else (head, head.joined(embeds, hidden))
         return run_fused(plans[owner], owner.norm, begun, backbone.rotary_emb(embeds, positions), mask, self.cache)
 
     def _shifted_states(self, hidden: Tensor, held: Tensor, parent: Tensor) -> Tensor:
-        """Put before the hidden states of each state, [rows, width * block, hidden_size], the one that predicts its first
-        column: the last one of its parent or else of its row's text."""
+        """Prepend to each state's part of `hidden` [rows, width * block, hidden_size] the hidden state for its first token (the
+        last of its parent, or else of its row's text); return [rows, width, block + 1, hidden_size]."""
         states, kept = hidden.unflatten(1, (-1, self.block)), self.cache.hidden
         before = kept[torch.arange(len(hidden), device=kept.device), held.to(kept.device)].to(self.device)[:, None]
         lasts = states[:, :, -1].gather(1, parent.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
@@ -3425,7 +3625,7 @@ class Networks:
         return torch.cat([before[:, :, None], states], 2)
 
     def narrow(self, rows: list[Row], size: int) -> list[Row]:
-        """Move unfinished rows to the first `size` places, which must suffice for them, and return the rows there."""
+        """Cut the batch to its first `size` places after moving all unfinished rows there, which must fit; return the rows."""
         ended = [place for place in range(size) if rows[place].stop is not None]
         behind = [place for place in range(size, len(rows)) if rows[place].stop is None]
         pairs = list(zip(ended, behind, strict=False))  # there may be more room than rows
@@ -3439,7 +3639,7 @@ class Networks:
         return rows[:size]
 
     def widen(self, used: int) -> None:
-        """Return all rows to their places, each with its first `used` slots."""
+        """Undo all calls of `narrow`: move rows, with their first `used` slots, back to their places."""
         for pairs in reversed(self._swaps):
             self.cache.swap(pairs, used)
         self._swaps.clear()
@@ -3447,9 +3647,9 @@ class Networks:
 
 
 def prefill_chunks(cache: BlockCache, texts: Tensor, begin: int, chunk: int, block: int) -> Iterator[Chunk]:
-    """Iterate over texts [rows, length] long from `begin` on, a `chunk` of whole blocks per forward under a block-causal mask.
+    """Yield the inputs of block-causal forwards over texts [rows, length] long from `begin` on, `chunk` tokens each.
 
-    Keys and values go to their slots.
+    Before each, the cache's target is set to the slots of these tokens, which are whole blocks.
     """
     positions = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
     for at in range(begin, texts.shape[1], chunk):
@@ -3460,7 +3660,7 @@ def prefill_chunks(cache: BlockCache, texts: Tensor, begin: int, chunk: int, blo
 
 
 def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
-    """Gather hidden states of n blocks from the few tensors that hold them: [n, block, hidden_size]."""
+    """Gather the hidden states of n blocks from the tensors that hold them; return [n, block, hidden_size]."""
     first, places = hidden[0][0], [place for _, place in hidden]
     tensors = {id(tensor): tensor for tensor, _ in hidden}
     if len(tensors) == 1:
@@ -3474,7 +3674,7 @@ def gather_blocks(hidden: Sequence[Hidden]) -> Tensor:
 
 
 def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int) -> np.ndarray:
-    """Copy numbers [n] or [n, m] to the host in float64, at columns [n] of [states, block, ...], -inf elsewhere."""
+    """Copy numbers [n] or [n, m] to the host; return [states, block] or [states, block, m] float64, -inf elsewhere."""
     read = numbers.detach().cpu().double().numpy()
     spread = np.full((states * block, *read.shape[1:]), -np.inf)
     spread[columns] = read
@@ -3482,7 +3682,7 @@ def spread_columns(numbers: Tensor, columns: np.ndarray, states: int, block: int
 
 
 def on_host(picks: Picks, columns: np.ndarray, states: int, block: int) -> list[tuple[list[int], list[float], Any, Any]]:
-    """Read picks at columns of states in one transfer: tokens, odds, entropies and likeliest of each state, as in `Scores`."""
+    """Read picks in one transfer; return by state its token, odds, entropy and likeliest, as in `Scores`."""
     numbers = [one.view(len(columns), -1).to(picks.odds.dtype) for one in picks[:4] if one is not None]
     spread = spread_columns(torch.cat(numbers, 1), columns, states, block)
     token = np.maximum(spread[..., 0], 0).astype(np.int64).tolist()  # exact in float32: a vocabulary has fewer than 2^24
@@ -3496,7 +3696,7 @@ def on_host(picks: Picks, columns: np.ndarray, states: int, block: int) -> list[
 
 # ---------------------------------------------------------------------------------------------------- generate.budget
 
-"""The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
+"""Budgets, which choose how much a round drafts: a fixed amount, or the fastest by time and acceptance measured so far.
 
 Drafts never change the text, so the amount may depend on the clock.
 """
@@ -3506,7 +3706,7 @@ Drafts never change the text, so the amount may depend on the clock.
 
 # The numbers of states per row to choose from; each has its own CUDA graph.
 WIDTHS = (1, 2, 3, 4, 6, 8)
-# States per row where the clock may not decide: so that several processes agree, or counts are reproducible.
+# States per row where the clock must not decide, so that several processes agree or counts are reproducible.
 UNTIMED_STATES = 4
 
 
@@ -3529,15 +3729,15 @@ class Budget(Protocol):
     """Chooses how much each round drafts."""
 
     def choose(self, rows: Sequence[Row]) -> Amount:
-        """Choose the amount for the next round of a batch; rows with a `stop` have ended."""
+        """Choose the amount for the batch's next round; rows whose `stop` is set have ended."""
 
     def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
-        """Learn from a round: its seconds, and the number of denoising steps it took, by row."""
+        """Learn from a round that took `seconds` and, by row, `steps` denoising steps."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same amount in every round."""
+    """Chooses the same amount for every round."""
 
     amount: Amount
 
@@ -3549,23 +3749,23 @@ class Fixed:
         """Learn nothing."""
 
 
-PLAIN = (1, 0)  # states and head passes of the target alone
-Shape = tuple[int, int, int]  # rows of the batch, states of each that are scored, and head passes
+PLAIN = (1, 0)  # states and head passes of a round without drafts (the target alone)
+Shape = tuple[int, int, int]  # of a round: rows of the batch, states scored per row, head passes
 
 
 class Times:
-    """Measured seconds of a round by the states of all rows together, with and without the head."""
+    """Measured seconds of a round by the number of states of all rows together, without and with head passes."""
 
-    FIRST = 3  # rounds of a shape make its time known; in the ones before, it may be recorded or compiled
-    RATE, OUTLIER = 0.1, 1.5
+    FIRST = 3  # rounds after which the time of a shape is known: the first ones may include recording or compiling
+    RATE, OUTLIER = 0.1, 1.5  # of the moving average; the multiple of it to which longer rounds are clipped
 
     def __init__(self) -> None:
         self.seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
         self.first: defaultdict[Shape, list[float]] = defaultdict(list)
-        self.recording = inf  # what the first rounds of a shape take beyond later ones (graphs, compiling): the least of all
+        self.recording = inf  # extra seconds of a shape's first rounds (graphs, compiling), the least of any shape
 
     def learn(self, shape: Shape, seconds: float) -> None:
-        """Learn the seconds of a round."""
+        """Learn the seconds of a round of this shape."""
         (rows, states, passes), first = shape, self.first[shape]
         known, scored = self.seconds[passes > 0], rows * states
         if self.known(shape):
@@ -3577,12 +3777,12 @@ class Times:
                 self.recording = min(self.recording, sum(first) - len(first) * min(first))
 
     def known(self, shape: Shape) -> bool:
-        """Tell if the time of this shape itself is known: another one with as many states says nothing of its recording."""
+        """Tell if this shape itself was timed: the time of another with as many states says nothing of this one's recording."""
         return len(self.first[shape]) == self.FIRST
 
     def estimate(self, scored: int, passes: int) -> float:
-        """Estimate the seconds of a round, rather too low than too high: those of the largest known smaller one without a pass,
-        where its own are not known; or 0."""
+        """Return the known seconds of a round of `scored` states; if they are unknown, those of the largest round known without
+        head passes and with no more states (rather too low than too high); or 0."""
         plain = self.seconds[0]
         below = [one for one in plain if one <= scored]
         return self.seconds[passes > 0].get(scored) or (plain[max(below)] if below else 0.0)
@@ -3591,22 +3791,22 @@ class Times:
 class Auto:
     """Chooses the amount of drafting that makes the most denoising steps per second.
 
-    A row cannot draft where its block is whole, or was before the last round, so an amount (at most `states` and `passes`) is
-    judged together with the rounds without drafts that follow from it. One about which too little is known is tried if its best
-    case beats the best known one: more states give more steps, each additional one fewer, and never cost less time. Trials are
-    paid from a balance: a share of the time that the target alone would have taken, and all that drafts have won over it in
-    batches of as many rows. So a first call is at most about that share slower than its target.
+    A row cannot draft while its block is clean, nor before the next block is scored, so an amount (at most `states` and
+    `passes`) is judged together with the undrafted rounds that follow from it. An amount about which too little is known is
+    tried if its best case beats the best known amount: more states give more steps, each further state fewer than the last, and
+    never cost less time. Trials are paid from a balance by number of rows: a share of the time that the target alone would have
+    taken, and all time that drafts have saved. So a first call is at most about that share slower than its target.
     """
 
     SHARE = 0.045  # share of the target's time that trials may cost
     ENOUGH = 0.98  # an amount is tried if its best case is below this share of the best known time
-    HOPE, SURE = 0.9, 4.0  # supposed: the chance of unknown drafts, and rounds of one step each
-    FADE = 1 - 1 / 8000  # factor on what is known, after each round
+    HOPE, SURE = 0.9, 4.0  # supposed: the chance of an untried draft, and rounds of one step each beside the measured ones
+    FADE = 1 - 1 / 8000  # factor on the sums in `gains` after each round
 
     def __init__(self, states: int, passes: int) -> None:
         widths = [one for one in WIDTHS if 1 < one <= states]
         self.ladders = [[(one, min(most, one - 1)) for one in widths] for most in sorted({0, passes})]
-        # By states and passes, sums that fade: rounds, steps per row in them, and the share of rows that could not draft next.
+        # By (states, passes), fading sums over rounds: of 1, of steps per row, and of the share of rows that cannot draft next.
         self.gains = {way: [0.0, 0.0, 0.0] for way in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
         self.times, self.plain = Times(), 0.0  # `plain`: seconds per step of the target alone
         self.balance: defaultdict[int, float] = defaultdict(float)  # seconds, by number of rows in the batch
@@ -3628,9 +3828,9 @@ class Auto:
         return Amount(states, passes, narrow and states == 1)
 
     def best(self, size: int, going: int, one: float, two: float) -> tuple[int, int]:
-        """Choose the amount with the least known time per step, or a more hopeful one if the balance allows to try it.
+        """Choose the (states, passes) of least known time per step, or of a better best case if the balance pays a trial.
 
-        `going` of `size` rows have not ended; `one` and `two` are the seconds of a round with as many states.
+        Of the batch's `size` rows, `going` have not ended; a round of 1 or 2 states a row takes `one` or `two` seconds.
         """
         times, (rounds, _, stuck) = self.times, self.gains[PLAIN]
         stuck /= max(1.0, rounds)
@@ -3665,7 +3865,7 @@ class Auto:
             seconds = max(seconds, flat[max(flat)] * scored / max(flat))
         price = max(1, times.FIRST - uses) * max(0.0, seconds - self.plain * going)
         price += (1 + (passes > 0)) * (uses < times.FIRST - 1) * times.recording
-        price += (self.tried[1:] != dream) * times.recording  # in case the batch shrinks meanwhile
+        price += (self.tried[1:] != dream) * times.recording  # again, should the batch shrink meanwhile
         if price > self.balance[size]:
             return best
         self.tried = size, *dream
@@ -3674,7 +3874,7 @@ class Auto:
     def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
         """See `Budget`."""
         if (amount.states, amount.passes) != self.way:
-            return  # there was no room for the chosen amount
+            return  # the round had no room for the chosen amount
         self.times.learn(self.shape, seconds)
         came = [(1, step, not can_draft(row)) for step, row, one in zip(steps, rows, self.drafts, strict=True) if one]
         new = [sum(part) / len(came) for part in zip(*came, strict=True)]
@@ -3685,24 +3885,28 @@ class Auto:
 
 
 def can_draft(row: Row) -> bool:
-    """Tell if there are scores from which a row's drafts can start, and masks to reveal."""
+    """Tell if a row has masks to reveal, and scores from which its drafts can start."""
     return row.state.masks > 0 and row.source is not None
 
 
 _BUDGETS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Auto]]" = weakref.WeakKeyDictionary()
 
 
-def budget_of(model: nn.Module, mode: Hashable, states: int, passes: int, paced: bool) -> Budget:
-    """Return the budget of a call; what an `Auto` has learnt stays with the model for later calls.
+def budget_of(model: nn.Module, mode: Any) -> Budget:
+    """Return the budget of a call with a `Mode`; an `Auto` stays with the model, so that later calls use what it has learnt.
 
-    Nothing depends on the clock under deterministic algorithms, or where several processes run, which must decide alike.
+    The budget is fixed under deterministic algorithms, and where several processes run, which must decide alike.
     """
+    drafting = mode.drafting
+    if drafting is None:
+        return Fixed(Amount())
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-    if paced and alone and not torch.are_deterministic_algorithms_enabled():
+    if drafting.paced and alone and not torch.are_deterministic_algorithms_enabled():
         weight = next(model.parameters())
-        return _BUDGETS.setdefault(model, {}).setdefault((mode, weight.device, weight.dtype), Auto(states, passes))
-    states = min(states, UNTIMED_STATES) if paced else states
-    return Fixed(Amount(states, min(passes, states - 1)))
+        kept = _BUDGETS.setdefault(model, {})
+        return kept.setdefault((mode, weight.device, weight.dtype), Auto(drafting.states, drafting.passes))
+    states = min(drafting.states, UNTIMED_STATES) if drafting.paced else drafting.states
+    return Fixed(Amount(states, min(drafting.passes, states - 1)))
 
 
 # ---------------------------------------------------------------------------------------------------- generate.refine
@@ -3713,16 +3917,16 @@ def budget_of(model: nn.Module, mode: Hashable, states: int, passes: int, paced:
 
 
 class Reveal:
-    """A reveal of one row while it is refined; it begins as the backbone's reveal at the row's frontier.
+    """A reveal of one row while the head refines it, starting from the backbone's reveal at the row's frontier.
 
     Attributes:
-        row, at: The row, and its place in the batch.
-        before: The frontier.
-        state: Its state, before the reveal.
+        row, at: The row, and its index in the batch.
+        before: The row's frontier.
+        state: The frontier's state, before the reveal.
         where: Columns to reveal.
         token, log_odds: By column, as in `Scores`; NaN where the head's number for a column is NaN.
-        hidden: h_A at the state, or the head's latest estimate after it.
-        drawn: By column that the head revealed, the state and the hidden states that it was picked from.
+        hidden: Hidden states h_A of the state, or the head's latest estimate for a state after it.
+        drawn: By column that the head revealed, the state and the hidden states from which its token was picked.
     """
 
     def __init__(self, row: Row, at: int, frontier: Frontier) -> None:
@@ -3733,18 +3937,18 @@ class Reveal:
         self.drawn: dict[int, tuple[State, Hidden]] = {}
 
     def shown(self, where: Sequence[int]) -> State:
-        """Make the state in which the given columns hold this reveal's tokens, for the head to read."""
+        """Make the state that results from revealing this reveal's tokens at the columns `where`, for the head to read."""
         return self.row.after(self.state, where, self.token)
 
     def keep(self, passed: Sequence[int], asked: Sequence[float]) -> None:
-        """Keep the columns that passed; mark earlier ones as unscored where `asked`, the head's number by column, is NaN."""
+        """Set log-odds at `where` to NaN where the head's numbers `asked` are NaN, and then reduce `where` to `passed`."""
         for column in self.where:
             if asked[column] != asked[column]:
                 self.log_odds[column] = asked[column]
         self.where = tuple(passed)
 
     def frontier(self) -> Frontier:
-        """Make the frontier of the columns that are left, and count and note those that were taken back."""
+        """Make the frontier of the columns that remain; count those put back to masks, and list them in its `remasked`."""
         before = self.before
         back = tuple([column for column in before.where if column not in self.where])
         self.row.counts.revoked += len(back)
@@ -3752,14 +3956,14 @@ class Reveal:
         return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn, back)
 
 
-# Changes reveals of some rows of the batch in place, before they are written; a frozen dataclass of its parameters.
+# A frozen dataclass of its parameters; a call changes the reveals of some rows of the batch in place, before they are written.
 Refinement = Callable[[Networks, Sequence[Row], list[Reveal]], None]
 
 
 def refined(
     refine: Refinement, networks: Networks, rows: Sequence[Row], frontiers: Sequence[Frontier | None]
 ) -> list[Frontier | None]:
-    """Refine the reveals at the frontiers of a batch's rows; return the frontiers that result."""
+    """Refine the reveals at the frontiers of a batch's rows; return the refined frontiers, by row."""
     reveals = [Reveal(row, at, one) for at, (row, one) in enumerate(zip(rows, frontiers, strict=True)) if one]
     if reveals:
         refine(networks, rows, reveals)
@@ -3781,9 +3985,9 @@ def ask(networks: Networks, rows: Sequence[Row], asked: list[tuple[Reveal, State
 def belief(
     networks: Networks, rows: Sequence[Row], asked: Sequence[tuple[Reveal, Columns]]
 ) -> list[tuple[Reveal, list[float]]]:
-    """Compute each reveal's log-odds [block] of its tokens by the head, given those at some columns; -inf at other columns.
+    """Compute by the head the log-odds [block] of each reveal's tokens given its tokens at some columns, -inf elsewhere.
 
-    If a token is itself among the given ones, a trained head says what the backbone would if this one token were still masked.
+    For a token that is itself given, a trained head estimates what the backbone would say with this token alone still masked.
     """
     hidden = ask(networks, rows, [(reveal, reveal.shown(given)) for reveal, given in asked])
     found = networks.token_odds([(one.row, one.state, one.where, one.token) for one, _ in asked], hidden)
@@ -3813,10 +4017,10 @@ class Direct:
 
 @dataclass(frozen=True)
 class ThresholdRemask:
-    """The published rule of `mrp_remask`: put tokens that the head has little confidence in back to masks.
+    """The published rule of `mrp_remask`: put tokens in which the head has little confidence back to masks.
 
     The head is conditioned on all the fresh reveals; a token whose corrected confidence is below tau becomes a mask again (MRP,
-    arXiv 2605.18817). At least one reveal stays, under every rule.
+    arXiv 2605.18817). At least one reveal stays, under every remasking rule.
     """
 
     threshold: float  # tau, in log-odds
@@ -3830,9 +4034,9 @@ class ThresholdRemask:
 
 @dataclass(frozen=True)
 class ResidualRemask:
-    """The rule `residual` of the released code: put tokens whose own logit the head changes much back to masks.
+    """The rule `residual` of the released code: put tokens back to masks if the head changes their logits by much.
 
-    The head reads the state before the reveal; a token goes back if its logit changes by more than `delta` in magnitude.
+    The head reads the state before the reveal; a token goes back if its logit changes by more than `delta`, up or down.
     """
 
     delta: float  # in logits
@@ -3847,12 +4051,12 @@ class ResidualRemask:
 
 @dataclass(frozen=True)
 class RereadRemask:
-    """The rule `reread`: keep the tokens that the head believes given all other kept ones, and not only because of these.
+    """The rule `reread`: keep the tokens that the head believes given all other kept ones and given the surest one alone.
 
-    Under `threshold`, two reveals that contradict each other both go back. Here only the least believed one below tau does;
-    then the head reads again what is left, until every token is believed given the others. Tokens that are wrong together still
-    support each other, so the head finally reads them given the most confident one alone: a token whose confidence is then
-    below `alone` goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal needs no head pass.
+    Under `threshold`, two tokens that contradict each other both go back. Here only the least believed token below tau does;
+    then the head reads the rest again, until every token's confidence given the others reaches tau. Tokens that are wrong
+    together still support each other, so the head finally reads them given the most confident one alone: a token whose
+    confidence is then below `alone` goes back, too (`benchmarks/NOTES.md`, Remasking). A single token needs no head pass.
     """
 
     threshold: float  # tau, in log-odds
@@ -3880,8 +4084,8 @@ class RereadRemask:
 
 """The one decoding loop: rounds that score the states of all rows side by side; rows never wait for each other.
 
-A row (one sequence of the batch) is a little state machine. Its *next* state is known: it is what the backbone's scores of the
-last accepted state reveal. A round (`Decoder.round`) has four steps:
+A row (one sequence of the batch) is a little state machine. Its *next* state is known: it results from the reveal at the last
+accepted state. A round (`Decoder.round`) has four steps:
 
 1. **draft** (host): each row submits its next state, the states likely to follow it and, after a clean state (no masks left),
    the all-mask state of the next block, which attends to the clean one; head passes (device) estimate which are likely;
@@ -3898,11 +4102,11 @@ A mode that drafts nothing submits one state a round (two where a block ends) an
 
 @dataclass(frozen=True)
 class Drafting:
-    """The amount of drafting: states that may follow, scored together in one forward. Drafts never change the text.
+    """The amount of drafting: how many likely next states one forward scores. Drafts never change the text.
 
     Attributes:
         states: K, the most states a row may submit per round, its own included.
-        branches: Followers considered per state, at most; 1 drafts a chain.
+        branches: Followers (states after one reveal) considered per state, at most; 1 drafts a chain.
         passes: Head passes per round, fewer than `states`; 0: drafts come from the backbone's own stale logits.
         paced: Whether `states` and `passes` are upper bounds, and each round drafts as much as measured time says pays
             (`Budget`).
@@ -3916,7 +4120,7 @@ class Drafting:
     shortlist: int | None = None
 
     def listed(self, vocab_size: int, sample: bool) -> int:
-        """Choose the size of a position's shortlist for a vocabulary; 0: a head pass scores all tokens, or there is no pass."""
+        """Return how many tokens a head pass chooses among at each position; 0: all of them, or there is no head pass."""
         if not self.passes or self.shortlist == 0:
             return 0
         usual = LIKELIEST if sample else SHORTLIST
@@ -3927,11 +4131,11 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Mode:
-    """The meaning of one value of `decoding`.
+    """The reveal rule, refinement and drafting behind one value of the option `decoding`.
 
     Attributes:
         rule: Decides which columns a step of the backbone reveals. Together with `refine` it determines the text.
-        refine: How the head changes these reveals; None: not at all.
+        refine: How the head changes the rule's reveals; None: not at all.
         drafting: How states are drafted; None: not at all.
     """
 
@@ -3957,9 +4161,9 @@ class Decoder:
         mode: What is revealed, refined and drafted.
         networks: Backbone, head and picks on the device.
         budget: Chooses how much each round drafts.
-        watches: Callbacks that get the batch's rows after the prefill and after every round; one may end rows (stopping
+        watches: Callbacks that get the batch's rows after the prefill and after every round; they may end rows (stopping
             criteria).
-        least_rows: Rows that have ended leave the batch by halves; it keeps at least this many rows.
+        least_rows: The batch is halved as its rows end, but keeps at least this many rows.
 
     Attributes:
         verified: Forwards that scored drafts.
@@ -3978,7 +4182,7 @@ class Decoder:
         self.verified = self.slots = 0
 
     def decode(self, rows: list[Row], reused: Sequence[int]) -> None:
-        """Decode every row to its end; of each row, the first `reused` tokens have cached keys and values already.
+        """Decode every row to its end; `reused` is, by row, the number of first tokens with keys and values in the cache.
 
         Raises:
             UnscoredError: for a position at which no token has a finite score.
@@ -4003,24 +4207,24 @@ class Decoder:
             watch(rows)
 
     def smaller(self, size: int, active: int) -> int:
-        """Halve the size of the batch as often as `active` rows still fit."""
+        """Return the size of the batch, halved as often as its `active` rows still fit."""
         while size > 1 and (half := (size + 1) // 2) >= max(active, self.least_rows):
             size = half
         return size
 
     def round(self, rows: Sequence[Row], amount: Amount) -> list[int]:
-        """Run one round; return the number of denoising steps it took, by row."""
+        """Run one round; return the number of denoising steps that each row took in it."""
         before = [row.steps for row in rows]
         drafts = self.draft(rows, amount)
         scores = self.networks.score(rows, drafts)
         self.slots += len(rows)
-        # Nodes after the row's own are drafts if they have no parent; those with one are first states of next blocks.
+        # Nodes after the row's own are drafts if they have no parent; nodes with a parent are first states of next blocks.
         self.verified += any(node.parent < 0 for nodes in drafts for node in nodes[1:])
         self.write(rows, self.accept(rows, drafts, scores, amount.states > 1))
         return [row.steps - steps for row, steps in zip(rows, before, strict=True)]
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
-        """Choose the states of the round for each row; none for rows that have ended."""
+        """Choose each row's nodes for the round; rows that have ended get none."""
         drafting = self.mode.drafting
         if drafting is None or amount.states == 1:
             return [target_nodes(row, amount.narrow) if row.stop is None else [] for row in rows]
@@ -4033,15 +4237,15 @@ class Decoder:
             ]
 
         for turn, size in enumerate(draft_sizes(amount.states, amount.passes) if amount.passes else []):
-            # Only the first pass reads the row's own state: what it is read from does not change.
+            # Only the first pass reads the row's own state: in later ones the head's input there would be the same.
             self.read(rows, [nodes[min(turn, 1) :] for nodes in grown(size)], estimates)
         return grown(amount.states)
 
     def read(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
-        """Run the head once over drafted states, and store in `estimates` the scores that it expects of the backbone at each.
+        """Run the head once over drafted states, and store its estimates of the backbone's scores there in `estimates`.
 
-        A state is read from the hidden states of its source, the state before it. Left out are clean states (nothing is picked
-        there) and first states of blocks (they have no source).
+        The head reads a state together with the hidden states of its source, the state before. Clean states (where nothing is
+        picked) and first states of blocks (which have no source) are left out.
         """
         asked = [
             (at, node.state, hidden, said.shortlist)
@@ -4090,18 +4294,18 @@ class Decoder:
 
 # ---------------------------------------------------------------------------------------------------- rules.published
 
-"""Reveal rules from papers, with their numbers; docs/rules.md has the table and says where a rule differs from its paper.
+"""Reveal rules from papers, with the papers' numbers; docs/rules.md lists them and says where a rule differs from its paper.
 
-Many papers decode a whole text at once. Here blocks are decoded, and what a paper says of the text's length applies to the
-block's. A rule that would reveal nothing reveals the most confident column. The last five rules remember earlier steps of the
-block: their memo is a tuple that begins with `State.start` and holds only numbers of picked tokens. Thresholds are log-odds.
+Many papers decode a whole text at once. Here blocks are decoded, so the block's length stands in for the text's. A rule that
+would reveal nothing reveals the most confident column. The last five rules remember earlier steps of the block: their memo is
+a tuple that begins with `State.start`; of distributions it holds only numbers of the picked tokens. Thresholds are log-odds.
 """
 
 
 
 
 def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Columns:
-    """Select the columns whose odds reach a threshold, and always the most confident one."""
+    """Select the columns whose log-odds reach a threshold, and always the most confident column."""
     best = surest(columns, odds)
     return tuple([column for column in columns if odds[column] >= threshold or column == best])
 
@@ -4110,8 +4314,8 @@ def at_least(columns: Columns, odds: Sequence[float], threshold: float) -> Colum
 class FastDLLM(RevealRule):
     """Reveal the n most confident columns, for the largest n with c_i >= 1 - f / (i + 1) for all i from 2 to n; at least one.
 
-    The factor rule of Fast-dLLM (arXiv 2505.22618), which bounds (n + 1)(1 - c_n) by f. With f = 1, the n tokens picked
-    independently are also the likeliest n tokens jointly.
+    The factor rule of Fast-dLLM (arXiv 2505.22618), which bounds (n + 1)(1 - c_n) by f; c_i is the i-th highest confidence.
+    With f = 1, the n tokens picked independently are also the likeliest n tokens jointly.
 
     Attributes:
         factor: f.
@@ -4120,7 +4324,7 @@ class FastDLLM(RevealRule):
     factor: float
 
     def leading(self, ordered: Sequence[int], odds: Sequence[float]) -> int:
-        """Count the first columns, in order of confidence, that satisfy the bound."""
+        """Count the leading columns that satisfy the bound, of columns `ordered` by falling confidence."""
         count = 1
         while count < len(ordered) and odds[ordered[count]] >= logit(1 - self.factor / (count + 2)):
             count += 1
@@ -4132,29 +4336,29 @@ class FastDLLM(RevealRule):
         return tuple(sorted(ordered[: self.leading(ordered, scores.odds)])), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: about as many columns as the estimates allow."""
+        """See `RevealRule`: guess about as many columns as the bound allows under the estimates."""
         return likely_first(state.free, odds, self.leading, count)
 
 
 @dataclass(frozen=True)
 class EBSampler(EntropyBound):
-    """Reveal in order of rising entropy while the sum of entropies, without the largest, is at most a bound; at least one.
+    """Reveal columns by rising entropy while the sum of entropies but the largest is at most a bound; at least one column.
 
     The EB-sampler as published (arXiv 2505.24857): that sum bounds the divergence between n tokens picked independently and
     their joint distribution. `EntropyBound` bounds the sum of all entropies instead.
     """
 
     def leading(self, entropies: Sequence[float]) -> int:
-        """See `EntropyBound`; in rising order the last entropy of a set is its largest."""
+        """See `EntropyBound`: sums leave out the last entropy, which is the largest in rising order."""
         return 1 + sum([total <= self.bound for total in accumulate(entropies[:-1])])
 
 
 @dataclass(frozen=True)
 class Hierarchy(Dynamic):
-    """Reveal the columns above the high threshold, and in each run of masks the most confident one if above the low threshold.
+    """Reveal the columns above the high threshold, and of each run of masks the most confident one if above the low threshold.
 
-    Hierarchical decoding of dInfer (arXiv 2510.08666), with 0.9 and 0.4. A reveal inside a run of masks splits it, so tokens
-    revealed together are rarely neighbours.
+    Hierarchical decoding of dInfer (arXiv 2510.08666), with thresholds 0.9 and 0.4. A reveal inside a run of masks splits it,
+    so tokens revealed together are rarely neighbours.
 
     Attributes:
         low: The low threshold.
@@ -4174,7 +4378,7 @@ class Hierarchy(Dynamic):
         return tuple(where) or (surest(free, odds),), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, the estimates of eased columns raised by the difference of the thresholds."""
+        """See `RevealRule`: as `Dynamic`, after raising the estimates of eased columns by the difference of the thresholds."""
         by = max(bounded(self.threshold, MOST_ODDS) - bounded(self.low, MOST_ODDS), 0.0)
         eased = self.eased(state.free, odds)
         odds = [one + by if column in eased else one for column, one in enumerate(odds)]
@@ -4185,7 +4389,7 @@ class Hierarchy(Dynamic):
 class LocalLeap(Hierarchy):
     """Reveal the columns that reach the high threshold (*anchors*), and those near an anchor that reach the low one.
 
-    LocalLeap (arXiv 2510.07081), with 0.9, 0.75 and 4: tokens near a confident one are likelier to be right.
+    LocalLeap (arXiv 2510.07081), with thresholds 0.9 and 0.75 and radius 4: tokens near a confident one are likelier right.
 
     Attributes:
         radius: Distance from an anchor, in columns.
@@ -4194,7 +4398,7 @@ class LocalLeap(Hierarchy):
     radius: int = 4
 
     def eased(self, free: Columns, odds: Sequence[float]) -> set[int]:
-        """See `Hierarchy`: the columns within the radius of an anchor."""
+        """See `Hierarchy`: find the columns within the radius of an anchor."""
         anchors = [column for column in free if odds[column] >= self.threshold]
         return {column for column in free if any(abs(column - anchor) <= self.radius for anchor in anchors)}
 
@@ -4207,10 +4411,10 @@ class LocalLeap(Hierarchy):
 
 @dataclass(frozen=True)
 class ConfidenceAdaptive(Dynamic):
-    """Reveal those of the few most confident columns that reach the threshold; no eos in the first half of a block.
+    """Reveal the columns that reach the threshold among the `most` most confident; no eos in the first half of a block.
 
-    CAD of CD4LM (arXiv 2601.02236), with 4 columns and 0.8. Until half of the block is revealed, an eos is revealed only where
-    nothing else is left to reveal.
+    CAD of CD4LM (arXiv 2601.02236), with 4 columns and threshold 0.8. Until half of the block is revealed, an eos is revealed
+    only where nothing else is left to reveal.
 
     Attributes:
         eos: Ids that end the text.
@@ -4229,12 +4433,12 @@ class ConfidenceAdaptive(Dynamic):
         return at_least(few, scores.odds, self.threshold), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, over the few most confident columns."""
+        """See `RevealRule`: as `Dynamic`, over the `most` most confident columns."""
         return likely_over(tuple(sorted(by_odds(state.free, odds)[: self.most])), odds, self.threshold, count)
 
 
 def ascending(block_size: int) -> Columns:
-    """List the number of columns that each step of a block reveals: 1, 2, 4 and so on in log2(`block_size`) steps.
+    """List the number of columns that each step of a block reveals: 1, 2, 4 and so on, over log2(`block_size`) steps.
 
     The last step reveals all the rest.
     """
@@ -4244,7 +4448,7 @@ def ascending(block_size: int) -> Columns:
 
 @dataclass(frozen=True)
 class EosRejection(Static):
-    """Reveal the most confident columns, twice as many each step (`ascending`); an eos has a lowered confidence at first.
+    """Reveal the most confident columns, twice as many each step (`ascending`); lower the confidence of an eos at first.
 
     EOS early rejection with ascending step sizes (arXiv 2509.23924): the confidence of an eos is multiplied by a factor that
     rises from `gamma` to 1, linearly with the share of the block that is revealed after the step.
@@ -4287,7 +4491,7 @@ class Prophet(Static):
         return state.free if self.margin(state, scores.odds) >= 0 else self.first(state, scores.odds), memo
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: all columns, with the chance that the estimates reach the bound, or else as `Static`."""
+        """See `RevealRule`: guess all columns, with the chance that their mean reaches the bound, or else as `Static`."""
         odds = [bounded(one, MOST_ODDS) for one in odds]
         chance = sigmoid(2 * self.margin(state, odds))
         guesses = super().likely(state, odds, count)
@@ -4299,16 +4503,16 @@ class Prophet(Static):
 
 
 def recalled(memo: Any, state: State, default: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what a memo holds for the state's block, without the start; the default if it is of another block."""
+    """Return the values of a memo `(start, *values)` of the state's block; the default for any other memo."""
     return memo[1:] if memo is not None and memo[0] == state.start else default
 
 
 @dataclass(frozen=True)
 class BoundedAdaptive(Dynamic):
-    """Reveal the columns at least as confident as the block's reveals so far on average, a mean clipped to [low, threshold].
+    """Reveal the columns at least as confident as the mean of the block's reveals so far, clipped to [`low`, `threshold`].
 
-    BACD of TDAR (arXiv 2602.09555), with 0.9 and 0.6. A block's first mean is the confidence of its most confident column.
-    Drafts assume the higher threshold.
+    BACD of TDAR (arXiv 2602.09555), with bounds 0.6 and 0.9. In a block's first step, the mean is the confidence of the most
+    confident column. Drafts suppose that it is `threshold`.
 
     Attributes:
         low: The lower threshold.
@@ -4328,10 +4532,10 @@ class BoundedAdaptive(Dynamic):
 class SlowFast(Dynamic):
     """Explore from the left until the end of a confident span is stable, reveal the rest of that span, and repeat behind it.
 
-    SlowFast sampling (arXiv 2506.10848). Each step of exploration estimates the end of the span: behind the last column that
-    reaches `low` (0.3). The end is fixed once two successive estimates differ by less than two columns, at the latter, or after
-    `explores` steps, at the mean of the last two. Each step reveals the columns that reach `threshold` (0.9), at least one:
-    while exploring, from the span's begin on; then within the span, until no mask is left in it.
+    SlowFast sampling (arXiv 2506.10848). Each step of exploration estimates the end of the span: one past the last column that
+    reaches `low` (0.3). Once two successive estimates differ by less than two columns, the later one is the end; after
+    `explores` steps, the mean of the last two is. Each step reveals the columns that reach `threshold` (0.9), at least one:
+    while exploring, anywhere from the span's begin on; then only within the span, until no mask is left in it.
 
     Attributes:
         low: The lower threshold.
@@ -4361,10 +4565,10 @@ class SlowFast(Dynamic):
 
 @dataclass(frozen=True)
 class Coherent(RevealRule):
-    """Reveal those of the few most confident columns that were in the buffer a step before with the same token.
+    """Reveal the columns among the `few` most confident that the buffer of the step before holds with the same token.
 
-    CCD with adaptive budgets (arXiv 2512.02044), as in its code: the buffer holds the `few` (4) most confident columns that the
-    step leaves masked. If no column qualifies, the most confident one is revealed.
+    CCD with adaptive budgets (arXiv 2512.02044), as in its code: the buffer holds the `few` (4) most confident columns that a
+    step leaves masked, and their tokens. If no column qualifies, the most confident one is revealed.
 
     Attributes:
         few: Columns of the buffer.
@@ -4382,18 +4586,18 @@ class Coherent(RevealRule):
         return where, (state.start, tuple([(column, token[column]) for column in rest]))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: one column in a block's first step, then about `few`, as if all of the buffer qualified."""
+        """See `RevealRule`: guess one column in a block's first step, later about `few`, as if all of the buffer qualified."""
         room = min(self.few, len(state.free)) if state.step else 1
         return likely_first(state.free, odds, lambda *_: room, count)
 
 
 @dataclass(frozen=True)
 class Credit(Dynamic):
-    """Reveal the columns that are confident enough with the credit that their token has earned in earlier steps.
+    """Reveal the columns whose log-odds reach the threshold with the credit that their token has earned over the steps.
 
-    CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code: each step the credit of the likeliest token decays by
-    beta and grows by its confidence to the power gamma, and alpha log(1 + credit) is added to its logit and so to its log-odds.
-    The reported log-probabilities of the text leave credit out.
+    CreditDecoding (arXiv 2510.06133), with the numbers of dInfer's code: in each step a picked token's credit becomes
+    beta * credit + confidence ** gamma, and alpha * log(1 + credit) is added to its logit and so to its log-odds. The reported
+    log-probabilities of the text leave credit out.
     """
 
     alpha: float = 0.7
@@ -4401,7 +4605,7 @@ class Credit(Dynamic):
     beta: float = 0.8
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo holds columns, tokens and credits."""
+        """See `RevealRule`: the memo holds columns, their tokens and the tokens' credits."""
         (earned,) = recalled(memo, state, ((),))
         before, now, odds = {(column, token): credit for column, token, credit in earned}, [], list(scores.odds)
         for column in state.free:
@@ -4412,27 +4616,27 @@ class Credit(Dynamic):
         return at_least(state.free, odds, self.threshold), (state.start, tuple(now))
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """See `RevealRule`: as `Dynamic`, with the credit of a confident token that has never changed."""
+        """See `RevealRule`: as `Dynamic`, supposing at each column the credit of a confident token that has never changed."""
         credit = (1 - self.beta ** (state.step + 1)) / (1 - self.beta)
         return likely_over(state.free, odds, self.threshold - self.alpha * math.log1p(credit), count)
 
 
 @dataclass(frozen=True)
 class Klass(Dynamic):
-    """Reveal the columns that are confident and whose distribution hardly changed of late; else the most confident one.
+    """Reveal the confident columns whose distribution hardly changed in the last steps, or else the most confident column.
 
     KLASS (arXiv 2511.05664), with a divergence below 0.01 in each of the last two steps and a confidence above 0.9.
 
     Attributes:
-        divergence: Bound on the divergence between two steps, in nats.
-        steps: Successive steps in which it must hold.
+        divergence: Bound on the divergence between successive steps, in nats.
+        steps: Successive steps in which the bound must hold.
     """
 
     divergence: float = 0.01
     steps: int = 2
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """See `RevealRule`: the memo holds columns, tokens, odds, and the number of steps for which these have been stable."""
+        """See `RevealRule`: the memo holds columns, tokens, log-odds, and the steps for which each column has been stable."""
         (seen,) = recalled(memo, state, ((),))
         before = {(column, token): (odds, stable) for column, token, odds, stable in seen}
         now, where = [], []
@@ -4451,7 +4655,7 @@ class Klass(Dynamic):
 
 
 def divergence(odds: float, before: float) -> float:
-    """Compute KL(now || before) in nats for an event given by its log-odds; 0 if it stays certain."""
+    """Compute KL(now || before) in nats of a binary event from its log-odds now and before; 0 if it stays certain."""
     odds, before = bounded(odds, MOST_ODDS), bounded(before, MOST_ODDS)
     return sum([sigmoid(one) * (log_sigmoid(one) - log_sigmoid(was)) for one, was in ((odds, before), (-odds, -before))])
 
@@ -4601,17 +4805,12 @@ class DecodingOptions:
     graphs: Annotated[bool | None, None, _SWITCH] = None
 
 
-def _declared() -> tuple[Option, ...]:
-    """List the fields with the default, values and modes in their types, and their help from the docstring."""
-    said = dict(re.findall(r"^    (\w+): (.+(?:\n     .+)*)", getdoc(DecodingOptions) or "", re.MULTILINE))
-    options = []
-    for name, hint in get_type_hints(DecodingOptions, include_extras=True).items():
-        default, values, *modes = hint.__metadata__
-        options.append(Option(*(name, default, *values, " ".join(said.get(name, "").split()), *modes)))
-    return tuple(options)
-
-
-OPTIONS = _declared()
+_HELP = dict(re.findall(r"^    (\w+): (.+(?:\n     .+)*)", getdoc(DecodingOptions) or "", re.MULTILINE))
+OPTIONS = tuple(
+    Option(*(name, default, *values, " ".join(_HELP.get(name, "").split()), *modes))
+    for name, hint in get_type_hints(DecodingOptions, include_extras=True).items()
+    for default, values, *modes in [hint.__metadata__]
+)
 
 _PREFIXES = "it needs prefixes that grow from the left; there are num_return_sequences with do_sample, and infill_ids"
 _COLUMNS = "it acts at a column of the padded batch; there are suppress_tokens and min_new_tokens"
@@ -4655,11 +4854,6 @@ def closest_name(name: str, names: Iterable[str]) -> str:
 
 logger = transformers_logging.get_logger(__name__)
 
-_REMASKS: dict[str, Callable[[Any], Refinement]] = {
-    "reread": lambda options: RereadRemask(logit(options.confidence_threshold), logit(0.5 * options.confidence_threshold)),
-    "threshold": lambda options: ThresholdRemask(logit(options.confidence_threshold)),
-    "residual": lambda options: ResidualRemask(options.residual_delta),
-}
 # What else `generate` may be given, beside the fields of the generation config.
 _ARGUMENTS = {"input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus"}
 
@@ -4672,10 +4866,6 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         for option in OPTIONS:
             option.check(getattr(self, option.name), None)
         super().validate(*args, **kwargs)
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """Leave out the options that are not set: they are not saved."""
-        return {name: value for name, value in super().to_diff_dict().items() if value is not None}
 
     def check(self, block_size: int, has_head: bool) -> None:
         """Fill in defaults, then raise `ValueError`, with value and remedy, for the first option that cannot be honoured."""
@@ -4697,7 +4887,10 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         if name == "mrp_direct":
             return Mode(RULES["static"](self, block_size), Direct(options.mrp_steps))
         if name == "mrp_remask":
-            return Mode(RULES["dynamic"](self, block_size), _REMASKS[options.remask_rule](options))
+            tau, lower = logit(options.confidence_threshold), logit(0.5 * options.confidence_threshold)
+            remasks: dict[str, Any] = {"reread": RereadRemask(tau, lower), "threshold": ThresholdRemask(tau)}
+            remasks["residual"] = ResidualRemask(options.residual_delta)
+            return Mode(RULES["dynamic"](self, block_size), remasks[options.remask_rule])
         if name not in DRAFTING:
             return Mode(RULES[name](self, block_size))
         auto = options.num_draft_states == "auto"
@@ -4719,13 +4912,12 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
 
     def seeds(self, rows: int) -> list[int]:
         """Give every row its seed; raise `ValueError` if `seed` lists another number of them."""
-        if isinstance(self.seed, list) and len(self.seed) != rows:
-            raise ValueError(f"seed has {len(self.seed)} values for {rows} rows: give one per row (after num_return_sequences)")
-        if isinstance(self.seed, list):
-            return self.seed
-        if self.seed is not None:
-            return [self.seed + row for row in range(rows)]
-        return torch.randint(1 << 62, (rows,)).tolist() if self.do_sample else [0] * rows
+        if self.seed is None:
+            return torch.randint(1 << 62, (rows,)).tolist() if self.do_sample else [0] * rows
+        seeds = self.seed if isinstance(self.seed, list) else [self.seed + row for row in range(rows)]
+        if len(seeds) != rows:
+            raise ValueError(f"seed has {len(seeds)} values for {rows} rows: give one per row (after num_return_sequences)")
+        return seeds
 
 
 OPTION_NAMES = frozenset({*vars(GenerationConfig()), *DecodingOptions.__annotations__})
@@ -4737,11 +4929,8 @@ def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-    """Resolve the options and other arguments of a call: arguments override a given config, and this the model's own.
-
-    Raises:
-        ValueError: for what `generate` does not know, does not support, or cannot honour.
-    """
+    """Resolve the options and other arguments of a call: arguments override a given config, and this the model's own; raise
+    `ValueError` for what `generate` does not know, does not support, or cannot honour."""
     given = vars(given) if isinstance(given, GenerationConfig) else given or {}
     asked = set_fields(given) | set_fields(kwargs)
     if kwargs.get("eos_token_id", 0) is None:  # as an argument it means no eos; left as None, the model's own would come back
@@ -4755,11 +4944,11 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
     if unknown := [f"{name}{closest_name(name, OPTION_NAMES)}" for name in sorted(others.keys() - _ARGUMENTS)]:
         raise ValueError(f"{', '.join(unknown)}: not supported by generate here. Check the spelling, or leave it unset")
     tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
+    if strings is not None and tokenizer is None:
+        raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate")
     if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
-        if tokenizer is None:
-            raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate")
         criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
-        others["stopping_criteria"], config.stop_strings = StoppingCriteriaList(criteria), None
+        others["stopping_criteria"] = StoppingCriteriaList(criteria)
     for name, ids in (("eos_token_id", config.eos_ids()), ("pad_token_id", [config.pad_id()])):
         if outside := [one for one in ids if not 0 <= one < model.config.vocab_size]:
             raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {model.config.vocab_size}: use one inside")
@@ -4769,12 +4958,7 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
 
 
 def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None = None) -> Tensor:
-    """Check ids [rows, length] and return which of them are real, a bool tensor.
-
-    Raises:
-        ValueError: unless they are ids below the vocabulary's size and no masks, or `infill_ids` for `infilled` rows, and
-            `attention_mask` is None or as large.
-    """
+    """Tell which ids [rows, n] of prompts, or of `infill_ids` for `infilled` rows, are real; `ValueError` for what is no id."""
     name = "input_ids" if infilled is None else "infill_ids"
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
         hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
@@ -4782,9 +4966,7 @@ def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None =
         raise ValueError(f"{name} are {kind}: pass a [rows, n] tensor of ids, torch.long{hint}")
     if ids.dim() != 2 or not ids.numel() or len(ids) != (infilled or len(ids)):
         hint = f". For one row pass {name}[None]" if ids.dim() == 1 else ""
-        raise ValueError(
-            f"{name} have shape {list(ids.shape)}: pass [{infilled or 'rows'}, n], with a token or more in each{hint}"
-        )
+        raise ValueError(f"{name} have shape {list(ids.shape)}: pass [{infilled or 'rows'}, n], n of 1 or more{hint}")
     real = torch.ones_like(ids, dtype=torch.bool)
     if attention_mask is not None:
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
@@ -4935,22 +5117,16 @@ class Progress:
 
 
 class Streams:
-    """Feeds one streamer per row: the prompt, finished blocks in order, and drafts if the streamer has `put_draft`."""
+    """Feeds one streamer per row: the prompt [1, length], finished blocks in order, and drafts if it has `put_draft`."""
 
-    def __init__(self, streamer: Any, rows: int) -> None:
+    def __init__(self, streamer: Any, prompts: Sequence[Tensor]) -> None:
         streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
-        different = len(set(map(id, streamers)))
+        different, rows = len(set(map(id, streamers))), len(prompts)
         if not len(streamers) == different == rows:
-            raise ValueError(
-                f"the batch has {rows}, and streamer holds {different}: pass a list of {rows} different or one prompt at a time"
-            )
-        self.open, self.sent = dict(enumerate(streamers)), [0] * rows
-
-    def begin(self, prompts: Sequence[Tensor]) -> None:
-        """Put each row's prompt, 1-D long without padding, as [1, length]."""
-        self.sent = [len(prompt) for prompt in prompts]
-        for streamer, prompt in zip(self.open.values(), prompts, strict=True):
-            streamer.put(prompt[None].cpu())
+            raise ValueError(f"streamer holds {different} for {rows} rows: pass a list of {rows}, or one prompt at a time")
+        self.open, self.sent = dict(enumerate(streamers)), [len(prompt) for prompt in prompts]
+        for one, prompt in zip(streamers, prompts, strict=True):
+            one.put(prompt[None].cpu())
 
     def __call__(self, rows: Sequence[Row]) -> None:
         """Send what a round has finished, and end the streams of rows that have ended."""
@@ -5004,10 +5180,7 @@ class Stopping:
 def output_of(
     input_ids: Tensor, rows: Sequence[Row], decoder: Decoder, progress: Progress | None, cache: BlockCache, pad: int
 ) -> Tensor | MRPGenerateOutput:
-    """Make the output of `generate` from rows that have ended.
-
-    Texts follow `input_ids` [rows, prompt] long, padded with `pad`; with `progress` it is an `MRPGenerateOutput`.
-    """
+    """Make the output of `generate` of rows that have ended: texts behind `input_ids` [rows, prompt], padded with `pad`."""
     device, texts = input_ids.device, [row.text[row.prompt : row.stop] for row in rows]
     width = max(map(len, texts))
 
@@ -5070,10 +5243,9 @@ class MRPGenerationMixin(GenerationMixin):
         """Decode as `GenerationMixin.generate` does, block by block, with its arguments and every field of `DecodingOptions`.
 
         Logits processors see the scores of masked positions, [positions, vocab], with the ids before each [positions, length]:
-        the row's text, with what is revealed of its block, and `mask_token_id` where nothing is known yet. Under the target
-        `sequential`, one token a step, that is all the text to the left; in other orders they do not see what is known to the
-        right, but `bad_words_ids` and `no_repeat_ngram_size` are kept in every order. Stopping criteria see no scores, and the
-        batch as it came with as many tokens behind as the row in question has, masks where a slower row has none yet.
+        the row's text, with what is revealed of its block, and `mask_token_id` where nothing is known yet. Stopping criteria
+        see no scores, and the batch as it came with as many tokens behind as the row in question has, masks where a slower row
+        has none yet.
 
         Args:
             inputs: [rows, length] long, the prompts (or `input_ids`); `attention_mask` has 0 at padding, on either side.
@@ -5114,7 +5286,6 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError("gradient checkpointing is on, and layers in training keep no keys and values: call model.eval()")
         copies = config.num_return_sequences or 1
         check_weights(self)
-        streams = None if streamer is None else Streams(streamer, len(prompt) * copies)
         if past_key_values is not None:
             check_past(past_key_values, self, len(prompt))
         if infill_ids is not None:
@@ -5122,7 +5293,7 @@ class MRPGenerationMixin(GenerationMixin):
             infill_ids = infill_ids.repeat_interleave(copies, 0)
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
-        decode = partial(_decode, streams, real.repeat_interleave(copies, 0), infill_ids, past_key_values)
+        decode = partial(_decode, streamer, real.repeat_interleave(copies, 0), infill_ids, past_key_values)
         with fetched(self.lm_head):
             return super().generate(inputs, generation_config=config, custom_generate=decode, **others)
 
@@ -5139,15 +5310,11 @@ class MRPGenerationMixin(GenerationMixin):
         return super()._get_stopping_criteria(generation_config, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `ValueError`: this, and with it `generate_batch`, feeds a causal cache a token at a time."""
-        raise ValueError(
-            "generate_batch and continuous batching make one token a step: pass all prompts to generate as one padded batch"
-        )
+        """Raise `ValueError`: `generate_batch` feeds a causal cache a token at a time."""
+        raise ValueError("generate_batch makes one token a step: pass all prompts to generate as one padded batch")
 
-    def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool = False) -> BlockCache:
+    def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
         """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
-
-        With `fixed`, attention reads powers of two of slots, as recorded forwards need.
 
         Raises:
             ValueError: for a `capacity` that is no multiple of the block size, or a head's layers where the model has no head.
@@ -5156,16 +5323,7 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError(f"capacity is {capacity}: it must be a multiple of the block size, {self.config.block_size}")
         if with_head and self.mrp_head is None:
             raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
-        heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, devices_of_layers(self, with_head)
-        key = self.model.layers[0].self_attn.k_proj.weight
-        if (getattr(self, "_tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
-            heads = len(key.to_local()) // width
-        head_layers = len(devices) - self.config.num_hidden_layers
-        hidden_size = self.config.hidden_size if with_head or self.model.shifted else 0
-        sizes = (batch_size, heads, width, devices, capacity, scratch)
-        cache = BlockCache(*sizes, self.dtype, head_layers, hidden_size, fixed, self.model.shifted)
-        cache.owner = PassingReference(self)
-        return cache
+        return BlockCache(self, batch_size, capacity, scratch, with_head)
 
     def release_graphs(self) -> None:
         """Free the recorded rounds that calls of `generate` on CUDA leave for the next, and the KV cache they write to."""
@@ -5173,7 +5331,7 @@ class MRPGenerationMixin(GenerationMixin):
 
 
 def _decode(
-    streams: Streams | None,
+    streamer: Any,
     real: Tensor,
     infill_ids: Tensor | None,
     past: BlockCache | None,
@@ -5192,9 +5350,7 @@ def _decode(
         raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")
     check_rows(real, new, model.config.max_position_embeddings)
     if infill_ids is not None and (filled := infill_ids.shape[1]) > new:
-        raise ValueError(
-            f"infill_ids hold {filled} tokens a row, and max_new_tokens (max_length) leaves room for {new}: raise it"
-        )
+        raise ValueError(f"infill_ids hold {filled} tokens a row, max_new_tokens (max_length) leaves room for {new}: raise it")
     mixed = mixed_tokens(getattr(model.config, "quantization_config", None))
     if mixed and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
@@ -5210,30 +5366,29 @@ def _decode(
         pack(model)
     size = (len(rows), max(len(row.text) for row in rows), mode.width * block)
     with cache_for(model, config.graphs, past, *size, mode.uses_head) as (cache, graphs):
-        reused = _reused(cache, rows, model, mode)
+        reused = cache.cut([row.text for row in rows], [row.state.start for row in rows], block, mode.uses_head)
+        for row, of_head in zip(rows, cache.head_held, strict=True):
+            row.head_held = of_head if mode.uses_head else 0
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
             cache.weights = {name: weights_seen(getattr(model, name)) for name in parts}
         plans = plan_layers(model, mode.uses_head, picker.dispatch)
         networks = Networks(model, cache, mode.uses_head, picker, plans, None if graphs is None else graphs.call)
         watches: list[Any] = [Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []
-        watches += [watch for watch in (progress, streams) if watch is not None]
-        if streams is not None:
-            streams.begin(prompts)
-        drafting = mode.drafting
-        budget = budget_of(model, mode, drafting.states, drafting.passes, drafting.paced) if drafting else Fixed(Amount())
+        watches += [] if progress is None else [progress]
+        watches += [] if streamer is None else [Streams(streamer, prompts)]
         # Rounds of fewer recorded rows would be no faster than reading the weights; adapters of rows are handed out by place.
         fewest = len(rows) if adapters_of_rows(model) else 1 if graphs is None else 4
-        decoder = Decoder(mode, networks, budget, watches, fewest)
+        decoder = Decoder(mode, networks, budget_of(model, mode), watches, fewest)
         try:
             decoder.decode(rows, reused)
         except UnscoredError as error:
             cache.empty()  # what is not finite there is not gone on from
             raise ValueError(
                 f"row {error.place} has no token with a finite score at position {error.position}, "
-                f"{error.position - rows[error.place].prompt} behind its prompt: leave one that no logits processor, no option "
-                "and no minimum length bars. If none is barred, weights are NaN or infinite, or scores overflow in "
-                f"{picker.lm_head_weight.dtype}: load or train them again, or load a wider dtype"
+                f"{error.position - rows[error.place].prompt} behind its prompt: leave one that no logits processor, option or "
+                f"minimum length bars. If none is, weights or scores are not finite in {picker.lm_head_weight.dtype}: load or "
+                "train them again, or load a wider dtype"
             ) from None
         held = [row.held for row in rows]
         with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
@@ -5241,25 +5396,11 @@ def _decode(
     return output_of(input_ids, rows, decoder, progress, cache, config.pad_token_id)
 
 
-def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> list[int]:
-    """Count the tokens of each row that have cached keys and values, and drop from the cache what the call will overwrite."""
-    texts = [row.text for row in rows]
-    reused = cache.reusable(texts, [row.state.start for row in rows], model.config.block_size, mode.uses_head)
-    for row, same, of_head in zip(rows, reused, cache.head_held, strict=True):
-        row.head_held = min(same, of_head) if mode.uses_head else 0
-    # From here on the slots behind are overwritten, also by a call that does not come to its end.
-    head_held, hidden_held = (list(map(min, reused, part)) for part in (cache.head_held, cache.hidden_held))
-    cache.hold(texts, reused, head_held, hidden_held)
-    return reused
-
-
 def laid_out(
     prompts: list[Tensor], infill_ids: Tensor | None, new: int, config: MRPGenerationConfig, least: int, ours: Any, bans: Any
 ) -> list[Row]:
-    """Lay out every row's text before the first step; a row starts in the block of its first mask.
-
-    `prompts` are 1-D long, `infill_ids` [rows, n] long; of at most `new` tokens behind a prompt the first `least` are no eos.
-    """
+    """Lay out every row's text before the first step: its prompt, 1-D long, its part of `infill_ids` [rows, n] long, and masks.
+    Of at most `new` tokens behind a prompt the first `least` are no eos."""
     rows, eos, block_size, mask_id = [], frozenset(config.eos_ids()), ours.block_size, ours.mask_token_id
     given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
     for place, (prompt, infill, seed) in enumerate(zip(prompts, given, config.seeds(len(prompts)), strict=True)):
@@ -5322,9 +5463,9 @@ def _picker(model: Any, processors: kinds.LogitsProcessorList, config: MRPGenera
 
 def check_weights(model: Any) -> None:
     """Raise `ValueError` for an active adapter that is more than a change of the layers' weights, and for an `lm_head` of which
-    more than its weight would have to be read: divided, packed or adapted."""
+    more than its weight would have to be read: divided, packed or adapted; or that is nowhere."""
     of_rows = adapters_of_rows(model) or ()
-    layers = [layer for layer in adapted_layers(model) if not layer.disable_adapters]
+    layers = [one for one in model.modules() if hasattr(one, "merged_adapters") and not one.disable_adapters]
     on = {name for layer in layers for name in (*layer.active_adapters, *of_rows)}
     configs = [config for name, config in (getattr(model, "peft_config", None) or {}).items() if name in on]
     refused = [one for one in configs if getattr(one, "alora_invocation_tokens", None) or one.peft_type == "SHADOW"]
@@ -5338,14 +5479,13 @@ def check_weights(model: Any) -> None:
             "an adapter of the weights instead, such as LoRA, or decode without it under model.disable_adapter()"
         )
     lm_head, weight, why = model.lm_head, model.lm_head.weight, None
+    device_of(lm_head)
     if hasattr(weight, "to_local"):
         why = "is divided among processes: leave it, and embed_tokens if these are tied, out of tp_plan"
     elif not weight.is_floating_point():
-        why = f"is a {type(lm_head).__name__} with weights in {weight.dtype}, packed: keep it as it was, with 'lm_head' in "
-        why += "llm_int8_skip_modules where that is given"
+        why = f"has packed weights, {weight.dtype}: keep it as it was, with 'lm_head' in llm_int8_skip_modules if that is given"
     elif hasattr(lm_head, "base_layer") and not (lm_head.merged or lm_head.disable_adapters):
-        why = f"has an adapter ({', '.join(lm_head.active_adapters)}): merge it with merge_and_unload() or merge_adapter(), or "
-        why += "leave 'lm_head' out of target_modules"
+        why = f"has an adapter ({', '.join(lm_head.active_adapters)}): merge_and_unload() it, or leave it out of target_modules"
     if why is not None:
         raise ValueError(f"rows of lm_head's own weight are read, and lm_head {why}")
 
@@ -5467,7 +5607,7 @@ class MRPScoringMixin:
             at = asked.byte().argsort(dim=-1, descending=True, stable=True)[:, :count]  # by row, columns that are asked first
             length = int(asked.nonzero()[:, 1].max()) // block * block if count else 0  # what states may look at
             states = max(1, tokens_per_forward // (len(ids) * block))
-            cache = self.block_cache(len(ids), texts.shape[1], min(states, count) * block, False)
+            cache = BlockCache(self, len(ids), texts.shape[1], min(states, count) * block, with_head=False)
             forwards = {"prefill": 0, "score": 0}
             for begin, end, *given in prefill_chunks(cache, texts[:, :length], 0, states * block, block):
                 hidden = self.backbone(*given, cache)
@@ -5480,9 +5620,10 @@ class MRPScoringMixin:
             for places in at.split(states, 1) if count else ():
                 hidden = _hidden_at(self, texts, places, length, cache)
                 forwards["score"] += 1
-                said, best = _said(unembedding, hidden.flatten(0, 1), texts.gather(1, places).flatten())
-                found.scatter_(1, places, said.view_as(places))
-                likeliest.scatter_(1, places, best.view_as(places))
+                scores = unembedding.tempered(unembedding.logits(hidden.flatten(0, 1))).unflatten(0, places.shape)
+                token = texts.gather(1, places)
+                found.scatter_(1, places, scores.log_softmax(-1).gather(2, token[..., None])[..., 0])
+                likeliest.scatter_(1, places, scores.argmax(-1) == token)
         logprobs, greedy = torch.zeros_like(ids, dtype=found.dtype), torch.zeros_like(scored)
         logprobs[scored], greedy[scored] = found[asked], likeliest[asked]
         if len(where := logprobs.isnan().nonzero()):
@@ -5513,386 +5654,6 @@ def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: Bl
     return ends + taken_from(hidden, torch.where(first, -1, column - 1))
 
 
-def _said(unembedding: Unembedding, hidden: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the log-probabilities of tokens [n] under hidden states [n, hidden_size], and which are the likeliest."""
-    logprobs, likeliest = [], []
-    for at in unembedding.chunks(len(hidden)):
-        scores = unembedding.tempered(unembedding.logits(hidden[at]))
-        logprobs.append(scores.log_softmax(-1).gather(1, token[at, None])[:, 0])
-        likeliest.append(scores.argmax(-1) == token[at])
-    return torch.cat(logprobs), torch.cat(likeliest)
-
-
-# ---------------------------------------------------------------------------------------------------- model.layouts
-
-"""The layouts that checkpoints come in: names of tensors, and the files of a folder or a repository.
-
-The backbone's tensors have Qwen3's names in all of them.
-"""
-
-
-
-HEAD = "mrp_head."
-PUBLISHED_HEAD = "mrp_modules.0.model."  # in heavyball/sdar-*-mrp-*
-HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
-
-
-def our_name(name: str) -> str:
-    """Translate a tensor's name into our layout."""
-    return HEAD + name.removeprefix(PUBLISHED_HEAD) if name.startswith(PUBLISHED_HEAD) else name
-
-
-def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the keyword arguments that say where and how a file is fetched."""
-    return {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
-
-
-def json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file; `ValueError` if it holds no object."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object: save it again, or download it again")
-    return found
-
-
-def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[dict[str, Any], str | None]:
-    """Read a JSON file of a checkpoint, fetched from the Hub if needed, and find its commit, None for a folder's.
-
-    Raises `OSError` if there is none, or no such folder or repository, and `ValueError` if it holds no object.
-    """
-    try:
-        if (path := cached_file(source, name, **hub)) is None:
-            raise OSError(f"there is no {name}; an adapter is loaded with model.load_adapter, on its base")
-    except OSError as error:
-        raise OSError(
-            f"{source!r} is no folder here, and as a repository it could not be read: check the path ({error})"
-        ) from error
-    return json_object(Path(path)), None if os.path.isdir(source) else extract_commit_hash(path, None)
-
-
-def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
-    """Find a checkpoint's safetensors files, fetched if needed: all, or those with tensors of some prefixes.
-
-    Raises `ValueError` if there are none, and `OSError` if the Hub does not answer, or refuses, or a shard is not there.
-    """
-    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    there = (cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub) for name in names)
-    if (found := next(filter(None, there), None)) is None:
-        raise ValueError(f"no {' and no '.join(names)} in {source}: only safetensors are read. Check the path")
-    if not found.endswith(SAFE_WEIGHTS_INDEX_NAME):
-        return [Path(found)]
-    shards = {shard for name, shard in json_object(Path(found))["weight_map"].items() if name.startswith(prefixes)}
-    return [Path(cached_file(source, shard, **hub)) for shard in sorted(shards)]
-
-
-def is_hub_id(name: str) -> bool:
-    """Tell if a name can be a repository's id on the Hub, `org/name`, rather than a path."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name) is not None and ".." not in name
-
-
-def backbone_location(name: str, source: str) -> str:
-    """Check the name of a backbone in the config of the head repository `source`, and return it.
-
-    Raises `ValueError` for a name that is neither a repository's nor, in a local folder's config, a folder's absolute path.
-    """
-    if os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name):
-        return name
-    if not is_hub_id(name) or os.path.exists(name):
-        raise ValueError(
-            f"the config of {source} names the backbone {name!r}, which is not followed: a config from the Hub names a "
-            "repository ('org/name') and no path that exists here, that of a local folder may also name an existing folder by "
-            "its absolute path. Give another its head by from_backbone(backbone, head=...)"
-        )
-    return name
-
-
-# ---------------------------------------------------------------------------------------------------- model.loading
-
-"""Loading and saving of MRP models in all layouts; attaching, detaching and saving of heads."""
-
-
-
-
-try:
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-except ImportError:  # then no model is spread over devices
-    AlignDevicesHook = add_hook_to_module = None
-
-log = logging.getLogger(__name__)
-
-_KEY_MAPPING = {f"^{re.escape(PUBLISHED_HEAD)}": HEAD}  # transformers renames by it while it loads
-# The MRP model of each stock model that is still in use, and where its head came from.
-_MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
-
-
-class MRPPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialisation shared by MRP models."""
-
-    config_class = MRPConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["Qwen3DecoderLayer", "MRPHead"]
-    _skip_keys_device_placement = ["past_key_values"]
-    _supports_sdpa = True
-    _supports_attention_backend = True
-    _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
-    # Of a loaded model: a repository's id and its commit, or a folder's absolute path and None.
-    backbone_source: tuple[str, str | None] | None = None
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        """Let `experts_implementation` choose how transformers computes experts; it looks for them in the model's own file."""
-        return True
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        """Load as transformers does: a full checkpoint of this package, one in the published layouts, or a head repository.
-
-        A head repository's backbone is loaded by the name and revision in its config, and given the head; `revision` and
-        `subfolder` are then the head's. Only safetensors are read, and no code but this package's runs.
-
-        Raises:
-            ValueError: if the checkpoint is of another kind of model, is cut short or does not fit its config (all tensors that
-                do not are listed); if the backbone of a head repository may not be followed or does not suit the head.
-        """
-        kwargs["key_mapping"] = {**_KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
-        if pretrained_model_name_or_path is None:  # from a config and a state dict
-            return super().from_pretrained(None, *args, config=config, **kwargs)
-        source = os.fspath(pretrained_model_name_or_path)
-        fields, commit = stored_json(source, **hub_options(kwargs))
-        if commit is not None:
-            kwargs["revision"] = commit  # all files come from one state
-        if (named := fields.get("base_model_name_or_path")) is not None:
-            ours = {**kwargs, "revision": fields.get("base_model_revision") or "main", "subfolder": ""}
-            adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
-            if (attention := getattr(config, "_attn_implementation", None)) is not None:  # AutoModel has put it there
-                ours.setdefault("attn_implementation", attention)
-            loaded = cls.from_backbone(backbone_location(named, source), **ours)
-            model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
-            model._take_head(source, hub_options(kwargs), kwargs)
-            model.name_or_path = model.config.name_or_path = source
-            if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
-                model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
-            return loaded
-        kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
-        with_info = kwargs.pop("output_loading_info", False)
-        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are told below
-        try:
-            model, info = super().from_pretrained(source, *args, config=config, **kwargs)
-        except SafetensorError as error:
-            raise ValueError(f"a safetensors file of {source} is not whole: download it again ({error})") from error
-        if misfits := {name: sorted(keys) for name, keys in info.items() if name.endswith("_keys") and keys}:
-            raise ValueError(
-                f"{source} does not fit its config: {misfits}. Check num_nextn_predict_layers (0: no head), the sizes in "
-                "config.json, that the download is whole, and that it is quantized as its config says"
-            )
-        if not kwargs.get("subfolder"):
-            model.backbone_source = (os.path.abspath(source) if os.path.isdir(source) else source, commit)
-        return (model, info) if with_info else model
-
-    @classmethod
-    def from_backbone(cls, backbone: Any, head: Any = None, head_revision: str | None = None, **kwargs: Any) -> Any:
-        """Load a backbone and a head from different places.
-
-        Args:
-            backbone: A folder or id that `from_pretrained` takes, except a head repository; or that of an autoregressive Qwen3
-                checkpoint, with `block_size` and `mask_token_id`, which becomes a block-diffusion model only by training.
-            head: What `attach_head` takes, in place of a head that the backbone has.
-            kwargs: As for `from_pretrained`; `revision` is the backbone's.
-        """
-        source = os.fspath(backbone)
-        found, _ = stored_json(source, **hub_options(kwargs))
-        if (other := found.get("base_model_name_or_path")) is not None:
-            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
-        if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
-            for name in {"block_size", "mask_token_id"} & kwargs.keys():
-                found[name] = kwargs.pop(name)
-            kwargs["config"] = config = MRPConfig.from_dict({**found, "model_type": "sdar"})
-            log.warning(
-                f"{source} is an autoregressive Qwen3 checkpoint: until it is trained with the block-diffusion loss, in blocks "
-                f"of {config.block_size} with the mask {config.mask_token_id}, it generates nonsense"
-            )
-        model = cls.from_pretrained(source, **kwargs)
-        if head is not None:
-            model._take_head(head, hub_options({**kwargs, "revision": head_revision, "subfolder": None}), kwargs)
-        return model
-
-    def attach_head(self: Any, head: Any, **hub: Any) -> None:
-        """Give the model a head, in place of its own if it has one. The backbone stays as it is.
-
-        Args:
-            head: A folder or id, of which the head is read and nothing else, in whatever layout; or an `MRPHead`.
-            hub: `revision`, `token`, ... for an id.
-
-        Raises:
-            ValueError: if there is none, it was made for another backbone, or its tensors do not fit; the model is as before.
-        """
-        if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
-            raise ValueError(f"{', '.join(unknown)}: attach_head takes {', '.join(HUB_OPTIONS)}. Check the spelling")
-        if isinstance(head, str | os.PathLike):
-            head = self._read_head(os.fspath(head), hub)
-        else:
-            check_same_backbone(head.layers[0].self_attn.config, self.config, "another model")
-        if (processes := getattr(self, "_tp_size", None) or 1) > 1:
-            raise ValueError(
-                f"the model's layers are divided among {processes} processes, those of a head that is attached are not: attach "
-                "it in one process, save_pretrained the whole model, and load that with tensor parallelism"
-            )
-        device = device_of(self.lm_head)
-        head.to(device, self.lm_head.weight.dtype)
-        if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices
-            add_hook_to_module(head, AlignDevicesHook(device))
-        head.place_behind(self.config)
-        self.mrp_head = head.train(self.training)
-        self.config.num_nextn_predict_layers = len(head.layers)
-
-    def detach_head(self: Any) -> MRPHead | None:
-        """Remove and return the head, if there is one; if `generate` would use it by default, the default becomes `static`."""
-        head, self.mrp_head = self.mrp_head, None
-        self.config.num_nextn_predict_layers = 0
-        if str(getattr(self.generation_config, "decoding", None)).startswith("mrp_"):
-            self.generation_config.decoding = None
-        return head
-
-    @classmethod
-    def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
-        """Make an MRP model that shares a stock model's parameters, with a repository's head; later calls reuse it.
-
-        Raises `ValueError` if the stock model has other parameters than a Qwen3 decoder under `model.` and `lm_head.`.
-        """
-        parameters = dict(stock.named_parameters(remove_duplicate=False))
-        like = parameters["lm_head.weight"]
-        source = (repository, download.get("revision"), like.dtype, like.device)
-        known, model = _MADE.get(stock, (None, None))
-        if known == source:
-            shared = dict(model.named_parameters(remove_duplicate=False))
-            if all(shared[name] is value for name, value in parameters.items()):
-                return model
-        head = cls.config_class.from_pretrained(repository, **download)
-        fields = {"block_size": head.block_size, "mask_token_id": head.mask_token_id, **stock.config.to_dict()}
-        config = cls.config_class.from_dict({**fields, "model_type": "sdar", "num_nextn_predict_layers": 0})
-        with torch.device("meta"):
-            model = cls(config).eval()
-        try:
-            model.load_state_dict(parameters, assign=True)
-        except RuntimeError as error:
-            raise ValueError(
-                f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on: load the checkpoint with "
-                f"MRPForCausalLM.from_backbone instead ({error})"
-            ) from error
-        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)  # no checkpoint holds its buffers
-        model._take_head(repository, download, {})
-        model.mrp_head.requires_grad_(False)
-        _MADE[stock] = source, model
-        return model
-
-    def save_pretrained(
-        self,
-        save_directory: Any,
-        is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
-        *,
-        head_only: bool = False,
-        base_model_name_or_path: str | None = None,
-        base_model_revision: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Save weights, both configs and the remote code as transformers does, or the head alone.
-
-        Args:
-            head_only: Whether to write the head alone, which names its backbone and loads it.
-            base_model_name_or_path, base_model_revision: With `head_only`, the backbone's id or absolute path and its commit,
-                branch or tag, if it is not what the model was loaded from.
-
-        Raises:
-            ValueError: for an option of the generation config that is out of range, or a head that cannot be saved alone.
-        """
-        folder, named = Path(save_directory), (base_model_name_or_path, base_model_revision)
-        self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
-        self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
-        if head_only:
-            if kwargs.get("push_to_hub"):
-                raise ValueError("push_to_hub with head_only=True: save the head to a folder, and push that with `mrp push`")
-            head, config = head_to_save(self, state_dict, named if base_model_name_or_path else self.backbone_source)
-            if is_main_process:
-                config.save_pretrained(folder)
-                self.generation_config.save_pretrained(folder)
-                save_file(head, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-        elif any(named):
-            raise ValueError(f"the backbone is {named}: a full checkpoint names none. Pass head_only=True, or leave them out")
-        else:
-            kwargs["save_original_format"] = False  # our names, also if the model came in a published layout
-            super().save_pretrained(folder, is_main_process, state_dict, **kwargs)
-        both = [path for path in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME) if path.is_file()]
-        if is_main_process and len(both) == 2:  # transformers leaves those of an earlier save, and loads them first
-            min(both, key=lambda path: path.stat().st_mtime_ns).unlink()
-
-    def _init_weights(self: Any, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if self.mrp_head is not None and module is self.mrp_head.norm:
-            init.zeros_(module.weight)
-
-    def _take_head(self: Any, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
-        """Attach a head, and take over its repository's options unless others were given."""
-        self.attach_head(head, **hub)
-        if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
-            with contextlib.suppress(OSError):  # it comes with none
-                self.generation_config = self.generation_config_class.from_pretrained(head, **hub)
-
-    def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
-        """Read the head of a checkpoint from its files."""
-        if (commit := stored_json(source, **hub)[1]) is not None:
-            hub = {**hub, "revision": commit}
-        config: Any = MRPConfig.from_pretrained(source, **hub)
-        if not config.has_head:
-            raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
-        check_same_backbone(config, self.config, source)
-        with torch.device("meta"):
-            head = MRPHead(config)
-        state: dict[str, Tensor] = {}
-        try:
-            for file in weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub):
-                with safe_open(file, framework="pt") as tensors:
-                    for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
-                        if (ours := our_name(name)).startswith(HEAD):
-                            state[ours.removeprefix(HEAD)] = tensors.get_tensor(name)
-            head.load_state_dict(state, assign=True)
-        except (SafetensorError, RuntimeError) as error:
-            raise ValueError(f"the head of {source} is not whole, or does not fit its config: {error}") from error
-        return head
-
-
-def head_to_save(
-    model: Any, state_dict: dict[str, Tensor] | None, backbone: tuple[str | None, str | None] | None
-) -> tuple[dict[str, Tensor], MRPConfig]:
-    """Select the tensors and the config of a head repository; `ValueError` for a head that cannot be saved alone."""
-    if model.mrp_head is None or backbone is None:
-        raise ValueError(
-            "head_only=True needs a head, and a checkpoint that it can name as its backbone: the model has "
-            f"{'no MRP head' if model.mrp_head is None else 'one, and was not loaded from any'}. Give it one with attach_head, "
-            "pass base_model_name_or_path (and base_model_revision), or save it whole"
-        )
-    state = model.state_dict() if state_dict is None else state_dict
-    head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
-    with torch.device("meta"):
-        own = {HEAD + name for name in MRPHead(model.config).state_dict()}
-    if others := (head.keys() ^ own) | {name for name, tensor in head.items() if type(tensor) is not Tensor}:
-        raise ValueError(
-            f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... Merge adapters first "
-            "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
-        )
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
-    config.base_model_name_or_path, config.base_model_revision = backbone
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the backbone's
-    return head, config
-
-
 # ---------------------------------------------------------------------------------------------------- modeling
 
 """A block-diffusion backbone with the MRP head on top of it, in the symbols of `model/head.py`."""
@@ -5908,8 +5669,7 @@ _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     """A block-diffusion language model with an optional MRP head.
 
-    A token sees every token of earlier blocks and of its own block, and a masked position predicts its own token (no shift by
-    one, but in `shifted` families).
+    A token sees every token of earlier blocks and of its own, and a masked position predicts its own token.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -5980,17 +5740,15 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        noise_level: Tensor | None = None,
-        noise_mask: Tensor | None = None,
+        noise: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of every position given what is revealed, or the block-diffusion loss when `labels` are given.
 
-        The loss noises the input: each learned token is masked with probability t ~ U(0, 1] drawn per sequence (in eval mode
-        from a seed that the sequence's tokens give, so that it has one loss), one pass holds [x_t | x_0], and the loss is the
-        cross-entropy at the masked positions weighted 1 / t, over the number of learned tokens (SDAR, equation 3). The logits
-        returned are those of the noisy copy.
+        The loss masks each learned token with probability t ~ U(0, 1], drawn per sequence (in eval mode from a seed that its
+        tokens give, so that it has one loss). One pass holds [x_t | x_0]; the loss is the cross-entropy at the masked positions
+        weighted 1 / t, over the number of learned tokens (SDAR, equation 3), and the logits are those of the noisy copy.
 
         Args:
             input_ids: [batch, length] long. Positions that hold `mask_token_id` are predicted.
@@ -6000,8 +5758,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             past_key_values: Keys and values of earlier, clean blocks; none in a `shifted` family.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
             labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt).
-            noise_level, noise_mask: With `labels`, [batch], t of each sequence, in (0, 1], and [batch, length] bool, the
-                positions to mask, instead of drawing them.
+            noise: With `labels`, [batch, 1 + length] on [0, 1), instead of drawing it: 1 - t, and what t is compared with.
             num_items_in_batch: With `labels`, what the loss is divided by instead: transformers' Trainer counts the learned
                 tokens of all accumulation steps.
             use_cache, logits_to_keep, kwargs: As in transformers.
@@ -6010,8 +5767,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             Float logits [batch, kept, vocab]; with `output_hidden_states=True` hidden states, of which the last are h_A.
 
         Raises:
-            ValueError: for an argument that has no effect, with `labels` or without, or does not fit the tokens; or for the
-                `BlockCache` of a `generate`.
+            ValueError: for an argument that has no effect or does not fit the tokens; or for the `BlockCache` of a `generate`.
         """
         if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON):
             raise ValueError(f"forward has no argument {', '.join(unknown)}: check the spelling, or leave it out")
@@ -6028,23 +5784,20 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                     f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] of input_ids with a mask and "
                     "positions of its own. Leave out either. For a prompt, prefix or P-tuning adapter use others, such as LoRA"
                 )
-            assert input_ids is not None
-            return self._training_pass(input_ids, labels, attention_mask, noise_level, noise_mask, num_items_in_batch)
-        given = {"noise_level": noise_level, "noise_mask": noise_mask, "num_items_in_batch": num_items_in_batch}
-        if unused := [name for name, value in given.items() if value is not None]:
+            return self._training_pass(tokens, labels, attention_mask, noise, num_items_in_batch)
+        if noise is not None or num_items_in_batch is not None:
             raise ValueError(
-                f"{', '.join(unused)}: no effect without labels. Pass them too, or leave these out. A Trainer keeps them for a "
-                "loss of its own (compute_loss_func, label_smoothing_factor): leave that option out, as it is one of clean text"
+                "noise, num_items_in_batch: no effect without labels. Pass them too, or leave these out. A Trainer keeps them "
+                "for a loss of its own (compute_loss_func, label_smoothing_factor) on clean text: leave that option out"
             )
         if isinstance(past_key_values, BlockCache):
             raise ValueError("past_key_values are a BlockCache, which only generate goes on from: pass a DynamicCache here")
         told = input_ids is None or self.training or input_ids.is_meta or torch.compiler.is_compiling()
         if not told and not (input_ids == self.config.mask_token_id).any():  # lm-eval's log-likelihood tasks ask for them
             logger.warning_once(
-                "Logits of a text without masks were asked for. A visible position predicts its own token, so that "
-                "log-likelihoods made of them (perplexity, lm-eval's loglikelihood) mean nothing. Call model.score(input_ids), "
-                "with lm-eval `python -m mrp_trainer.evaluate.lm_eval run --model mrp`, or put the mask, id "
-                f"{self.config.mask_token_id}, where a token is to be predicted"
+                "In a text without masks each position predicts its own token: log-likelihoods made of them mean nothing. Call "
+                "model.score(input_ids), with lm-eval `python -m mrp_trainer.evaluate.lm_eval run --model mrp`, or put the "
+                f"mask, id {self.config.mask_token_id}, where a token is to be predicted"
             )
         mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, past_key_values)
         outputs = self.model(
@@ -6105,28 +5858,19 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
     def _training_pass(
-        self,
-        input_ids: Tensor,
-        labels: Tensor,
-        attention_mask: Tensor | None,
-        level: Tensor | None,
-        noise_mask: Tensor | None,
-        items: int | Tensor | None,
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None, noise: Tensor | None, items: int | Tensor | None
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
-        for name, given in (("labels", labels), ("attention_mask", attention_mask), ("noise_mask", noise_mask)):
+        for name, given in (("labels", labels), ("attention_mask", attention_mask)):
             if given is not None and given.shape != input_ids.shape:
                 raise ValueError(f"{name} has shape {list(given.shape)}: with these input_ids it must be {[batch, length]}")
-        if level is not None and not bool(((level > 0) & (level <= 1)).all()):
-            raise ValueError(f"noise_level is {level.tolist()}: levels are above 0 and at most 1")
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         check_rows(valid, 0, self.config.max_position_embeddings)
         learned = labels != -100
         clean = torch.where(learned, labels, input_ids)
-        noise = noise_of(clean, valid, self.training)
-        level = 1 - noise[:, 0] if level is None else level
-        noise_mask = noise[:, 1:] < level[:, None] if noise_mask is None else noise_mask
-        hidden = noise_mask & learned & valid
+        noise = noise_of(clean, valid, self.training) if noise is None else noise
+        level = 1 - noise[:, :1]
+        hidden = (noise[:, 1:] < level) & learned & valid
         ids = torch.cat([clean.masked_fill(hidden, self.config.mask_token_id), clean], 1)
         positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
         mask = noisy_and_clean_mask(positions, valid, self.config.block_size)
@@ -6137,6 +5881,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             states = taken_from(states, torch.where(positions > 0, before, -1))
         logits = self.lm_head(states[:, :length])
         picked = logits[hidden] if logits.dtype == torch.float64 else logits[hidden].float()
-        losses = F.cross_entropy(picked, clean[hidden], reduction="none") / level[:, None].expand(batch, length)[hidden].float()
+        losses = F.cross_entropy(picked, clean[hidden], reduction="none") / level.expand(batch, length)[hidden].float()
         items = (learned & valid).sum() if items is None else torch.as_tensor(items, device=ids.device)
         return CausalLMOutputWithPast(loss=losses.sum() / items.clamp(min=1), logits=logits)

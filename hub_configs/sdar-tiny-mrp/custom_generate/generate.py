@@ -6,11 +6,7 @@ def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
     `sdar.generate(custom_generate="org/head", trust_remote_code=True)` does; an MRP model decodes with its own.
 
     The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
-    repository and its commit by where transformers keeps the file. Arguments are those of MRP's `generate`; `token`,
-    `cache_dir` and the like are for finding the repository.
-
-    Raises:
-        ValueError: if the head does not fit the model; or the repository is a local folder.
+    repository and its commit by where transformers keeps the file. `ValueError` if the head does not fit, or for a folder.
     """
     import re
     from pathlib import Path
@@ -23,8 +19,8 @@ def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
         owner, name, commit = Path(__file__).parts[-5:-2]
         if owner == "transformers_modules":
             raise ValueError(
-                "custom_generate is a local folder, which cannot tell where its head lies: push it and name the repository, "
-                "or load both with MRPForCausalLM.from_backbone(backbone, head=folder)"
+                "custom_generate is a local folder, whose head is not found: push it and name the repository, or load both by "
+                "MRPForCausalLM.from_backbone(backbone, head=folder)"
             )
         owner, name = (re.sub("^_(?=[0-9])", "", part) for part in (owner, name))  # as Python modules can be called
         repository = f"{owner}/{name}".replace("_hyphen_", "-").replace("_dot_", ".")
