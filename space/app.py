@@ -1,4 +1,4 @@
-"""A chat in which blocks fill in: committed text and the block at work apart, what it cost, and a picture of the decode.
+"""A chat that shows blocks filling in: committed text and the current block apart, the cost, and a picture of the decode.
 
 ``python space/app.py`` serves the embedded checkpoint on loopback; MRP_MODEL names another, a folder or an id on the Hub. It
 sends nothing anywhere: no analytics, no fonts from elsewhere.
@@ -45,11 +45,11 @@ Chat = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Shown:
-    """A text at some moment.
+    """A snapshot of a text while it is decoded.
 
     Attributes:
         committed: Ids of finished blocks.
-        block: Ids of the block at work, with masks.
+        block: Ids of the current block, with masks.
     """
 
     committed: tuple[int, ...]
@@ -57,14 +57,14 @@ class Shown:
 
 
 class Stopped(Exception):
-    """Nobody waits for the text any more."""
+    """Raised to end a decode whose text nobody waits for any more."""
 
 
 class BlockStreamer(BaseStreamer):
-    """A streamer that hands on every moment of one row's text, as fast as it comes.
+    """A streamer that puts every snapshot of one row's text into a queue, as fast as they come.
 
     Args:
-        moments: Where to.
+        moments: The queue.
         stopped: Ends the decoding when it is set.
     """
 
@@ -74,17 +74,17 @@ class BlockStreamer(BaseStreamer):
         self.at_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, then finished tokens [n] or [1, n]."""
+        """Receive the prompt in the first call, then finished tokens [n] or [1, n]."""
         if not self.at_prompt:
             self._hand_on(value, final=True)
         self.at_prompt = False
 
     def put_draft(self, value: torch.Tensor) -> None:
-        """Take the block at work, [1, n]."""
+        """Receive the current block, [1, n]."""
         self._hand_on(value, final=False)
 
     def end(self) -> None:
-        """Take note of the end: nothing is to be done."""
+        """Do nothing at the end of the text."""
 
     def _hand_on(self, value: torch.Tensor, final: bool) -> None:
         if self.stopped.is_set():
@@ -96,16 +96,16 @@ class BlockStreamer(BaseStreamer):
 
 @cache
 def loaded() -> tuple[Any, Any]:
-    """The model and its tokenizer."""
+    """Load the model and its tokenizer, once."""
     model: Any = load_model(MODEL)
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), load_tokenizer(MODEL)
 
 
 def moments_of(inputs: dict[str, Any], options: dict[str, Any]) -> Iterator[Shown | tuple[Any, float]]:
-    """Decode in a thread: every moment of the text, at last the output and the seconds that it took.
+    """Decode in a thread; yield every snapshot of the text, then the output and the seconds that it took.
 
     Raises:
-        ValueError: what `generate` refuses.
+        ValueError: if `generate` refuses the inputs or the options.
     """
     model, _ = loaded()
     moments: Queue[Any] = Queue()
@@ -116,7 +116,7 @@ def moments_of(inputs: dict[str, Any], options: dict[str, Any]) -> Iterator[Show
         try:
             out = model.generate(**inputs, **options, streamer=BlockStreamer(moments, stopped), return_dict_in_generate=True)
             moments.put((out, time.perf_counter() - begun))
-        except Exception as error:  # told where the moments are read
+        except Exception as error:  # raised again where the queue is read
             moments.put(error)
 
     threading.Thread(target=work, daemon=True).start()
@@ -133,12 +133,12 @@ def moments_of(inputs: dict[str, Any], options: dict[str, Any]) -> Iterator[Show
 
 
 def escaped(text: str) -> str:
-    """Write a text for a page that also reads Markdown: every sign by its number."""
+    """Escape a text for a page that reads HTML and Markdown: every character that is no letter or digit by its number."""
     return "".join(one if one.isalnum() or one == " " else "<br>" if one == "\n" else f"&#{ord(one)};" for one in text)
 
 
 def message_html(shown: Shown, tokenizer: Any, mask_id: int) -> str:
-    """Write a moment: committed text as it is, the tokens of the block at work each in a box, masks as empty ones."""
+    """Format a snapshot as HTML: committed text, then each token of the current block in a box, masks as empty boxes."""
     text = escaped(tokenizer.decode(list(shown.committed), skip_special_tokens=True))
     for one in shown.block:
         if one == mask_id:
@@ -149,7 +149,7 @@ def message_html(shown: Shown, tokenizer: Any, mask_id: int) -> str:
 
 
 def cost_html(decode: Decode, seconds: float, same: bool | None) -> str:
-    """Write what a text cost, in a line."""
+    """Format the cost of a text as a line of HTML; `same` tells if the text is its target's, None if that is unknown."""
     parts = [
         f"<b>{decode.tokens_per_forward:.2f}</b> tokens per forward",
         f"<b>{len(decode.tokens)}</b> tokens",
@@ -162,7 +162,7 @@ def cost_html(decode: Decode, seconds: float, same: bool | None) -> str:
 
 
 def options_of(decoding: str, target: str, tau: float, states: int, tokens: int) -> dict[str, Any]:
-    """Collect the options of `generate`, only those that the mode has."""
+    """Return the options of `generate` that a mode has."""
     options: dict[str, Any] = {"decoding": decoding, "max_new_tokens": int(tokens)}
     options |= {"target": target, "num_draft_states": int(states)} if decoding in DRAFTING else {}
     uses_tau = "dynamic" in (decoding, options.get("target")) or decoding == "mrp_remask"
@@ -170,7 +170,7 @@ def options_of(decoding: str, target: str, tau: float, states: int, tokens: int)
 
 
 def named(options: dict[str, Any]) -> str:
-    """Name a way to decode, for the picture."""
+    """Format the options of a decode as its name in the picture."""
     name = str(options["decoding"])
     name += f" of {options['target']}" if "target" in options else ""
     name += f" K={options['num_draft_states']}" if "num_draft_states" in options else ""
@@ -189,13 +189,13 @@ def answer(
     compare: bool,
     remember: bool,
 ) -> Iterator[tuple[str, list[dict[str, str]], Chat, str, str]]:
-    """Answer a prompt; gives, moment by moment, the prompt's box, the chat as shown, the chat, the cost and the picture.
+    """Answer a prompt; yield for each snapshot the prompt's box, the chat as shown, the chat, the cost and the picture.
 
     Args:
-        prompt: The user's.
+        prompt: The user's prompt.
         history: The chat so far.
         decoding, target, tau, states, tokens: See `options_of`.
-        pause: Milliseconds that each moment is shown, at least; the decoding does not wait for that.
+        pause: Least time in milliseconds that each snapshot is shown; the decoding does not wait for it.
         compare: Whether to decode the target without drafts, too.
         remember: Whether the model reads earlier turns.
     """

@@ -1,6 +1,6 @@
 """Write the folder of the Space, ready to upload: ``python space/folder.py FOLDER``.
 
-The app, its requirements, the two packages and the embedded checkpoint, since a Space has nothing else:
+It gets the app, its requirements, the two packages and the embedded checkpoint, since a Space has nothing else:
 ``hf upload org/name FOLDER --repo-type space``.
 """
 
@@ -18,13 +18,13 @@ FILES = ("app.py", "style.css", "requirements.txt", "README.md")
 
 
 def write_folder(target: Path) -> Path:
-    """Write everything to a new folder.
+    """Write the Space to a new folder; return the folder.
 
     Raises:
-        ValueError: if something is there already.
+        ValueError: if the folder exists already.
     """
     if target.exists():
-        raise ValueError(f"{target} is there already: remove it, or give a new folder")
+        raise ValueError(f"{target} exists already: remove it, or give a new folder")
     for name, source in PARTS.items():
         shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:

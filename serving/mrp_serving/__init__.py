@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
-# Hooks and fields of a forward batch are no public interface; they were checked in these versions.
+# The engine's hooks and the fields of its forward batch are no public interface; only these versions were checked.
 SUPPORTED_SGLANG = SpecifierSet(">=0.5.22,<0.5.24")
 ALGORITHM = "MRP"
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def version_obstacle() -> str | None:
-    """Say why the installed engine cannot be extended, and the remedy; None if it can."""
+    """Explain why the installed engine cannot be extended, with the remedy; return None if it can be."""
     try:
         found = version("sglang")
     except PackageNotFoundError:
@@ -33,8 +33,8 @@ def _misfit(found: str) -> str:
 def register() -> None:
     """Register algorithm, model and hooks with the engine, which calls this in each of its processes.
 
-    The engine skips a plugin that raises. So if the engine's version is not supported or lacks an interface, the algorithm's
-    name is registered for one that refuses to start, and servers of other models start as usual.
+    The engine skips a plugin that raises, so this never raises: if the engine's version is unsupported or lacks an interface,
+    the algorithm's name gets a class that refuses to start (`refusing`), and servers of other models start as usual.
     """
     from sglang.srt.dllm.algorithm import algo_name_to_cls
 
@@ -50,7 +50,7 @@ def register() -> None:
 
 
 def refusing(obstacle: str) -> type:
-    """Make an algorithm that raises `RuntimeError` with the obstacle on any use."""
+    """Make an algorithm class whose every use raises a `RuntimeError` that names the obstacle."""
 
     class Refusal(type):
         def __getattr__(cls, name: str) -> object:

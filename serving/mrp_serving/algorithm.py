@@ -1,4 +1,4 @@
-"""The algorithm `MRP` as the engine's interface for algorithms has it."""
+"""The algorithm `MRP`, written to the engine's interface for diffusion algorithms (`DllmAlgorithm`)."""
 
 import logging
 from functools import partial
@@ -31,8 +31,8 @@ _WRITES_FIRST = ("torch_native", "triton", "fa3", "fa4")
 class MRP(DllmAlgorithm):
     """Decodes with an MRP head: drafts that the backbone verifies, or tokens that the head itself reveals.
 
-    A round takes one forward, whatever it drafts. A block's keys and values are those of the forward that scores it clean, in
-    which the next block's first state may take part, so storing them costs no forward of its own.
+    A round takes one backbone forward, whatever it drafts. The forward that scores a block without masks stores its keys and
+    values, and may also score the next block's first state, so storing them costs no forward of its own.
     """
 
     supported_attention_backends = (*_WRITES_FIRST, "flashinfer")
@@ -42,13 +42,13 @@ class MRP(DllmAlgorithm):
         share = share_in(get_tp_group().cpu_group)
         self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id, abort, share)
         self.batch: Any = None  # the scheduler's batch, while a round runs (`plugin.with_requests`)
-        SchedulerOutputStreamer.has_additional_customized_info = True  # `plugin.with_progress` gives it
+        SchedulerOutputStreamer.has_additional_customized_info = True  # `plugin.with_progress` fills it
         if get_observability().enable_metrics and get_parallel().tp_rank == 0:
             self.rounds.report.count_in(Counter)
 
     @classmethod
     def configure_server_args(cls, server_args: Any) -> None:
-        """Set the rows of a forward to requests times states, and make greedy decoding the default."""
+        """Set the engine's limit on rows to requests times states per request, and make greedy decoding the default."""
         rows = rows_of(server_args)
         if resolving_view(server_args).preferred_sampling_params is None:
             declare_resolution(server_args, cls.__name__, preferred_sampling_params=dict(GREEDY))
@@ -56,15 +56,15 @@ class MRP(DllmAlgorithm):
 
     @classmethod
     def validate_request(cls, req: Any) -> str | None:
-        """Say why a request cannot be served; None if it can."""
+        """Explain why a request cannot be served; return None if it can be."""
         return refusal(req)
 
     def run(self, model_runner: Any, forward_batch: Any, algo_states: Any = None) -> Any:
         """Run one round of a batch.
 
         Returns:
-            What the engine asks for: logits (none), each row's block of ids, the number of its ids by which each row's text
-                grows, states to carry over (none), and whether a CUDA graph ran.
+            The five results that the engine expects: logits (None), each row's block of ids, the number of tokens by which each
+                row's text grows, the state that each row carries over (None), and whether a CUDA graph ran.
         """
         evict = partial(evict_from_tree_cache, self.batch.tree_cache)
         sees_new = writes_first(model_runner, forward_batch)
@@ -73,13 +73,13 @@ class MRP(DllmAlgorithm):
 
 
 def rows_of(server_args: Any) -> int:
-    """Count the rows of the largest forward, which `--max-running-requests` is set to; the user's value counts requests."""
+    """Compute the rows of the largest forward from `--max-running-requests`, by which users mean requests, not rows."""
     view, config = resolving_view(server_args), DllmConfig.from_server_args(server_args)
     rows = int(view.max_running_requests * config.mrp_settings.mode.width)
     graphs = view.cuda_graph_config.decode
     if graphs.backend != Backend.DISABLED and (graphs.max_bs or rows) < rows:
         log.warning(
-            "CUDA graphs are recorded for forwards of up to %d rows, and drafts may make %d of %d requests: "
+            "CUDA graphs are recorded for forwards of up to %d rows, and drafts may need %d rows for %d requests: "
             "set --cuda-graph-max-bs-decode to %d",
             *(graphs.max_bs, rows, view.max_running_requests, rows),
         )
@@ -96,4 +96,4 @@ def writes_first(engine: Any, batch: Any) -> bool:
     if engine.prefill_attention_backend_str in _WRITES_FIRST:
         return True
     with forward_context(ForwardContext(attn_backend=engine.attn_backend)):
-        return enable_fused_set_kv_buffer(batch)  # written with the rotary embedding
+        return enable_fused_set_kv_buffer(batch)  # the rotary kernel writes them

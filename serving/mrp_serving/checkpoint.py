@@ -1,4 +1,4 @@
-"""Checkpoints that can be served: full ones of this package, its head repositories, and the published layout with a head."""
+"""Checkpoints that the plugin serves: this package's, whole or a head alone, and those in the published layout with a head."""
 
 import os
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ ARCHITECTURES = ("MRPForCausalLM", "SDARMRPForCausalLM")
 
 
 class Backbone(NamedTuple):
-    """A checkpoint that a head repository names: a folder or an id, and a commit, branch or tag."""
+    """The backbone checkpoint that a head repository names: a folder or a repository's id, and a commit, branch or tag."""
 
     where: str
     revision: str | None
 
 
 class Checkpoint(NamedTuple):
-    """The config of a checked checkpoint, or that of its head, whose sizes are the backbone's; and its generation config."""
+    """The config and the generation config of a checked checkpoint; a head repository's config has its backbone's sizes."""
 
     config: Any
     defaults: dict[str, Any]
@@ -34,17 +34,17 @@ class Checkpoint(NamedTuple):
 
 @cache
 def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> Checkpoint:
-    """Read the config of a checkpoint and compare its tensors with it, before the engine loads anything.
+    """Read the configs of a checkpoint, and check its stored tensors against its config before the engine loads any.
 
     Args:
         source: A folder or a repository's id.
         revision: A commit, branch or tag.
-        weights: Whether it has weights to check.
+        weights: Whether the checkpoint has weights to check.
 
     Raises:
-        ValueError: if the config is of no supported model; a tensor is missing, unexpected or of another shape; or the head was
-            made for another backbone than its config names, or the two have different quantization configs.
-        OSError: if something cannot be read.
+        ValueError: if the model is not supported; a tensor is missing, unexpected or of another shape; or the head was made for
+            another backbone than its config names, or differs from it in the quantization config.
+        OSError: if a file cannot be read.
     """
     config: Any = MRPConfig.from_pretrained(source, revision=revision)
     if config.family != DENSE:
@@ -80,10 +80,10 @@ def _check_tensors(config: Any, source: str, revision: str | None, backbone: Bac
 
 
 def named_backbone(config: Any, source: str) -> Backbone | None:
-    """Find the backbone that the config of `source` names; None if the checkpoint has its own.
+    """Return the backbone that the config of `source` names; None if the checkpoint contains its backbone.
 
     Raises:
-        ValueError: for a name that is neither a repository's nor an allowed path.
+        ValueError: if the name is neither a repository's id nor an allowed path.
     """
     if (name := getattr(config, "base_model_name_or_path", None)) is None:
         return None
@@ -92,13 +92,13 @@ def named_backbone(config: Any, source: str) -> Backbone | None:
 
 
 def head_weight(name: str) -> str | None:
-    """Translate the name of a checkpoint's tensor into its name in the head; None if it is not the head's."""
+    """Translate a tensor's name in the checkpoint into its name in the head; return None for a tensor of the backbone."""
     ours = our_name(name)
     return ours.removeprefix(HEAD) if ours.startswith(HEAD) else None
 
 
 def backbone_weights(config: Any, source: str) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors of the backbone that the config of the head repository `source` names; none if it names no backbone."""
+    """Yield names and tensors of the backbone that the head repository `source` names; nothing if its config names none."""
     if (backbone := named_backbone(config, source)) is None:
         return
     for file in weight_files(backbone.where, revision=backbone.revision):

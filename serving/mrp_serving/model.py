@@ -1,4 +1,4 @@
-"""SDAR with an MRP head, made of the engine's own layers: the differences from its `SDARForCausalLM`."""
+"""SDAR with an MRP head, made of the engine's own layers: what it adds to the engine's `SDARForCausalLM`."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,7 +17,7 @@ from . import ALGORITHM
 from .checkpoint import backbone_weights, head_weight
 from .head_graphs import HeadGraphs, give_up
 
-# Projections of a checkpoint that the engine stacks: the stacked projection, and the part of it.
+# For each projection of a checkpoint that the engine stacks: the stacked projection, and its place in that.
 _STACKED: dict[str, tuple[str, str | int]] = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -27,7 +27,7 @@ _STACKED |= {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer of the head; it has its own layer in the engine's KV pool."""
+    """A decoder layer of the head, with a layer of its own in the engine's KV pool."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: Any, prefix: str) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class HeadLayer(nn.Module):
         self.mlp = SDARMLP(config, quant_config, prefix=f"{prefix}.mlp")
 
     def forward(self, positions: Tensor, hidden: Tensor, batch: Any) -> Tensor:
-        """Compute [tokens, hidden_size]."""
+        """Compute the layer's output [tokens, hidden_size] from hidden states of the same shape."""
         hidden = hidden + self.self_attn(positions, self.input_layernorm(hidden), batch)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Head(nn.Module):
-    """The head, as `modeling_mrp.model.head.MRPHead`."""
+    """The head of `modeling_mrp.model.head.MRPHead`, made of the engine's layers."""
 
     def __init__(self, config: Any, quant_config: Any = None) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Head(nn.Module):
         )
 
     def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, batch: Any) -> Tensor:
-        """Compute h_C [tokens, hidden_size] from embeddings and hidden states h_A of the same shape."""
+        """Compute the head's output h_C [tokens, hidden_size] from embeddings and hidden states h_A of the same shape."""
         mixed, _ = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
         for layer in self.layers:
             mixed = layer(positions, mixed, batch)
@@ -64,7 +64,7 @@ class Head(nn.Module):
 
 
 class MRPForCausalLM(SDARForCausalLM):
-    """SDAR with a head; it returns hidden states to the algorithm."""
+    """SDAR with an MRP head; under the algorithm `MRP`, its forward returns hidden states in place of logits."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         rope = dict(getattr(config, "rope_parameters", None) or {})
@@ -79,14 +79,14 @@ class MRPForCausalLM(SDARForCausalLM):
 
     @property
     def end_layer(self) -> int:
-        """One past the last layer with keys and values: the head's layers follow the backbone's."""
+        """One past the last layer in the KV pool, where the head's layers follow the backbone's."""
         return self.model.end_layer + (len(self.mrp_head.layers) if self.mrp_head is not None else 0)
 
     @torch.no_grad()
     def forward(
         self, input_ids: Tensor, positions: Tensor, forward_batch: Any, input_embeds: Any = None, pp_proxy_tensors: Any = None
     ) -> Any:
-        """Compute logits, or for the algorithm final hidden states [tokens, hidden_size], of which it unembeds only a few."""
+        """Compute logits, or final hidden states [tokens, hidden_size] for the algorithm `MRP`, which unembeds only a few."""
         if not self.hands_out_hidden:
             return super().forward(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
         hidden = self.model(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
@@ -94,7 +94,7 @@ class MRPForCausalLM(SDARForCausalLM):
 
     @torch.no_grad()
     def run_head(self, engine: Any, batch: Any, hidden: Tensor) -> Tensor:
-        """Compute h_C [tokens, hidden_size] of a batch from hidden states of the same shape, by a CUDA graph if one fits."""
+        """Run the head on hidden states of a batch, in a CUDA graph if one fits; return h_C, both [tokens, hidden_size]."""
 
         def eagerly() -> Tensor:
             with forward_context(ForwardContext(attn_backend=engine.attn_backend)):
@@ -110,7 +110,7 @@ class MRPForCausalLM(SDARForCausalLM):
         return eagerly()
 
     def residual(self, ids: Tensor, positions: Tensor, batch: Any, hidden: Tensor) -> Tensor:
-        """Compute h_C [tokens, hidden_size] of ids and positions [tokens], from hidden states of the same shape as h_C."""
+        """Compute h_C from ids and positions [tokens] and hidden states; h_C and hidden states are [tokens, hidden_size]."""
         assert self.mrp_head is not None
         made: Tensor = self.mrp_head(self.model.embed_tokens(ids), hidden, positions, batch)
         return made
@@ -121,9 +121,9 @@ class MRPForCausalLM(SDARForCausalLM):
         return self.logits_processor(None, hidden, self.lm_head, batch).full_logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load tensors by the checkpoint's names: at first all of them, later any part of them anew.
+        """Load tensors named as in the checkpoint: all of them in the first call, any subset in later ones (weight updates).
 
-        The first time, the backbone that a head repository names is loaded too. `open_checkpoint` has checked that nothing is
+        The first call also loads the backbone that a head repository names. `open_checkpoint` has checked that no tensor is
         missing.
 
         Raises:
@@ -158,4 +158,4 @@ def _load_head(head: dict[str, Any], name: str, tensor: Tensor) -> None:
 
 
 class SDARMRPForCausalLM(MRPForCausalLM):
-    """The same model, under the name in published checkpoints."""
+    """`MRPForCausalLM` under the architecture's name in published checkpoints."""

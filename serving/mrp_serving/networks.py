@@ -1,8 +1,8 @@
 """The networks of a round on the engine: forwards over the engine's KV pools, in place of this package's own cache.
 
 States that share a prefix and do not attend to each other become rows of one engine batch that share the prefix's slots, so
-attention needs no mask. A state that attends to a clean block of the same round has that block's slots after its prefix: every
-layer writes all keys and values before it reads them.
+attention needs no mask. If a state attends to a clean block (one without masks) of its round, that block's slots are mapped
+after the prefix: every layer writes all keys and values before it reads them.
 
 The host lays out where states stand. A forward is one copy to the device, one gather of slots, one indexed write to the map of
 positions to slots, the network, and one read of the picks.
@@ -49,7 +49,7 @@ class Room:
         lent: Rows and slots that are borrowed.
 
     Attributes:
-        blocks: [batch + borrowed, block] long: those slots, then the borrowed ones.
+        blocks: [batch + borrowed, block] long: `slots`, then the borrowed slots.
         rows: For each row that takes part, its own row of the pool and then its borrowed ones.
         homes: For each row that takes part, its own block and then its borrowed ones, as places in `blocks`.
     """
@@ -64,7 +64,7 @@ class Room:
         ]
 
     def keep(self, at: int, home: int) -> int:
-        """Let a row that takes part keep a borrowed block and give back its own; return the kept block's place in `blocks`."""
+        """Swap row `at`'s own block for its block `home`, a borrowed one; return the place of its new block in `blocks`."""
         homes = self.homes[at]
         self.lent.swapped[homes[home] - self.batch] = self.blocks[homes[0]]
         homes[0], homes[home] = homes[home], homes[0]
@@ -73,14 +73,14 @@ class Room:
 
 @dataclass(frozen=True)
 class Cells:
-    """The states of a forward as flat lists, and what must be written to the map of positions to slots for them.
+    """The states of a forward as flat lists, and the blocks to write to the map of positions to slots for them.
 
     Attributes:
         states: The states; `row`, `pool_row`, `home` and `prefix` have an entry for each.
-        row: Its row, by place among those that take part.
-        pool_row: Its row of the pool.
-        home: Its block, by place in `Room.blocks`.
-        prefix: Number of tokens that it attends to before itself.
+        row: The state's row, by place among the rows that take part.
+        pool_row: The state's row of the pool.
+        home: The state's block, by place in `Room.blocks`.
+        prefix: Number of tokens before the state that it attends to.
         written: Blocks to write to the map: row of the pool, position, and place in `Room.blocks`.
     """
 
@@ -93,12 +93,12 @@ class Cells:
 
 
 def place_states(room: Room, packed: Packed, held: Sequence[int], block: int, parents: bool) -> Cells:
-    """Give each state a row of the pool, and lay out what it attends to there after the shared prefix.
+    """Assign each state a row of the pool, and list the blocks to map in that row after the shared prefix.
 
-    A row's first state uses the row's own slots, as long as its block is the engine's current one.
+    A row's first state uses the row's own slots while its block is the engine's current one.
 
     Args:
-        room: Where states may stand.
+        room: The rows of the pool and the blocks that states may take.
         packed: The states of each row.
         held: Tokens of each row that have keys and values.
         block: Tokens of a block.
@@ -126,18 +126,18 @@ def place_states(room: Room, packed: Packed, held: Sequence[int], block: int, pa
 
 
 def map_positions(written: Sequence[tuple[int, int, int]], block: int, stride: int) -> np.ndarray:
-    """List the entries [n * block] of blocks in the flat map of positions to slots, whose rows have `stride` entries."""
+    """Return the indices [n * block] of blocks in the flattened map of positions to slots, whose rows have `stride` entries."""
     firsts = np.array([row * stride + position for row, position, _ in written], np.int64)
     return (firsts[:, None] + np.arange(block)).ravel()
 
 
 def packed_batch(batch: Any, own: Own, cells: Cells, there: dict[str, Tensor], host: dict[str, Tensor], slots: Tensor) -> Any:
-    """Make a `ForwardBatch` of states from the one that the engine made of their rows.
+    """Make a `ForwardBatch` in which each state is a row, from the engine's batch of requests.
 
     Args:
         batch: The engine's batch.
-        own: Its rows that take part.
-        cells: Where the states stand.
+        own: The rows of the batch that take part.
+        cells: The states, with their rows of the pool and their blocks.
         there: The states' fields on the device.
         host: The same fields on the host.
         slots: [n, block], slots for the states' keys and values.
@@ -190,7 +190,7 @@ class EngineNetworks(Networks):
         own: The rows that take part.
         lent: Rows and slots borrowed for the round.
         with_head: Whether the head takes part.
-        pickers: Pick tokens, for reveals and drafts.
+        pickers: The pickers of tokens, for reveals and drafts.
         block: Tokens of a block.
 
     Attributes:
@@ -202,7 +202,7 @@ class EngineNetworks(Networks):
     ) -> None:
         self.engine, self.batch, self.own, self.lent = engine, batch, own, lent
         self.with_head, self.block = with_head, block
-        self.pickers, each = pickers, cast(Picker, pickers)  # it has all that `Networks` uses of a `Picker`
+        self.pickers, each = pickers, cast(Picker, pickers)  # it has all members of `Picker` that `Networks` uses
         self.picker = self.drafter = each
         self.device, self.graph_ran, self.shifted = batch.input_ids.device, False, False
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
@@ -212,7 +212,7 @@ class EngineNetworks(Networks):
         self._scored: Tensor | None = None
         self._firsts: list[int] = []  # by row, the place of its first state in `_scored`
         self._kept: list[tuple[int, int, int]] = []  # borrowed blocks that rows now keep, as `Cells.written`
-        self._last: tuple[Tensor, np.ndarray, Tensor] | None = None  # the last result; its free columns, on both sides
+        self._last: tuple[Tensor, np.ndarray, Tensor] | None = None  # the last result; its free columns, on host and device
 
     def _forward(self, packed: Packed, held: Sequence[int], hidden: Sequence[Hidden] = (), residual: bool = False) -> Tensor:
         """Run the backbone over packed states, or the head if `hidden` is given.
@@ -243,7 +243,7 @@ class EngineNetworks(Networks):
             output = self.engine.forward(batch, pp_proxy_tensors=None)
             self.graph_ran = bool(output.can_run_graph)
             made = output.logits_output.hidden_states
-            made = made.clone() if self.graph_ran else made  # the next replay overwrites them
+            made = made.clone() if self.graph_ran else made  # the next replay overwrites the states
         else:
             made = self._read(batch, join_blocks(hidden).index_select(0, there["sources"]).flatten(0, 1), residual)
         made = made.unflatten(0, (-1, block))
@@ -251,7 +251,7 @@ class EngineNetworks(Networks):
         return made
 
     def _to_write(self, written: Sequence[tuple[int, int, int]], homes: Sequence[int] = ()) -> dict[str, Part]:
-        """Lay out the map entries of blocks to write, and the places in `Room.blocks` of `homes` and of these blocks."""
+        """Lay out the indices in the map of the blocks to write, and the places in `Room.blocks` of these and of `homes`."""
         stride = self.engine.req_to_token_pool.req_to_token.stride(0)
         places = [*homes, *(place for _, _, place in written)]
         return {"homes": Part(places), "written": Part(map_positions(written, self.block, stride))}
@@ -262,7 +262,7 @@ class EngineNetworks(Networks):
         table.view(-1).index_copy_(0, there["written"], slots.flatten().to(table.dtype))
 
     def _parts(self, cells: Cells) -> dict[str, Part]:
-        """Lay out the fields of a `ForwardBatch` of states, and their free columns."""
+        """Lay out the fields of a `ForwardBatch` of states, and the indices of the states' free columns."""
         block, count, batch = self.block, len(cells.states), self.batch
         starts = np.array([state.start for state in cells.states], np.int64)
         prefix = np.array(cells.prefix, np.int64)
@@ -281,7 +281,7 @@ class EngineNetworks(Networks):
         return parts
 
     def _read(self, batch: Any, given: Tensor, residual: bool) -> Tensor:
-        """Run the head from hidden states [tokens, hidden_size]; the result is that of `_forward`, of the same shape."""
+        """Run the head on hidden states [tokens, hidden_size]; return h_A + h_C of the same shape, or h_C if `residual`."""
         made: Tensor = self.engine.model.run_head(self.engine, batch, given)
         return made if residual else given + made
 
@@ -305,7 +305,7 @@ class EngineNetworks(Networks):
     def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
         """Keep the accepted clean state of each row, and let the head read it.
 
-        A clean state that was drafted lies in borrowed slots: the row keeps these and gives back its own in their place.
+        A clean state that was drafted lies in borrowed slots: the row keeps those slots and gives back its own instead.
         """
         for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
             if slots and slots[0] > 0:
@@ -331,7 +331,7 @@ class EngineNetworks(Networks):
         parents: Sequence[State | None] = (),
         shortlists: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
-        """See `Networks.pick`; rows with equal `Sampling` are picked for together, in one read."""
+        """See `Networks.pick`; there is one pick, and one transfer to the host, for all rows with equal `Sampling`."""
         groups: dict[Sampling, list[int]] = {}
         for at, (row, _) in enumerate(states):
             groups.setdefault(row.sampling, []).append(at)
@@ -344,7 +344,7 @@ class EngineNetworks(Networks):
         return [found[at] for at in range(len(states))]
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
-        """See `Networks`; columns that the last forward already has on the device are not copied there again."""
+        """See `Networks`; columns that the last forward already copied to the device are not copied again."""
         made, free, there = self._last or (None, None, None)
         known = free is not None and np.array_equal(columns, free)
         parts = {} if known else {"columns": Part(columns)}
@@ -362,13 +362,13 @@ class EngineNetworks(Networks):
 
 
 def join_blocks(blocks: Sequence[Hidden]) -> Tensor:
-    """Concatenate the few tensors that hold the blocks, along the first dimension."""
+    """Concatenate the distinct tensors that hold the blocks along their first dimension."""
     first, *others = {id(tensor): tensor for tensor, _ in blocks}.values()
     return torch.cat([first, *others]) if others else first
 
 
 def places_of(blocks: Sequence[Hidden]) -> list[int]:
-    """Find the places of blocks in the result of `join_blocks`."""
+    """Return each block's place in the result of `join_blocks`."""
     sizes = {id(tensor): len(tensor) for tensor, _ in blocks}
     begins = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
     return [begins[id(tensor)] + place for tensor, place in blocks]

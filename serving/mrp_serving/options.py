@@ -18,10 +18,10 @@ _NOT_SERVED = {
     "graphs": "the engine records graphs itself (--disable-cuda-graph)",
 }
 SERVED = tuple(option.name for option in OPTIONS if option.name not in _NOT_SERVED)
-# Options of the server alone: they concern how rounds are made, not what a text is.
+# Options of the server alone: they change how a text is computed, not the text.
 _OF_SERVER = ("draft_branches", "draft_passes", "draft_shortlist", "kernels")
 OF_REQUEST = tuple(name for name in SERVED if name not in _OF_SERVER)
-# Further `custom_params` of a request: they add to its answer.
+# Further `custom_params` of a request: they add fields to its response.
 TOLD = ("return_reveal_step", "return_provisional")
 
 
@@ -30,12 +30,12 @@ class Settings:
     """The checked options of a server.
 
     Attributes:
-        mode: What is revealed, refined and drafted by default; no request drafts more.
-        dispatch: Kernels or PyTorch.
+        mode: The default decoding mode; no request drafts more states than it does.
+        dispatch: The choice of kernels or PyTorch.
         options: The options that `mode` was made from.
-        block_size: The checkpoint's.
+        block_size: Tokens of a block, from the checkpoint.
         has_head: Whether the checkpoint has a head.
-        devices: Number of devices that its vocabulary is divided among.
+        devices: Number of devices among which the vocabulary is divided.
     """
 
     mode: Mode
@@ -46,14 +46,14 @@ class Settings:
     devices: int = 1
 
     def config_of(self, asked: Mapping[str, Any], eos: Collection[int]) -> MRPGenerationConfig:
-        """Make the checked options of a request.
+        """Return the checked options of a request: the server's, with those that the request overrides.
 
         Args:
-            asked: Its `custom_params`, which override the server's options.
-            eos: Ids that end its text.
+            asked: The request's `custom_params`, which override the server's options.
+            eos: Ids that end the request's text.
 
         Raises:
-            ValueError: with value and remedy, for an unknown option, or one that cannot be honoured.
+            ValueError: if an option is unknown or cannot be honoured; the message gives its value and the remedy.
         """
         if not isinstance(asked, Mapping):
             raise ValueError(f"custom_params is {asked!r}: it must be an object of options")
@@ -76,21 +76,21 @@ class Settings:
         return config
 
     def mode_of(self, config: MRPGenerationConfig) -> Mode:
-        """Make the mode of a request's checked options.
+        """Return the decoding mode that a request's checked options describe.
 
         Raises:
-            ValueError: for a mode that needs a head or more drafted states than this server has.
+            ValueError: if the mode needs a head, or more drafted states than this server has.
         """
         mode, own, given = config.mode(self.block_size), self.mode, f"decoding is {config.decoding!r}"
         check_devices(mode, self.devices)
         if mode.uses_head and not own.uses_head:
             raise ValueError(
-                f"{given}: this server has no use of its head. Start it with 'decoding: mrp_spec', or ask for less"
+                f"{given}: this server has no use of its head. Start it with 'decoding: mrp_spec', or choose another"
             )
         if mode.drafting is None:
             return mode
         if own.drafting is None:
-            raise ValueError(f"{given}: this server drafts nothing. Start it with a mode that does, or ask for less")
+            raise ValueError(f"{given}: this server drafts nothing. Start it with a mode that does, or choose another")
         asked, most = config.num_draft_states, own.drafting.states
         if asked != "auto" and asked is not None and int(asked) > most:
             raise ValueError(
@@ -102,17 +102,17 @@ class Settings:
 def settings_of(
     given: Mapping[str, Any], defaults: Mapping[str, Any], block_size: int, has_head: bool, devices: int = 1
 ) -> Settings:
-    """Interpret the options of a server.
+    """Check the options of a server and return its settings.
 
     Args:
         given: The options in the YAML file.
         defaults: The checkpoint's generation config; its options that are not served are ignored.
-        block_size: The checkpoint's.
+        block_size: Tokens of a block, from the checkpoint.
         has_head: Whether the checkpoint has a head.
-        devices: Number of devices that its vocabulary is divided among.
+        devices: Number of devices among which the vocabulary is divided.
 
     Raises:
-        ValueError: for an unknown option, a value that cannot be honoured, or a mode that needs a head where there is none.
+        ValueError: if an option is unknown, a value cannot be honoured, or the mode needs a head and there is none.
     """
     check_names(given)
     if given.get("block_size", block_size) != block_size:
@@ -136,13 +136,13 @@ def check_devices(mode: Mode, devices: int) -> None:
 
 
 def decodes_as_stock(config: MRPGenerationConfig, block_size: int) -> bool:
-    """Tell if the options ask for a rule that the engine's own `LowConfidence` has."""
+    """Tell if the options ask for a reveal rule that the engine's own algorithm `LowConfidence` has, too."""
     rule = config.target if config.decoding in DRAFTING else config.decoding
     return rule == "dynamic" or (rule == "static" and config.denoising_steps in (None, block_size))
 
 
 def check_names(given: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` that lists all options that are not served."""
+    """Raise a `ValueError` that lists the given options that are not served, if there are any."""
     wrong = []
     for name in map(str, given):
         if name in _NOT_SERVED:

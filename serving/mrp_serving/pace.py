@@ -1,4 +1,4 @@
-"""The amount of drafting on an engine: where several processes share a model, the clock of the first one decides for all."""
+"""The draft budget of an engine's rounds: if several processes share a model, the clock of the first one decides for all."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from modeling_mrp.generate.budget import Amount, Auto, Budget, budget_of
 from modeling_mrp.generate.loop import Mode
 from modeling_mrp.rules.state import Row
 
-# Sends the first process's numbers to all; every process calls it, and gets those numbers.
+# A broadcast that every process calls with its own numbers, and that returns the first process's numbers to each.
 Share = Callable[[list[int]], list[int]]
 
 
@@ -18,8 +18,8 @@ class Led:
     """A budget whose amounts the first of several processes chooses for all.
 
     Args:
-        budget: Chooses, and learns, by the clock of this process.
-        share: Sends the first process's numbers to all.
+        budget: The budget of this process, which learns from its own clock.
+        share: Broadcasts the first process's numbers.
     """
 
     def __init__(self, budget: Budget, share: Share) -> None:
@@ -40,9 +40,9 @@ def pace_of(model: Any, mode: Mode, share: Share | None) -> Budget:
     """Make the budget of an engine's rounds.
 
     Args:
-        model: The engine's.
-        mode: What is decoded.
-        share: Sends the first process's numbers to all; None if there is only this process.
+        model: The engine's model.
+        mode: The decoding mode of the server.
+        share: Broadcasts the first process's numbers; None if there is only this process.
     """
     drafting = mode.drafting
     if drafting is None or not drafting.paced or torch.are_deterministic_algorithms_enabled():
@@ -52,7 +52,7 @@ def pace_of(model: Any, mode: Mode, share: Share | None) -> Budget:
 
 
 def share_in(group: Any) -> Share | None:
-    """Make the broadcast from a group's first process, over the host; None for a single process."""
+    """Make the broadcast from a group's first process, by way of the host; return None if the group has a single process."""
     if dist.get_world_size(group) == 1:
         return None
 

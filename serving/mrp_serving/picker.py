@@ -1,4 +1,4 @@
-"""Picks from the engine's logits: as the engine's own algorithms make them, or as `generate` does."""
+"""Token picks from the engine's logits, made as by the engine's own algorithms or as by `generate`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from modeling_mrp.rules.state import State
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens of a request are picked; requests with equal values are picked for together.
+    """The sampling options of a request; tokens of requests with equal options are picked together.
 
     Attributes:
         stock: Whether to pick as the engine's own algorithms do, greedily; the sampling options below then have their defaults.
@@ -33,7 +33,7 @@ class Sampling:
         repetition_penalty: On all tokens before a position, including the prompt's.
         frequency_penalty, presence_penalty: On generated tokens before a position.
         prompt: Position of the first generated token, if penalties need it; else 0.
-        logit_bias: Ids, each with what is added to its logit.
+        logit_bias: Pairs of an id and the number that is added to its logit.
         eos: Ids that positions before a minimum length must not take.
         entropy: Whether the rule needs the entropy.
         drafts: Whether states are drafted.
@@ -55,7 +55,7 @@ class Sampling:
     drafts: bool = False
 
     def processors(self) -> LogitsProcessorList:
-        """Make the processors, in the order of transformers."""
+        """Make the logits processors, in the order of transformers."""
         found = LogitsProcessorList()
         if self.logit_bias:
             found.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in self.logit_bias}))
@@ -77,7 +77,7 @@ class Sampling:
         return found
 
     def picker(self, unembed: Callable[[Tensor], Tensor], shortlist: int, **fixed: Any) -> Picker:
-        """Make the picker.
+        """Make the picker for these options.
 
         Args:
             unembed: See `EngineUnembedding`.
@@ -108,7 +108,7 @@ class CountPenalties(LogitsProcessor):
     penalty.
 
     Args:
-        prompt: Tokens of the prompt.
+        prompt: Number of tokens of the prompt.
         frequency, presence: The penalties, subtracted from logits.
     """
 
@@ -116,7 +116,7 @@ class CountPenalties(LogitsProcessor):
         self.prompt, self.frequency, self.presence = prompt, frequency, presence
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Penalise scores [n, vocab] by the ids before them, [n, length]."""
+        """Subtract the penalties of the ids [n, length] before n positions from the positions' scores [n, vocab]."""
         counts = torch.zeros_like(scores).scatter_add_(
             1, behind := input_ids[:, self.prompt :], torch.ones_like(behind, dtype=scores.dtype)
         )
@@ -126,7 +126,7 @@ class CountPenalties(LogitsProcessor):
 
 @dataclass(frozen=True)
 class EngineUnembedding(Unembedding):
-    """The engine's own logits as an `Unembedding`.
+    """An `Unembedding` whose logits the engine computes.
 
     Attributes:
         unembed: Computes logits [n, vocab] of final hidden states [n, hidden_size].
@@ -146,7 +146,7 @@ class EngineUnembedding(Unembedding):
 
 @dataclass(frozen=True)
 class EnginePicker(Picker):
-    """A `Picker` on the engine's logits.
+    """A `Picker` from the engine's logits, as in `generate`.
 
     Attributes:
         unembed: See `EngineUnembedding`.
@@ -163,10 +163,10 @@ class EnginePicker(Picker):
 
 @dataclass(frozen=True)
 class StockPicker(EnginePicker):
-    """Greedy picks as by the engine's own algorithms: by probability, with the mask id in the softmax.
+    """A greedy picker like the engine's own algorithms: it compares probabilities, with the mask id in the softmax.
 
-    Probabilities are in float32 where logits are; where they round to the same number, the leftmost position is revealed first.
-    The mask id is never picked: where it is the likeliest, the engine's own algorithms reveal nothing and go on forever.
+    Probabilities are float32 if logits are; of positions whose probabilities round to the same number, the leftmost is revealed
+    first. The mask id is never picked: if it is the likeliest, the engine's own algorithms reveal nothing and never end.
     """
 
     @cached_property
@@ -175,7 +175,7 @@ class StockPicker(EnginePicker):
         return EngineUnembedding(self.lm_head_weight, self.mask_token_id, unembed=self.unembed, with_mask=True)
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
-        """Pick from logits [n, vocab] in few passes over memory, as they are the largest tensor of a round."""
+        """Pick from logits [n, vocab] in few passes over memory, since they are the largest tensor of a round."""
         own = logits[:, self.mask_token_id].clone()
         logits[:, self.mask_token_id] = -torch.inf
         token = logits.argmax(-1, keepdim=True)

@@ -114,10 +114,10 @@ def check_arguments(args: Any) -> None:
 
 
 def yaml_mapping(path: str | None) -> dict[str, Any]:
-    """Read the file of `--dllm-algorithm-config`.
+    """Read the options in the file of `--dllm-algorithm-config`; return no options if there is no file.
 
     Raises:
-        ValueError: if it holds anything but a mapping.
+        ValueError: if the file holds anything but a mapping.
     """
     if path is None:
         return {}
@@ -131,7 +131,7 @@ def yaml_mapping(path: str | None) -> dict[str, Any]:
 
 
 def sampling_defaults(original: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
-    """Make chats without a temperature greedy, whatever the checkpoint's generation config says of sampling."""
+    """Return greedy defaults for chats without a temperature, whatever the checkpoint's generation config says of sampling."""
     return dict(GREEDY) if get_exec().dllm.dllm_algorithm == ALGORITHM else original(config)
 
 
@@ -157,14 +157,14 @@ def with_requests(original: Callable[..., Any], worker: Any, forward_batch: Any,
 
 
 async def pause_in_place(original: Callable[..., Awaitable[None]], manager: Any, asked: Any) -> None:
-    """Refuse the pause mode 'retract', which would end the engine, with an `HTTPException` 400."""
+    """Raise an `HTTPException` 400 for the pause mode 'retract', which would end the engine."""
     if asked.mode == "retract" and get_exec().dllm.dllm_algorithm == ALGORITHM:
-        raise HTTPException(400, "mode 'retract' is not served with MRP: use 'in_place', which goes on, or 'abort', which ends")
+        raise HTTPException(400, "mode 'retract' is not served with MRP: 'in_place' keeps requests, 'abort' ends them")
     await original(manager, asked)
 
 
 def with_sense(original: Callable[..., None], manager: Any, asked: Any, prompt: Sequence[int] | None) -> None:
-    """Refuse requests that the engine would wrongly accept, with a `ValueError`, which becomes a 400."""
+    """Raise a `ValueError`, which becomes a response 400, for a request that the engine would wrongly accept."""
     original(manager, asked, prompt)
     if get_exec().dllm.dllm_algorithm == ALGORITHM and (reason := refusal_of_body(asked, prompt or ())):
         raise ValueError(reason)
@@ -172,7 +172,7 @@ def with_sense(original: Callable[..., None], manager: Any, asked: Any, prompt: 
 
 def with_progress(original: Callable[..., dict[str, list[Any]]], streamer: Any, reqs: Sequence[Any]) -> dict[str, list[Any]]:
     """Add the costs and traces of requests to what the engine streams."""
-    for req in reqs:  # the engine counts one token as sent by an empty answer, and would omit its log-probability
+    for req in reqs:  # the engine counts a token as sent by an empty answer, and would omit that token's log-probability
         req.send_output_token_logprobs_offset = len(req.output_ids_through_stop)
     return {**original(streamer, reqs), SHOWN: [shown_of(req) for req in reqs]}
 

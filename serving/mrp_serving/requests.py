@@ -1,4 +1,4 @@
-"""Requests: whether one can be served, how its text is made, where it ends, and its progress."""
+"""Requests of the engine: whether each can be served, how its text is decoded and where it ends, and its progress."""
 
 import hashlib
 import re
@@ -21,13 +21,13 @@ _TOP_1, _TOP_ALL = 1, 1 << 30
 
 @dataclass(frozen=True)
 class Asked:
-    """How a request's text is made.
+    """The options by which a request's text is decoded.
 
     Attributes:
-        mode: What is revealed, refined and drafted.
+        mode: The decoding mode: what is revealed, refined and drafted.
         sampling: How tokens are picked.
         seed: Seed of the noise.
-        eos: Ids that end the text; empty where it is decoded as by the engine's own algorithms, which read on after an eos.
+        eos: Ids that end the text; empty if it is decoded as by the engine's own algorithms, which do not stop at an eos.
         least: Minimum number of generated tokens, within which no eos is picked.
         reveal_step: Whether the answer has the step that revealed each token.
         provisional: Whether the answer shows the block that is being decoded.
@@ -46,8 +46,8 @@ class EngineRow(Row):
     """The row of a request.
 
     Attributes:
-        asked: How its text is made.
-        alone: Whether it has only one state per round.
+        asked: How the request's text is decoded.
+        alone: Whether a round scores only one state of the row.
     """
 
     asked: Asked
@@ -55,19 +55,19 @@ class EngineRow(Row):
 
     @property
     def sampling(self) -> Sampling:
-        """How its tokens are picked."""
+        """How the request's tokens are picked."""
         return self.asked.sampling
 
 
 class Progress:
-    """The progress of a request, across the rows in which it was decoded.
+    """The progress of a request, which outlives the rows in which it is decoded.
 
     Attributes:
-        asked: How its text is made.
+        asked: How the request's text is decoded.
         counts: Counts of forwards and drafts.
         logprob, step: Log-confidence and denoising step of each token in finished blocks.
         block: The ids of the block that is being decoded, from the first generated one on.
-        alone: Whether its rows have only one state per round.
+        alone: Whether a round scores only one state of the request.
     """
 
     def __init__(self, asked: Asked, counts: Counts) -> None:
@@ -79,7 +79,7 @@ class Progress:
 
     @property
     def steps(self) -> int:
-        """Denoising steps of finished blocks."""
+        """Number of denoising steps in finished blocks."""
         return max(self.step, default=-1) + 1
 
     def finish(self, row: Row, end: int) -> int:
@@ -92,10 +92,10 @@ class Progress:
 
 
 def interpreted(req: Any, settings: Settings) -> Asked:
-    """Interpret a request.
+    """Derive from a request how its text is decoded.
 
     Raises:
-        ValueError: with value and remedy, for `custom_params` that cannot be honoured.
+        ValueError: if its `custom_params` cannot be honoured; the message gives value and remedy.
     """
     asked, told = req.sampling_params, req.sampling_params.custom_params or {}
     ends = stop_ids(req)
@@ -130,12 +130,12 @@ def interpreted(req: Any, settings: Settings) -> Asked:
 
 
 def seed_of(rid: str) -> int:
-    """Derive the seed of a request that gives none from its id, which all devices know."""
+    """Derive a seed for a request without one from the request's id, so that it is the same on all devices."""
     return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest()) >> 2
 
 
 def refusal(req: Any) -> str | None:
-    """Say why the algorithm cannot serve a request, and the remedy; None if it can."""
+    """Explain why the algorithm cannot serve a request, with the remedy; return None if it can."""
     try:
         if wrong := [what for what, asked_for in _unserved(req).items() if asked_for]:
             return f"MRP does not serve requests with {'; '.join(wrong)}. Leave that out"
@@ -144,7 +144,7 @@ def refusal(req: Any) -> str | None:
     except ValueError as error:
         return str(error)
     except (AttributeError, TypeError) as error:
-        return f"sampling_params hold a value of another type than they should: {error}"
+        return f"sampling_params hold a value of the wrong type: {error}"
     return None
 
 
@@ -173,7 +173,7 @@ def _unserved(req: Any) -> dict[str, Any]:
 
 
 def refusal_of_body(asked: Any, prompt: Sequence[int]) -> str | None:
-    """Explain why a request that the engine would wrongly accept is refused; None if it is served.
+    """Explain why a request that the engine would wrongly accept is refused; return None if it is served.
 
     Args:
         asked: The engine's `GenerateReqInput` of one request.
@@ -195,13 +195,13 @@ def refusal_of_body(asked: Any, prompt: Sequence[int]) -> str | None:
 
 
 def end_of_text(req: Any, block: int, context_length: int) -> int:
-    """Find the end of the last block that a request can have."""
+    """Compute the end position of the last block that a request can reach."""
     wanted = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
     return min(-(-wanted // block) * block, context_length // block * block)
 
 
 def stop_ids(req: Any) -> set[int]:
-    """List the ids at which the engine ends a request's text."""
+    """Return the set of ids at which the engine ends a request's text."""
     asked, tokenizer = req.sampling_params, req.tokenizer
     if asked.ignore_eos:
         return set()
@@ -212,15 +212,15 @@ def stop_ids(req: Any) -> set[int]:
 
 
 def text_of_block(req: Any, asked: Asked, ids: Sequence[int], start: int, mask_id: int) -> list[int] | None:
-    """Return the final ids of a block in which the text ends, once nothing before its end is masked; else None.
+    """Return the final ids of a block in which the text ends, if no mask is left before that end; else None.
 
-    What lies after the end is cut off, so it need not be decoded: masks stand for it, and no keys and values are kept of a
-    block that the text does not fill. Under the engine's own algorithm, which reads on after an eos, the ids stay as they are;
-    there a stop string may end the text first, so with stop strings the answer is None.
+    Tokens after the end are cut off, so they need no decoding: masks stand in for them, and the engine keeps no keys and values
+    of a block that the text does not fill. If the text is decoded as by the engine's own algorithms, which do not stop at an
+    eos, all ids stay as they are, and the result is None with stop strings, since one may end the text first.
 
     Args:
         req: The request.
-        asked: How its text is made.
+        asked: How the request's text is decoded.
         ids: [block], the ids so far.
         start: The block's absolute position.
         mask_id: The mask's id.

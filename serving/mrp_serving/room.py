@@ -1,7 +1,7 @@
 """Admission: a request begins only when its whole text has room, so that the pool of slots never runs out.
 
-The engine's own estimate counts the limits of some running requests only. When the pool runs out it cuts blocks short, which a
-diffusion model cannot decode, and it cannot retract a request without losing its progress.
+The engine's own estimate counts the limits of some running requests only. When the pool runs out, the engine cuts blocks short,
+which a diffusion model cannot decode, and it cannot retract a request without losing that request's progress.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,14 +12,14 @@ from .requests import end_of_text
 
 
 def count_fitting(waiting: Iterable[Any], running: Iterable[Any], slots: int, block: int, context_length: int) -> int:
-    """Count the waiting requests, from the first, that have room beside the running ones until all of them end.
+    """Count the first waiting requests whose whole texts fit into the pool beside those of the running requests.
 
     Args:
         waiting: Requests, in the order in which they are to begin.
         running: Requests that have begun.
         slots: Slots of the pool that may be used.
         block: Tokens of a block.
-        context_length: Of the model.
+        context_length: The model's context length.
     """
     left = slots - sum(end_of_text(req, block, context_length) for req in running)
     count = 0
@@ -52,7 +52,7 @@ def fetch_what_fits(original: Callable[[Any], None], scheduler: Any) -> None:
 
 
 def whole_blocks(original: Callable[..., int], adder: Any, req: Any = None) -> int:
-    """Let the engine always schedule a row's whole block, for which there is room, whatever its estimate."""
+    """Let the engine always schedule a row's whole block, whatever its estimate: admission has made sure of the room."""
     if adder.dllm_config.algorithm != ALGORITHM:
         return original(adder, req)
     return int(min(adder.rem_dllm_tokens, adder.dllm_config.block_size))

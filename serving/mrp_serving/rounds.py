@@ -26,15 +26,15 @@ from .usage import Report, totals
 NEVER = 1 << 40  # a position beyond every text: the engine ends texts itself
 
 UNSCORED = (
-    "no token has a finite score at position {}: the model's weights, or what the request makes of its logits, are too large "
+    "no token has a finite score at position {}: the model's weights, or logits after the request's options, are too large "
     "for its dtype. Lower the temperature, or serve the model in a wider dtype"
 )
 
 
 class Name(NamedTuple):
-    """The name of a request's row: its row of the engine's pool, how often that has been lent, and where its block starts.
+    """The name of a request's row: the row of the engine's pool, how often the pool has lent it, and where its block starts.
 
-    A pool row that is lent anew has another name, so what an ended request leaves here is never found again.
+    A row of the pool gets a new name whenever it is lent, so a new request never finds the state of an ended one.
     """
 
     row: int
@@ -43,7 +43,7 @@ class Name(NamedTuple):
 
 
 class EngineDecoder(Decoder):
-    """A `Decoder` of one round on the engine, in which each row has its own mode.
+    """A `Decoder` of one round on the engine, in which each row has its request's mode.
 
     Args:
         sees_new: Whether attention sees keys and values that the same forward writes in another row. If not, no state attends
@@ -65,7 +65,7 @@ class EngineDecoder(Decoder):
         drafts = super().draft(rows, amount)
         for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
             drafting = row.asked.mode.drafting
-            # Without drafts, the first state of the next block is still scored with a clean one.
+            # A request without drafts still has the next block's first state scored beside a clean state.
             most = drafting.states if drafting is not None else 1 + (not row.state.masks and not amount.narrow)
             most = 1 if row.alone else most
             drafts[at] = [node for node in nodes[:most] if self.sees_new or node.parent < 0]
@@ -91,15 +91,15 @@ class Rounds:
     """Decodes the requests of one engine, one round per batch.
 
     Args:
-        settings: The meaning of the server's options.
+        settings: The server's checked options.
         block: Tokens of a block.
         mask_id: The mask's id.
         abort: Ends a request with a message as soon as the engine looks at it.
         share: See `pace_of`.
 
     Attributes:
-        rows: The rows of requests between rounds, each with its name, by their rows of the engine's pool.
-        whole: Blocks whose text is final before the engine asks for them, by name.
+        rows: By row of the engine's pool, the name and the row of its request, kept between rounds.
+        whole: By name, the ids of a block that are final before the engine asks for them.
         report: Counts for the metrics endpoint.
     """
 
@@ -146,19 +146,19 @@ class Rounds:
                     failed = place
                     self.abort(requests[place], UNSCORED.format(error.position))
                 else:
-                    requests[place].mrp.alone = True  # the next block, scored with this one, will fail by itself
+                    requests[place].mrp.alone = True  # the fault is in the next block, which will fail in a later round
                 rows = self._begun_anew(engine, some, names_of)
             self.report.count(**{name: number - before[name] for name, number in totals(rows).items()})
             for place, row, req in zip(places, rows, some, strict=True):
                 ids[place], grown[place] = self._come_to(row, names[place], req)
-                if place == failed:  # the engine looks at it after a whole block; one of masks is shared by no other request
+                if place == failed:  # the engine ends it after a whole block; no other request shares a block of masks
                     grown[place] = self.block
         for name, req, start, size in zip(names, requests, starts, grown, strict=True):
             self._finish(self.rows[name.row][1], req, start + size if size else 0)
         return ids, grown, graph_ran
 
     def _begun_anew(self, engine: Any, requests: Sequence[Any], names: Sequence[Name]) -> list[EngineRow]:
-        """Replace the rows of requests by new ones, each at the start of its block."""
+        """Replace the rows of requests by new ones, each at the start of its block; return the new rows."""
         for name in names:
             self.rows.pop(name.row, None)
         return [self._row(engine, req, name) for req, name in zip(requests, names, strict=True)]
@@ -180,7 +180,7 @@ class Rounds:
         return here if kept else text or here, grown
 
     def _finish(self, row: EngineRow, req: Any, end: int) -> None:
-        """Record the finished tokens of a request, those before `end`, and the current block of its row."""
+        """Record the finished tokens of a request, which lie before `end`, and the generated tokens of its current block."""
         progress: Progress = req.mrp
         if (new := progress.finish(row, end)) and req.return_logprob:
             req.logprob.output_token_logprobs_val += progress.logprob[-new:]
@@ -204,7 +204,7 @@ class Rounds:
         return [Name(row, int(turns[row]), start) for row, start in zip(rows, starts, strict=True)]
 
     def _row(self, engine: Any, req: Any, name: Name) -> EngineRow:
-        """Return the row of a request, or a new one at the engine's current block."""
+        """Return the kept row of a request, or make one at the engine's current block."""
         found = self.rows.get(name.row)
         if found is not None and found[0] == name:
             return found[1]
@@ -248,16 +248,16 @@ class Rounds:
 def fresh_row(
     ids: Sequence[int], prompt: int, start: int, end: int, block: int, mask_id: int, place: int, progress: Progress
 ) -> EngineRow:
-    """Make the row of a request of which nothing was scored.
+    """Make a request's row at the start of a block, before any of its states is scored.
 
     Args:
-        ids: The text so far: the prompt, and what was generated.
-        prompt: Tokens of the prompt.
-        start: Start of its block; everything before has keys and values.
-        end: End of its last block; no state is drafted beyond.
+        ids: The text so far: the prompt and the generated tokens.
+        prompt: Number of tokens of the prompt.
+        start: Start of the current block; all tokens before it have keys and values.
+        end: End of the request's last block; no state is drafted beyond.
         block: Tokens of a block.
         mask_id: The mask's id.
-        place: Its row of the engine's pool.
+        place: The request's row of the engine's pool.
         progress: The progress of the request.
     """
     text = [*ids, *[mask_id] * (end - len(ids))]

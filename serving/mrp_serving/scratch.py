@@ -16,8 +16,8 @@ class Borrowed:
     Attributes:
         rows: For each row of the batch, `width` rows of the pool that maps positions to slots.
         slots: [rows * width, block] long, slots of the KV pool: whole pages.
-        swapped: By place in `slots`, the slots [block] long that go back to the pool instead, since a request keeps the lent
-            ones.
+        swapped: By place in `slots`, slots ([block], long) that go back to the pool in place of the borrowed ones there, which
+            a request keeps.
     """
 
     rows: list[list[int]]
@@ -26,7 +26,7 @@ class Borrowed:
 
     @property
     def width(self) -> int:
-        """Borrowed states per row."""
+        """Number of borrowed states per row."""
         return len(self.rows[0]) if self.rows else 0
 
     def given_back(self) -> Tensor:
@@ -40,7 +40,7 @@ class Borrowed:
 def borrowed(pool: Any, allocator: Any, evict: Callable[[int], Any], batch: int, width: int, block: int) -> Iterator[Borrowed]:
     """Borrow rows and slots for up to `width` more states per row, as far as they are free; give them back after the round.
 
-    Without any, a round scores one state per row on the row's own slots, so drafts are verified one after the other.
+    If none are free, a round scores one state per row on the row's own slots, so drafts are verified one after the other.
 
     Args:
         pool: The engine's map of positions to slots (`alloc_rows`, `free_rows`, `available_size`).

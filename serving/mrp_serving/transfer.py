@@ -31,7 +31,7 @@ def sent(parts: Mapping[str, Part], device: torch.device) -> tuple[dict[str, Ten
         device: The target.
 
     Returns:
-        Views of the one tensor there, by name, and of the one on the host that it was copied from.
+        By name, views of the tensor on the device, and views of the tensor on the host that it was copied from.
     """
     begins, words = dict[str, int](), 0
     for name, part in parts.items():

@@ -39,7 +39,7 @@ def totals(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def shown_of(req: Any) -> dict[str, Any] | None:
-    """Make the costs and traces in a request's metadata; None if it has no row yet."""
+    """Return the costs and traces for a request's metadata; None if the request has not been decoded yet."""
     progress: Progress | None = getattr(req, "mrp", None)
     if progress is None:
         return None
