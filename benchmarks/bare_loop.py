@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 @torch.inference_mode()
 def decoded(model: Any, prompt: Sequence[int], new_tokens: int, tau: float) -> list[int]:
-    """Decode one prompt block by block, revealing all columns above tau in each step, at least the most confident one."""
+    """Decode one prompt block by block, revealing in each step all columns above tau, or else the most confident one."""
     config, cache, ids = model.config, DynamicCache(), list(prompt)
     block, mask_id, limit = config.block_size, config.mask_token_id, len(prompt) + new_tokens
     eos = model.generation_config.eos_ids()

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmark commands: reading what was measured with the embedded weights, and their own decodes."""
+"""Shared parts of the benchmark commands: writing and reading of measurements, and decodes by other loops than `generate`'s."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def parser_of(name: str, doc: str) -> ArgumentParser:
-    """Make the parser of a command, `python -m benchmarks.NAME`, that is described by its module's docstring."""
+    """Make the argument parser of `python -m benchmarks.NAME`, with the module's docstring as its description."""
     return ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc, formatter_class=RawDescriptionHelpFormatter)
 
 
@@ -50,7 +50,7 @@ def header(benchmark: str, options: Any, model: MRPForCausalLM | None = None, pr
 
 
 def emit(line: dict[str, Any], file: TextIO | None = None) -> None:
-    """Print one measurement at once and write it to a file, so that an interrupted run leaves what it had."""
+    """Print a measurement and write it to a file at once, so that an interrupted run keeps its measurements."""
     for target in filter(None, (sys.stdout, file)):
         print(json.dumps(line), file=target, flush=True)
 
@@ -62,16 +62,16 @@ def embedded_weights() -> dict[str, str | None]:
 
 
 def read_lines(path: Path, embedded: bool = True) -> list[dict[str, Any]]:
-    """Read the measurements that a command left, without their headers.
+    """Read the measurements in a file of results, without the headers.
 
-    Lines measured with other weights than the embedded ones, or with different decoding code, are left out if later lines of
-    the file are of today's. Lines under an older header that does not name the decoding code are kept: they belong to its
-    commit.
+    Lines measured with other weights than the embedded ones, or with different decoding code, are left out if the file ends
+    with lines of today's weights and code. Lines under an older header, which does not name the decoding code, are kept: the
+    header names a commit.
 
     Args:
         path: The file.
-        embedded: If False, read the lines of the last checkpoint that the file names, which is not kept. Their decoding code is
-            not compared with today's, since measuring again would take training again.
+        embedded: If False, read the lines of the last checkpoint that the file names; its weights are not in the repository.
+            The decoding code is not compared with today's, since measuring again would need training again.
 
     Raises:
         ValueError: if the file ends with lines of other weights or code.
@@ -104,10 +104,10 @@ def load(folder: str | Path) -> tuple[MRPForCausalLM, PreTrainedTokenizerFast]:
 def greedy_decode(
     model: MRPForCausalLM, mode: Mode, prompts: list[list[int]], new_tokens: int, eos: list[int], width: int
 ) -> tuple[Networks, list[Row]]:
-    """Set up a greedy decode of a batch on a CPU, for a `Decoder` or for a loop of the benchmark's own.
+    """Set up a greedy decode of a batch on a CPU; return networks and rows for a `Decoder` or for a benchmark's own loop.
 
     Args:
-        model: In evaluation mode.
+        model: The model, in evaluation mode.
         mode: What is revealed and drafted.
         prompts: Ids by row.
         new_tokens: Most new tokens.

@@ -1,7 +1,7 @@
 """Documentation and source text of the packages that are installed, split by package.
 
-The texts are their authors', under the packages' licences. They are read where they lie, to train and to measure on; no file of
-this repository holds any of them.
+The texts belong to their authors, under the packages' licences. They are read from the installed packages, for training and
+measuring; no file of this repository contains any of them.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from .common import TINY
 Packages = dict[str, list[str]]
 
 ENDINGS = (".py", ".md", ".rst")
-# Characters. Larger files are tables; no package has more than its share; shorter texts say little.
+# In characters: larger files are tables and left out, as are the shortest texts; no package gives more than its share.
 _LARGEST, _SHARE, _SHORTEST = 100_000, 3_000_000, 200
 # Copies of other packages, and files that are not about the package.
 _ASIDE = re.compile(r"(^|/)(_?vendor|_?third_?party|_?extern)|(^|/)(licen[cs]e|copying|notice|authors)", re.IGNORECASE)
 _FIRST_COMMENT, _LEGAL = re.compile(r"\A(?:[ \t]*#.*\n|\s*\n)+"), re.compile("licen[cs]e|copyright", re.IGNORECASE)
 _ODD = re.compile("<\\||\N{REPLACEMENT CHARACTER}")  # what looks like a special token, or is not UTF-8
 _OURS = "modeling-mrp"
-# Lines of so many characters tell copies; a text of which more than this share stands elsewhere is one.
+# A text is a copy if more than this share of its lines of at least so many characters occurs in another split.
 _TELLING, _COPIED = 40, 0.2
 
 PAD, END, MASK = "<|endoftext|>", "<|im_end|>", "<|MASK|>"
@@ -36,11 +36,11 @@ PAD, END, MASK = "<|endoftext|>", "<|im_end|>", "<|MASK|>"
 def installed(path: Sequence[str] | None = None) -> Packages:
     """Read the texts of installed packages.
 
-    Of each package files of `ENDINGS` and its description, in an order by hash up to a share. Left out are copies of other
-    packages, licences, the comment that opens a file where it is one, and what looks like special tokens.
+    Each package gives its description and its files of `ENDINGS`, ordered by hash, up to its share of characters. Left out are
+    copies of other packages, licences, opening comments that are licences, and texts that seem to contain special tokens.
 
     Args:
-        path: Where packages lie; where Python looks by default.
+        path: Folders of packages; by default those in which Python looks.
     """
     found: Packages = {}
     for one in distributions() if path is None else distributions(path=list(path)):
@@ -67,7 +67,7 @@ def _texts(files: Sequence[PackagePath]) -> Iterator[str]:
 
 
 def split_packages(packages: Packages) -> dict[Split, Packages]:
-    """Split packages by the hashes of their names. What is in two splits, or mostly, is left out of training."""
+    """Split packages by the hashes of their names; texts that mostly occur in another split are left out of training."""
     split = {part: {name: texts for name, texts in packages.items() if belongs(name, part)} for part in SPLITS}
     elsewhere = {
         line
@@ -91,8 +91,8 @@ def _telling(text: str) -> list[str]:
 
 
 def cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[list[int], list[str]]:
-    """Encode a text, and cut it into pieces of a number of tokens. All but the last have a few more, so that training cuts them
-    and takes none of their ends for the text's."""
+    """Encode a text; return its ids, and its pieces of `length` tokens as text. All pieces but the last have a few tokens more,
+    so that training truncates them and does not take their ends for the end of the text."""
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, at = made["input_ids"], made["offset_mapping"]
     begins = range(0, len(ids), length)
@@ -100,7 +100,7 @@ def cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[lis
 
 
 def new_tokenizer(texts: Iterator[str], size: int, length: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of `size` tokens, for texts of up to `length` tokens; the same for the same texts.
+    """Train a byte-level BPE tokenizer of `size` tokens, for texts of up to `length` tokens; equal texts give equal results.
 
     Words, numbers and punctuation are split as by the embedded checkpoint's tokenizer.
     """

@@ -37,7 +37,7 @@ Line = dict[str, Any]
 
 
 def counts_at(lines: Sequence[Line], family: str, mode: str, states: int, batch: int, block_size: int) -> Counts:
-    """Return the counts of a mode, measured at the largest batch that is at most the one asked for.
+    """Return the counts of a mode that were measured at the largest batch size of at most `batch`.
 
     `static` scores one state a forward and, at a block's end, the next block's first one as well.
     """
@@ -53,7 +53,7 @@ def counts_at(lines: Sequence[Line], family: str, mode: str, states: int, batch:
 
 
 def table(device: Sequence[str], shape: Sequence[str], batch: Sequence[int], states: Sequence[int], prefix: int) -> str:
-    """Predict the best mode and its speed over `static`, by family and K, shape and batch size."""
+    """Tabulate the best mode and its predicted speed over `static`, by family and K, shape and batch size."""
     lines = [line for line in map(json.loads, COUNTS.read_text().splitlines()) if "benchmark" not in line]
     columns = list(product(FAMILIES, states))
     choices = list[list[str]]()
@@ -74,12 +74,12 @@ def table(device: Sequence[str], shape: Sequence[str], batch: Sequence[int], sta
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: a Markdown table."""
+    """Run the command line: print a Markdown table."""
     parser = parser_of("cost_model", __doc__)
     parser.add_argument("--device", nargs="+", default=["H200"], choices=[*DEVICES])
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["4b"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8])
-    parser.add_argument("--states", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="K: what was measured")
+    parser.add_argument("--states", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="values of K")
     parser.add_argument("--prefix", type=int, default=512, help="committed tokens of a row")
     print(table(**vars(parser.parse_args(arguments))))
 

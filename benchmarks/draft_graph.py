@@ -2,13 +2,13 @@
 
 Written from descriptions of the paper, which comes without code. A *pick* (i, j) names the i-th position, in the target's order
 of preference, and its j-th likeliest token, both by the model's scores at the last accepted state. A *node* is a set of picks:
-the state that reveals these beyond the row's next one. Reveals come in any order, so a node may have several parents.
+it stands for the row's next state with these picks revealed. Reveals come in any order, so a node may have several parents.
 
 - **Calibrated** offline: tuning problems are decoded with the target, and the nodes that it passes are counted. The graph grows
   by the node that most recorded paths reach next from within it, and so stays connected.
-- **Pruned** at run time: nodes become states by the stale predictions. A node's score is the geometric mean of its tokens'
+- **Pruned** at run time: stale predictions turn nodes into states. A node's score is the geometric mean of its tokens'
   probabilities, averaged with its children's mean score if it has children; the best connected K - 1 are scored by the model
-  together with the row's next state. Without pruning, the first K - 1 of the calibration are.
+  together with the row's next state. Without pruning, these are the first K - 1 of the calibration.
 - **Tuned** for each target and K (`CHOSEN`): the number of nodes, pruning, and the number of tokens per position that picks may
   name, on tuning problems that no graph is calibrated on (`NOTES.md`, Rivals, tuned).
 - **Verified** by this package's own round, which adds two things that the description lacks: a state scored in vain is
@@ -42,7 +42,7 @@ TOKENS = 3  # most tokens per position that picks may name
 
 
 class Build(NamedTuple):
-    """How a graph of drafts with K states is made.
+    """The options for building a graph of drafts with K states.
 
     Attributes:
         times: Number of nodes, as a multiple of K - 1.
@@ -69,8 +69,8 @@ class DraftGraph:
     """Nodes, and the edges between them.
 
     Attributes:
-        nodes: In the order in which they were added.
-        edges: (parent, child) by number; the parent -1 is the row's next state.
+        nodes: The nodes, in the order in which they were added.
+        edges: Pairs (parent, child) of nodes' numbers; the parent -1 is the row's next state.
         pruned: See `Build`.
     """
 
@@ -80,14 +80,14 @@ class DraftGraph:
 
     @classmethod
     def built(cls, build: Build, paths: Sequence[Sequence[Node]], states: int) -> "DraftGraph":
-        """Calibrate a graph for drafts with K states."""
+        """Build a graph for drafts with K states, calibrated on recorded paths."""
         tokens = build.tokens
         short = [list(takewhile(lambda node: all(rank < tokens for _, rank in node), path)) for path in paths]
         return replace(cls.calibrated(short, build.times * (states - 1)), pruned=build.pruned)
 
     @classmethod
     def calibrated(cls, paths: Sequence[Sequence[Node]], size: int) -> "DraftGraph":
-        """Add nodes one by one, always the one that most paths reach next, up to `size`; fewer if the paths end before."""
+        """Build a graph of up to `size` nodes, each time adding the node that most paths reach next, until the paths end."""
         nodes: dict[Node, int] = {}
         while True:
             walked = [list(takewhile(nodes.__contains__, path)) for path in paths]
@@ -104,9 +104,9 @@ class Ranking:
     """Ranks of columns and tokens by the model's scores at one state.
 
     Attributes:
-        order: [block], the key that columns are sorted by, the highest first.
-        token: [block][TOKENS], likeliest first.
-        chance: [block][TOKENS], their probabilities.
+        order: [block], the key by which columns are sorted, the highest first.
+        token: [block][TOKENS], the likeliest tokens of each column, the likeliest first.
+        chance: [block][TOKENS], the probabilities of these tokens.
     """
 
     order: list[float]
@@ -119,7 +119,7 @@ class Ranking:
 
 
 def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[int, Ranking]:
-    """Rank columns and tokens by the scores at the rows' last accepted states, in the rule's order; by the rows' places."""
+    """Rank columns, in the rule's order, and tokens by the scores at last accepted states; return rankings by row's place."""
     seeded = [row for row in rows if row.stop is None and row.source is not None]
     if not seeded:
         return {}
@@ -138,10 +138,10 @@ def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[
 
 
 def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tuple[State, float]]:
-    """Make the states of nodes after a row's next one, by number, with their scores.
+    """Make the states that nodes stand for after a row's next state; return by node's number the state and its score.
 
     A leaf's score is the geometric mean of its tokens' probabilities, another node's the mean of that and its children's mean
-    score. Left out are nodes with a pick of a column that does not exist any more, and those that leave nothing to reveal.
+    score. Left out are nodes whose picks need more masked columns than are left, and nodes that leave nothing to reveal.
     """
     left, found = ranking.columns(row.state), dict[int, tuple[State, float]]()
     for number, node in sorted(enumerate(graph.nodes), key=lambda one: -len(one[1])):  # children before their parents
@@ -163,7 +163,7 @@ def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -
     Args:
         graph: The nodes.
         row: The row to draft for.
-        ranking: By the scores at the last accepted state; None if there are none.
+        ranking: Ranks by the scores at the last accepted state; None if the row has no such scores.
         states: K, the row's next state included.
     """
     nodes = draft.target_nodes(row, states < 2)
@@ -183,7 +183,7 @@ def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -
 
 
 class GraphDecoder(Decoder):
-    """Rounds whose drafts come from a graph; further arguments are those of `Decoder`."""
+    """A `Decoder` whose drafts come from a graph; further arguments are those of `Decoder`."""
 
     def __init__(self, graph: DraftGraph, *given: Any) -> None:
         super().__init__(*given)
@@ -196,12 +196,12 @@ class GraphDecoder(Decoder):
 
 
 def graph_drafts(rule: RevealRule, graph: DraftGraph, states: int) -> Loop:
-    """Make a loop that drafts for a target by a graph calibrated for it, with K states scored per forward."""
+    """Make a loop that drafts for a target from a graph calibrated for this target, with K states scored per forward."""
     return loop_of(rule, states, partial(GraphDecoder, graph))
 
 
 def passed(first: State, ranking: Ranking, later: Iterable[State]) -> Iterator[Node]:
-    """Name the later states of a state's block relative to it, up to one with a token that is not among the likeliest."""
+    """Yield the later states of a block as nodes relative to `first`, until one has a token not among the likeliest."""
     place = {column: rank for rank, column in enumerate(ranking.columns(first))}
     for state in takewhile(lambda one: one.start == first.start, later):
         new = [column for column, (a, b) in enumerate(zip(first.ids, state.ids, strict=True)) if a != b]
@@ -214,7 +214,7 @@ def passed(first: State, ranking: Ranking, later: Iterable[State]) -> Iterator[N
 def recorded_paths(
     model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], new_tokens: int, eos: list[int]
 ) -> list[list[Node]]:
-    """Decode prompts with a target: for each next state of a row, list the nodes that it passed from there in its block."""
+    """Decode prompts with a target; return for each state that a row reached the nodes that it passed next in the block."""
     networks, rows = greedy_decode(model, Mode(rule), prompts, new_tokens, eos, 2)
     walks: dict[int, list[tuple[State, Ranking | None]]] = {row.place: [] for row in rows}
 

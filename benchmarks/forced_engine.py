@@ -1,8 +1,8 @@
 """An SGLang engine in which a seeded coin decides whether a draft is right: `sglang.launch_server`, for `serving --shape`.
 
-With random weights, drafts are right never or always; so time at a published acceptance is measured by forcing it. The
-networks compute as usual: only their scores of drafts are overwritten before acceptance. The engine's processes are spawned
-and import this module again.
+With random weights, drafts are never or always right, so the time at a published acceptance is measured by forcing that
+acceptance. The networks compute as usual: only their scores of drafts are overwritten before acceptance. The engine's processes
+are spawned and import this module again.
 """
 
 import os
@@ -21,7 +21,7 @@ SURE = 1e6  # log-odds above all others
 
 
 def followed(state: State, drafted: State, mask_id: int) -> int | None:
-    """Find the column whose reveal turns a state into a drafted one; None if no single one does."""
+    """Find the column whose reveal turns a state into a drafted one; return None if no single column does."""
     if state.start != drafted.start:
         return None
     changed = [column for column, ids in enumerate(zip(state.ids, drafted.ids, strict=True)) if ids[0] != ids[1]]
@@ -29,13 +29,13 @@ def followed(state: State, drafted: State, mask_id: int) -> int | None:
 
 
 def force(nodes: Sequence[Node], scores: Sequence[Scores], mask_id: int, chance: float, coin: random.Random) -> None:
-    """Overwrite the scores at the states of a chain so that each draft is right with a given chance if all before it are.
+    """Overwrite the scores at a chain of states so that a draft, if all before it are right, is right by the toss of a coin.
 
     Args:
-        nodes: The states of a row, its own first.
-        scores: The backbone's scores at each.
+        nodes: A row's next state, then its drafts.
+        scores: The backbone's scores at each of these states.
         mask_id: The mask's id.
-        chance: That a draft is right.
+        chance: Probability that a draft is right.
         coin: Source of randomness.
     """
     at = 0
@@ -53,7 +53,7 @@ def force(nodes: Sequence[Node], scores: Sequence[Scores], mask_id: int, chance:
 
 
 class ForcedDecoder(EngineDecoder):
-    """Accepts drafts by a coin."""
+    """An `EngineDecoder` that accepts drafts by the toss of a coin."""
 
     coin = random.Random(0)
 

@@ -6,7 +6,7 @@ alone; the rules of `mrp_remask`; `mrp_direct`; four targets drafted by `self_sp
 (`benchmarks.psd`). Of `source`, which has no right answers, it decodes half as many, only with the targets and their drafts.
 
 With `--rules [NAME ...]` it decodes with reveal rules instead, those from papers as published: alone, and drafted by `mrp_spec`
-with one head pass (`--count 40` shows what differs; `python -m benchmarks.tables rules`).
+with one head pass (`--count 40` is enough to see differences; `python -m benchmarks.tables rules` prints them).
 
 With `--rivals` it decodes each target with the head's competitors, `self_spec`, draft graphs and PSD as tuned for it, and with
 `mrp_spec` with a shortlist of 16 tokens and one to three passes. With `--sampled` it decodes each target at temperature 1,
@@ -58,7 +58,7 @@ GRAPH, PSD, RELEASED = "draft_graph", "psd", "released"
 DRAFTERS = ("self_spec", GRAPH, "mrp_spec")
 # Tuning problems of each family that a graph is calibrated on, as in the paper.
 CALIBRATED_ON = 25
-USED = 500  # the first problems of seed 0 are those of the tables
+USED = 500  # problems in the tables: the first of seed 0
 SAMPLED: Setting = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 0}
 
 
@@ -94,8 +94,8 @@ def listed(target: str, states: int, passes: int) -> Setting:
 
 
 def psd_of(policy: str, states: int) -> Setting:
-    """Return the setting of PSD with a target as its policy, in the tuned reading."""
-    reading = [0, False, psd.LEAST.get(policy, 0.0)]  # the first two are of readings that were tried and not taken
+    """Return the setting of PSD with a target as its policy, by the reading of the paper that is tuned for the target."""
+    reading = [0, False, psd.LEAST.get(policy, 0.0)]  # the first two are for readings that were tried and rejected
     return {"decoding": PSD, "policy": policy, **RULES[policy], "num_draft_states": states, "reading": reading}
 
 
@@ -128,7 +128,7 @@ def sampled_settings() -> list[Setting]:
 
 
 def of_target(setting: Setting) -> dict[str, Setting]:
-    """Return the setting of a drafted setting's target."""
+    """Return the setting of a drafted setting's target, under the key "target"; an empty dict for other settings."""
     sampling = SAMPLED if "do_sample" in setting else {}
     return {"target": {**alone(setting["target"]), **sampling}} if "target" in setting else {}
 
@@ -183,12 +183,12 @@ def rule_of(target: str, **options: Any) -> RevealRule:
 
 
 class Decoder:
-    """Decodes problems with one setting after another, and caches what several need.
+    """Decodes problems with one setting after another, and caches the paths that several draft graphs are made from.
 
     Args:
-        model: Of any dtype.
-        tokenizer: Its tokenizer.
-        batch_size: Problems at once.
+        model: The model, of any dtype.
+        tokenizer: The model's tokenizer.
+        batch_size: Problems decoded at once.
     """
 
     def __init__(self, model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, batch_size: int) -> None:
@@ -196,7 +196,7 @@ class Decoder:
         self.paths = cache(self._paths)
 
     def decoded(self, setting: Setting, asked: list[Problem]) -> Measured:
-        """Decode problems of one family."""
+        """Decode problems of one family with a setting; return texts and costs."""
         options = dict(setting)
         states = options.get("num_draft_states", 0)
         loop: Loop
@@ -215,7 +215,7 @@ class Decoder:
         return measure_loop(loop, self.model, self.tokenizer, asked, self.batch_size)
 
     def _paths(self, target: str) -> list[list[Node]]:
-        """List what follows each state when tuning problems are decoded."""
+        """List the nodes that follow each state when tuning problems are decoded with a target."""
         found: list[list[Node]] = []
         eos = [self.tokenizer.eos_token_id, self.tokenizer.pad_token_id]
         for family in FAMILIES:
@@ -232,7 +232,7 @@ def lines(
     identity: dict[str, Any],
     compared: Callable[[Setting], dict[str, Setting]] = references,
 ) -> Iterator[dict[str, Any]]:
-    """Measure the settings that have no line yet on problems of one family, with ratios over those they are compared with."""
+    """Measure each setting without a line on problems of one family; yield lines, with ratios over the compared settings."""
     made: dict[str, Measured] = {}
 
     def decoded(setting: Setting) -> Measured:
@@ -254,27 +254,25 @@ def lines(
 
 
 def problems_of(family: Family, split: Split, count: int, seed: int) -> list[Problem]:
-    """Return problems of a seed, without those of the tables if it is not 0."""
+    """Return problems of a seed; if it is not 0, without prompts of the tables' problems."""
     used = {problem.prompt for problem in problems(family, split, USED)} if seed else set()
     found = problems(family, split, 2 * count if seed else count, seed)
     return [problem for problem in found if problem.prompt not in used][:count]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: writes a JSON line for each family and setting, and prints its name and numbers."""
+    """Run the command line: write a JSON line for each family and setting, and print its name and numbers."""
     parser = parser_of("frontier", __doc__)
     parser.add_argument("--model", default=str(TINY))
-    parser.add_argument(
-        "--output", default=str(RESULTS / "tiny_frontier.jsonl"), help="lines; goes on behind those that are there"
-    )
+    parser.add_argument("--output", default=str(RESULTS / "tiny_frontier.jsonl"), help="file that lines are added to")
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--decoding", nargs="+", help="measure these alone: decodings, or names of settings")
-    parser.add_argument("--rivals", action="store_true", help="measure what the head is held against instead")
+    parser.add_argument("--rivals", action="store_true", help="measure the head's competitors instead")
     parser.add_argument("--rules", nargs="*", choices=list(RULES), help="measure these reveal rules instead; no name: all")
     parser.add_argument("--sampled", action="store_true", help="measure targets at temperature 1 instead")
     parser.add_argument("--split", choices=SPLITS, default="heldout")
     parser.add_argument("--count", type=int, default=USED, help="problems of a family; half as many of source")
-    parser.add_argument("--seed", type=int, default=0, help="of the problems")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problems")
     parser.add_argument("--batch-size", type=int, default=10)
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float64")
     options = parser.parse_args(arguments)

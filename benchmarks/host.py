@@ -33,7 +33,7 @@ SAID = ("prefill", "score", "head", "pick")  # methods of networks whose results
 
 
 class Recording:
-    """The networks of a decode, with their results so far in `said`, in order."""
+    """The networks of a decode, which add their results to `said`, in order."""
 
     def __init__(self, networks: Networks) -> None:
         self.networks, self.said = networks, list[Any]()
@@ -68,11 +68,11 @@ def loop_ns(count: int = 1_000_000) -> float:
 
 
 def measured(model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], states: int, repeats: int) -> float:
-    """Decode once for the recording, then time the host alone: seconds a row and round, the least of `repeats` runs.
+    """Record a decode, then time the host alone; return seconds per row and round, the least of `repeats` runs.
 
     Args:
         model: The embedded checkpoint.
-        rule: The target's.
+        rule: The target's reveal rule.
         prompts: Ids by row.
         states: K; 1: the target alone; more: drafted with one head pass.
         repeats: Number of timed runs.
@@ -103,7 +103,7 @@ def measured(model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: one JSON line for each block size, batch and number of states."""
+    """Run the command line: print a JSON line for each block size, batch and number of states."""
     parser = parser_of("host", __doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--states", type=int, nargs="+", default=[1, 4, 8])

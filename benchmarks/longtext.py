@@ -2,7 +2,7 @@
 
     python -m benchmarks.longtext prepare    # runs/long: the texts, split by package, and a tokenizer
     python -m benchmarks.longtext causal     # an autoregressive model of them, which judges the decoded texts
-    mrp train backbone --config packages     # made a block-diffusion model of three block sizes
+    mrp train backbone --config packages     # turns it into a block-diffusion model of three block sizes
     mrp train head --config packages-head
     python -m benchmarks.longtext measure    # lines to benchmarks/results/long.jsonl; goes on where they end
     python -m benchmarks.longtext times      # more lines of it: time and memory along a text
@@ -82,7 +82,7 @@ def prepare(options: Namespace) -> None:
 
 
 def causal(options: Namespace) -> None:
-    """Train an autoregressive model on the stream of ids."""
+    """Train the autoregressive model on the stream of ids."""
     set_seed(0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.folder)
     shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "head_dim": 64, "initializer_range": 0.04}
@@ -109,7 +109,7 @@ def causal(options: Namespace) -> None:
 
 
 def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerFast, count: int) -> tuple[list[str], Tensor]:
-    """Take pieces of held-out packages that are long enough, in turns: the packages, and [count, prompt + continuation] ids."""
+    """Take long pieces of held-out packages in turns; return the packages' names and ids [count, prompt + continuation]."""
     found: dict[str, list[list[int]]] = {}
     for line in map(json.loads, (folder / "heldout.jsonl").open()):
         if len(ids := tokenizer.encode(line["text"], verbose=False)) >= PROMPT + LONGEST:
@@ -119,7 +119,7 @@ def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerFast, count: int) -> 
 
 
 def settings() -> Iterator[list[Setting]]:
-    """List the settings to measure, in groups: a target, then its drafts."""
+    """Yield the settings to measure in groups: a target, then its drafts."""
     for block_size, sampled, target in product(BLOCKS, (False, True), TARGETS):
         listed = {"draft_shortlist": LIKELIEST if sampled else SHORTLIST}  # the default of real vocabularies
         ways = alone(target), drafted("self_spec", target, STATES), drafted("mrp_spec", target, STATES, **listed)
@@ -132,14 +132,14 @@ def to_the_end(new: int) -> Line:
 
 
 def decode(model: MRPForCausalLM, prompts: Tensor, new: int, batch_size: int, **options: Any) -> tuple[Measured, Line]:
-    """Decode prompts [rows, prompt]: texts and counts, and counts by window, summed over rows."""
+    """Decode prompts [rows, prompt]; return texts and counts, and counts by window, summed over rows."""
     made, edges = Measured([], [], []), torch.arange(0, new + 1, WINDOW)[:, None, None]
     along = {name: torch.zeros(len(edges) - 1, dtype=torch.long) for name in ("row_forwards", "drafted", "accepted")}
     for given in prompts.split(batch_size):
         sampled: Line = {"temperature": 1.0, "top_k": 0, "seed": len(made.ids)} if options["do_sample"] else {}
         out: Any = model.generate(given, attention_mask=torch.ones_like(given), **to_the_end(new), **sampled, **options)
         reached = out.stats.rounds["column"] >= edges  # [edges, rounds, rows]
-        # The round that reaches a block scores its first state, too, so the count before that round is the block's beginning.
+        # The round that reaches a block scores its first state, too, so the counts of a block begin before that round.
         before = torch.where(reached.any(1), reached.int().argmax(1), reached.shape[1])
         for name, counts in along.items():
             counts += pad(out.stats.rounds[name], (0, 0, 1, 0)).gather(0, before).diff(dim=0).sum(1)
@@ -151,7 +151,7 @@ def decode(model: MRPForCausalLM, prompts: Tensor, new: int, batch_size: int, **
 
 @torch.inference_mode()
 def judged(judge: Qwen3ForCausalLM, texts: Tensor) -> Line:
-    """Compute nats per token of continuations under another model, by window, and the share of repeated 4-grams in a text."""
+    """Compute nats per token of continuations under `judge`, in all and by window, and the share of repeated 4-grams."""
     logits = torch.cat([judge(one[None]).logits[:, PROMPT - 1 : -1] for one in texts])
     nats = -logits.float().log_softmax(-1).gather(-1, texts[:, PROMPT:, None])[..., 0]
     grams = texts[:, PROMPT:].unfold(1, 4, 1)
@@ -197,18 +197,18 @@ def measure(options: Namespace) -> None:
 
 
 class Clock(BaseStreamer):
-    """Notes the CPU time of the process whenever a row's text grows, and the text's length."""
+    """A streamer that notes the text's length and the process's CPU time whenever a row's text grows."""
 
     def __init__(self) -> None:
         self.tokens, self.seconds = [0], [0.0]
 
     def put(self, value: Tensor) -> None:
-        """Note time and length; the first call has the prompt."""
+        """Note time and length; the first call brings the prompt."""
         self.tokens.append(self.tokens[-1] + value.numel())
         self.seconds.append(time.process_time())
 
     def end(self) -> None:
-        """There is nothing to end."""
+        """Do nothing at the end of the text."""
 
 
 def times(options: Namespace) -> None:
@@ -244,7 +244,7 @@ def units_along(line: Line) -> tuple[Line, Any]:
 
 
 def ends(values: Any, digits: int) -> str:
-    """Format the means of the first and the last quarter."""
+    """Format the means of the first and the last quarter of values."""
     quarter = max(1, len(values) // PARTS)
     return " -> ".join(f"{np.mean(part):.{digits}f}" for part in (values[:quarter], values[-quarter:]))
 
@@ -279,7 +279,7 @@ def tables(options: Namespace) -> None:
             if "target" in line:
                 way, share = line["decoding"], 100 * counts["accepted"] / counts["drafted"]
                 whole = 100 * counts["accepted"].sum() / counts["drafted"].sum()
-                stale = line["tokens_per_unit"] if way == "self_spec" else stale  # comes before what the head drafts
+                stale = line["tokens_per_unit"] if way == "self_spec" else stale  # sorted before `mrp_spec`
                 over = "" if way == "self_spec" else f"{line['tokens_per_unit'] / stale:.2f}x"
                 drafts = [over, f"{whole:.0f}", ends(share, 0), str(line["texts_that_differ"])]
             costs.append([*place, way, interval(line, "tokens_per_unit", 2), ends(along, 2), *drafts])
@@ -292,16 +292,16 @@ def tables(options: Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: one stage."""
+    """Run the command line: one stage."""
     stages = {stage.__name__: stage for stage in (prepare, causal, measure, times, tables)}
     parser = parser_of("longtext", __doc__ or "")
     parser.add_argument("stage", choices=list(stages))
-    parser.add_argument("--folder", type=Path, default=Path("runs/long"), help="of all that is made")
-    parser.add_argument("--steps", type=int, default=1000, help="of causal")
+    parser.add_argument("--folder", type=Path, default=Path("runs/long"), help="for all that stages make")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of causal")
     parser.add_argument("--batch-size", type=int, default=4, help="rows at once")
-    parser.add_argument("--output", type=Path, default=RESULTS / "long.jsonl", help="lines of measure")
-    parser.add_argument("--count", type=int, default=8, help="texts that are decoded")
-    parser.add_argument("--tokens", type=int, default=LONGEST, help="of each")
+    parser.add_argument("--output", type=Path, default=RESULTS / "long.jsonl", help="file of measured lines")
+    parser.add_argument("--count", type=int, default=8, help="number of texts to decode")
+    parser.add_argument("--tokens", type=int, default=LONGEST, help="new tokens of each text")
     options = parser.parse_args(arguments)
     stages[options.stage](options)
 

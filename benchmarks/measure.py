@@ -51,7 +51,7 @@ class Measured:
 
     @property
     def tokens(self) -> list[int]:
-        """Generated tokens, by problem."""
+        """Numbers of generated tokens, by problem."""
         return list(map(len, self.ids))
 
     @property
@@ -75,16 +75,16 @@ class Measured:
         return line | {"sample": self.sample()}
 
     def sample(self) -> dict[str, list[int]]:
-        """Return the exact counts of the first problems, which are quickly decoded again."""
+        """Return the exact counts of the first problems, few enough to decode again as a check."""
         return {name: getattr(self, name)[:SAMPLE] for name in ("tokens", "forwards", "head_forwards")}
 
     def over(self, **others: "Measured") -> dict[str, Any]:
         """Compute `over_NAME` and `over_NAME_95` for each other way: the ratio of tokens per forward on the same problems.
 
-        The interval is that of a paired bootstrap: a resample draws both ways' counts of a problem, whose difficulty cancels.
+        The interval is of a paired bootstrap: a resample draws a problem's counts from both ways, so its difficulty cancels.
 
         Raises:
-            ValueError: if a way has not the same number of problems.
+            ValueError: if the ways have different numbers of problems.
         """
         fields: dict[str, Any] = {}
         for name, other in others.items():
@@ -112,7 +112,7 @@ def loop_of(rule: RevealRule, states: int, decoder: Callable[[Mode, Networks, Fi
     """Make a loop from a decoder class that makes drafts in its own way.
 
     Args:
-        rule: The target's.
+        rule: The target's reveal rule.
         states: K, the row's next state included.
         decoder: Makes the decoder from a mode, networks and a budget.
     """

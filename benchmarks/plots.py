@@ -105,7 +105,7 @@ def long_figure(lines: Sequence[Line]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: writes a figure, without the date or the version that drew it."""
+    """Run the command line: write a figure, without the date and matplotlib's version."""
     parser = parser_of("plots", __doc__)
     parser.add_argument("figure", choices=("frontier", "long"), nargs="?", default="frontier")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder to read, and to write to")

@@ -10,8 +10,8 @@ speculative tokens all agree with the updated predictions. Where they say no mor
 - agreement is of tokens, whether or not the policy would reveal them next;
 - a depth adds what the policy would reveal, and its tokens must agree with the predictions at the depth before.
 
-Of what the descriptions leave open, these are for each policy the readings with the most tokens a forward among those that
-solve as many tuning problems as the policy alone, but for one in a hundred, as the paper reports (`NOTES.md`, Rivals, tuned).
+Where the descriptions leave a choice, each policy has the reading with the most tokens a forward among those that solve at most
+one tuning problem in a hundred fewer than the policy alone, as the paper reports (`NOTES.md`, Rivals, tuned).
 Blocks end as in this package: their keys and values cost no forward of their own.
 """
 
@@ -33,14 +33,14 @@ LEAST = {"entropy_bound": 0.5}
 
 
 class Consistent(RevealRule):
-    """A policy that goes on to the draft after a state if the tokens that it adds agree with the predictions.
+    """A rule that reveals the draft after a state if the draft's new tokens agree with the predictions, else as a policy does.
 
     Args:
-        policy: Decides what is revealed elsewhere.
+        policy: The reveal rule for all other states.
         least: Probability below which a prediction agrees with nothing.
 
     Attributes:
-        behind: By state, the draft after it, of the last two rounds.
+        behind: By state, the draft after it, from the last two rounds.
     """
 
     def __init__(self, policy: RevealRule, least: float) -> None:
@@ -49,7 +49,7 @@ class Consistent(RevealRule):
         self._last: dict[Key, State] = {}
 
     def follow(self, chain: Sequence[Node]) -> None:
-        """Take up a round's chain of drafts, and forget all but it and the one before."""
+        """Add a round's chain of drafts to `behind`, and forget all chains but this one and the last round's."""
         new = {one.key: two for one, two in pairwise(node.state for node in chain if node.parent < 0)}
         self.behind, self._last = self._last | new, new
 
@@ -68,7 +68,7 @@ class Consistent(RevealRule):
 
 
 class PSDecoder(Decoder):
-    """Rounds in which a row's drafts are a chain, and the deepest consistent one is taken; more arguments are `Decoder`'s."""
+    """A `Decoder` that drafts a chain for each row and takes the deepest consistent draft; more arguments are `Decoder`'s."""
 
     def __init__(self, least: float, *given: Any) -> None:
         super().__init__(*given)

@@ -4,9 +4,9 @@ Written from a description of it alone. Besides its rounds, a block costs a seed
 values:
 
 1. **seed**: the first state of the block is scored; its reveal is slot 0 of the first round.
-2. **first round**: K states, all drafted by the head: slot 0 is the seed's own pick, each other one what the head expects after
-   the slot before.
-3. **later rounds**: K + 1 states. Slot 0 is what the last accepted state leads to, whose reveal is a *bonus* token; the first
+2. **first round**: K states, all drafted by the head: slot 0 is the seed's own pick, each other slot the state that the head
+   expects after the slot before.
+3. **later rounds**: K + 1 states. Slot 0 is the state after the last accepted one, and its reveal is a *bonus* token; the first
    draft after it comes from the stale logits of the last accepted state, the others from the head.
 4. **store**: one more forward over the clean block.
 
@@ -33,7 +33,7 @@ from .measure import Measured
 
 @dataclass(frozen=True)
 class Decode:
-    """One decode of a row, made of the engine's parts.
+    """The decode of one row, made of this package's networks and rules.
 
     Attributes:
         networks: Backbone, head and picks on the device.

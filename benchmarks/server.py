@@ -35,13 +35,13 @@ _GAUGE = re.compile(r"^(?:sglang:)?(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
 def backbone_for_stock(source: Path, target: Path) -> Path:
-    """Write the backbone of a single-file checkpoint for the engine's own SDAR class, without head and code."""
+    """Write the backbone of a single-file checkpoint, without code, for the engine's own SDAR class; return `target`."""
     target.mkdir()
     tensors = load_file(source / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if not name.startswith("mrp_head.")}, target / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
     kept = {name: value for name, value in config.items() if name not in HEAD_FIELDS}
-    # The shape is Qwen3's; `sdar` would need code from the checkpoint.
+    # The layers are Qwen3's; the model type `sdar` would need code from the checkpoint.
     (target / "config.json").write_text(json.dumps({**kept, "architectures": ["SDARForCausalLM"], "model_type": "qwen3"}))
     ends = {"eos_token_id": json.loads((source / "generation_config.json").read_text())["eos_token_id"]}
     (target / "generation_config.json").write_text(json.dumps(ends))
@@ -172,21 +172,21 @@ class Server:
             return dict(json.load(response))
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int, **custom_params: Any) -> dict[str, Any]:
-        """Ask for one text: `output_ids`, `text` and `meta_info` of the native endpoint."""
+        """Request one text; return the native endpoint's reply with `output_ids`, `text` and `meta_info`."""
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0, "custom_params": custom_params or None}
         return self.ask("/generate", {"input_ids": list(prompt), "sampling_params": options})
 
     def measure(
         self, prompts: Sequence[Sequence[int]], budgets: Sequence[int], concurrency: int, block: int, **custom_params: Any
     ) -> "Measured":
-        """Request a text for each prompt from `concurrency` clients, and count; the prefix cache is empty at first.
+        """Request a text for each prompt from `concurrency` clients; return answers and costs. The prefix cache begins empty.
 
         Args:
             prompts: Ids.
             budgets: Most new tokens of each.
             concurrency: Number of clients.
             block: The model's block size.
-            custom_params: Of all requests.
+            custom_params: The `custom_params` of all requests.
         """
         self.open("/flush_cache?timeout=30", {}).close()
         before, begun, worked = self.metrics(), time.perf_counter(), self.cpu_seconds()
@@ -213,7 +213,7 @@ class Server:
         return sum(sum(process.cpu_times()[:2]) for process in self.processes())
 
     def metrics(self) -> defaultdict[str, float]:
-        """Read the counters and gauges, each summed over its labels but `mode`: "realtime_tokens_total/decode"."""
+        """Read counters and gauges by name and label `mode` ("realtime_tokens_total/decode"), summed over other labels."""
         found: defaultdict[str, float] = defaultdict(float)
         with self.open("/metrics") as response:
             lines = response.read().decode()
@@ -227,6 +227,6 @@ class Server:
         return sum(process.memory_full_info().uss for process in self.processes())
 
     def load(self) -> dict[str, Any]:
-        """Read the engine's state: `num_running_reqs`, `num_waiting_reqs`, `num_used_tokens` and more."""
+        """Read the engine's load: `num_running_reqs`, `num_waiting_reqs`, `num_used_tokens` and more."""
         with self.open("/v1/loads?include=core") as response:
             return dict(json.load(response)["loads"][0])

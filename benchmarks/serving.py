@@ -54,7 +54,7 @@ class Compared:
 
 
 def trained(options: Any, folder: Path) -> Compared:
-    """Compare a trained model on the problems that it was trained for."""
+    """Set up the comparison for a trained model, on held-out problems of the families that it was trained on."""
     backbone = Path(options.backbone) if options.backbone else backbone_for_stock(Path(options.model), folder / "backbone")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
     chosen = [problem for family in FAMILIES for problem in problems(family, "heldout", options.count)]
@@ -63,10 +63,10 @@ def trained(options: Any, folder: Path) -> Compared:
 
 
 def shaped(options: Any, folder: Path) -> Compared:
-    """Compare a published shape, with fewer layers and random weights, on random prompts: one per client."""
+    """Set up the comparison for a published shape, with fewer layers and random weights, on one random prompt per client."""
     config = json.loads((HUB_CONFIGS / f"sdar-{options.shape}-mrp" / "config.json").read_text())
     config |= {"num_hidden_layers": options.layers, "num_nextn_predict_layers": options.head_layers}
-    # The shape is Qwen3's; `sdar` would need code from the checkpoint.
+    # The layers are Qwen3's; the model type `sdar` would need code from the checkpoint.
     backbone = {name: value for name, value in config.items() if name not in HEAD_FIELDS}
     backbone |= {"architectures": ["SDARForCausalLM"], "model_type": "qwen3"}
     made = folder / "with_head", folder / "backbone"
@@ -85,10 +85,10 @@ def shaped(options: Any, folder: Path) -> Compared:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: a JSON line for each number of clients."""
+    """Run the command line: print a JSON line for each number of clients."""
     parser = parser_of("serving", __doc__)
     parser.add_argument("--model", default=str(TINY), help="a checkpoint with a head")
-    parser.add_argument("--backbone", help="the same without, for stock; left out: written from a model of one file")
+    parser.add_argument("--backbone", help="the same without a head, for stock; default: written from --model")
     parser.add_argument("--threshold", type=float, default=0.9)
     parser.add_argument("--states", default="4", help="K, or auto")
     parser.add_argument("--count", type=int, default=60, help="problems of each family")
@@ -99,9 +99,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=4, help="of a shape")
     parser.add_argument("--head-layers", type=int, default=1, help="of a shape")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of a shape")
-    parser.add_argument("--acceptance", type=float, default=0.75, help="chance of a draft, of a shape")
+    parser.add_argument("--acceptance", type=float, default=0.75, help="chance that a shape's draft is right")
     parser.add_argument("--new-tokens", type=int, default=16, help="of a shape's texts")
-    parser.add_argument("--learn", type=int, default=0, help="tokens of each text before, by which `auto` learns")
+    parser.add_argument("--learn", type=int, default=0, help="tokens of texts from which `auto` learns first")
     options = parser.parse_args(arguments)
     emit(header("serving", options, None if options.shape else MRPForCausalLM.from_pretrained(options.model)))
     with tempfile.TemporaryDirectory() as temporary:
@@ -141,7 +141,7 @@ def ask(name: str, server: Server, given: Any, made: dict[str, list[Measured]], 
 
 
 def compared(stock: list[Measured], mrp: list[Measured]) -> dict[str, Any]:
-    """Compute tokens per forward over all turns, the share of right drafts, and the texts of the first turn that differ."""
+    """Compute tokens per forward and acceptance over all turns, and count the texts of the first turn that differ."""
     speeds = [sum(turn.tokens for turn in turns) / sum(turn.forwards for turn in turns) for turns in (stock, mrp)]
     differ = sum(a != b for a, b in zip(stock[0].ids, mrp[0].ids, strict=True))
     costs = [reply["meta_info"]["mrp"] for turn in mrp for reply in turn.replies]

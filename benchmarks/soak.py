@@ -1,13 +1,13 @@
-"""Decode at random for a bounded time, each text in several ways that must agree, and count what was compared.
+"""Decode random cases for a bounded time, each text in several ways that must agree, and count what was compared.
 
     python -m benchmarks.soak --minutes 30 --output FILE [--seed 0] [--mode MODE ...]
 
-Tiny models of random weights in float64, where near ties do not occur, so that a difference is a bug. Every case compares a
+Models are tiny, with random weights in float64, where near ties do not occur: every difference is a bug. A case compares a
 batch with
 - `mode`: a mode that drafts, if the case's mode can be a target; otherwise the same rows in another order and padding;
-- `alone`: single rows of it by themselves;
-- `reference`: single rows of it by the slow decoder without a cache, `tests/reference.py`;
-- `reuse`: its rows cut somewhere, sometimes changed, and continued from `past_key_values` and without.
+- `alone`: one of its rows, decoded by itself;
+- `reference`: one of its rows, decoded by the slow decoder without a cache, `tests/reference.py`;
+- `reuse`: its texts, cut somewhere and sometimes changed, continued from `past_key_values` and without.
 
 Cases are functions of the seed, their number and `--mode`: `--first N --cases 1` repeats one. The last line has the counts;
 `tokens_drafted` counts, by target, tokens of drafted texts that were compared with the target's.
@@ -30,7 +30,7 @@ SIZES = (1, 3, 12, 48, 64)
 
 
 def compared(case: Case) -> Iterator[tuple[str, Row, Row]]:
-    """Yield the pairs of rows that must be equal, with the kind of comparison."""
+    """Yield each pair of rows that must be equal, after the kind of comparison."""
     rng, every = case.rng, list(range(len(case.prompts)))
     if rng.random() < 0.3:
         case.options["max_new_tokens"] += rng.randint(0, 60)
@@ -86,14 +86,14 @@ def soak(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns 1 if something differed."""
+    """Run the command line; return 1 if a comparison failed."""
     parser = parser_of("soak", __doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="how long to go on")
     parser.add_argument("--output", type=Path, required=True, help="JSON lines: a header, mismatches, and the counts at last")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--cases", type=int, default=None, help="cases at most")
-    parser.add_argument("--mode", nargs="+", choices=list(dict.fromkeys(MODES)), default=list(MODES), help="what texts may be")
+    parser.add_argument("--mode", nargs="+", choices=list(dict.fromkeys(MODES)), default=list(MODES), help="modes of cases")
     parser.add_argument("--rows", type=int, nargs="+", default=SIZES, help="sizes that a batch may have")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # with such small products, more threads only wait for each other

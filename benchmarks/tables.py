@@ -1,10 +1,10 @@
-"""Prints the tables in the documents from measured lines.
+"""Print the tables in the documents from measured lines.
 
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From `tiny_frontier*.jsonl`:
 `frontier` has accuracy and cost of every mode and setting, `undrafted` leaves out the drafted ones; `targets` has every target,
-alone and drafted, `summary` is short for it; `break_even` what a head pass may cost; `aims` what a pass with a shortlist gains,
-beside its aim; `headline` drafts of `static` beside the released reference.
-From files of their own: `fresh` (`tiny_fresh_{math,code}.jsonl`) the same on fresh problems; `sampled` (`tiny_sampled.jsonl`)
+alone and drafted, `summary` its main numbers; `break_even` what a head pass may cost; `aims` what a pass with a shortlist
+gains, beside the aim; `headline` drafts of `static` beside the released reference.
+From files of their own: `fresh` (`tiny_fresh_{math,code}.jsonl`) targets on fresh problems; `sampled` (`tiny_sampled.jsonl`)
 targets at temperature 1; `seeds` (`tiny_seed_*.jsonl`) heads of several training seeds; `rules` (`tiny_rules.jsonl`) every
 reveal rule; `heldout` (`tiny_heldout_{math,code}.jsonl`) the model card's table. `provenance` says at which commit each file
 was measured.
@@ -42,12 +42,12 @@ def frontier_lines(folder: Path = RESULTS) -> list[Line]:
 
 
 def named(lines: Iterable[Line]) -> dict[tuple[str, str], Line]:
-    """Return lines by family and setting name, the last one where a setting was measured again."""
+    """Return lines by family and setting name, the last line if a setting was measured again."""
     return {(line["family"], setting_name(line)): line for line in lines}
 
 
 def by_setting(folder: Path, families: Sequence[str] = FAMILIES) -> dict[tuple[str, str], Line]:
-    """Return the frontier's lines as `named` does, those of some families."""
+    """Return the frontier's lines of some families, by family and setting name."""
     return named(line for line in frontier_lines(folder) if line["family"] in families)
 
 
@@ -62,14 +62,14 @@ def solved_and_speed(lines: Iterable[Line]) -> list[str]:
 
 
 def row_of(lines: Iterable[Line], name: str, shape: str = CHARGED) -> str:
-    """Format a number of several lines, one after the other."""
+    """Format the number `name` of several lines, separated by commas."""
     return ", ".join(f"{charged(line, shape)[name]:.2f}" for line in lines)
 
 
 def ratio(line: Line, other: Line, name: str) -> str:
     """Format a line's tokens per unit over another line's, with its 95 % interval.
 
-    `name` is the field with the ratio of their tokens per forward.
+    `name` is the line's field with the ratio of the two lines' tokens per forward.
     """
     value = line["tokens_per_unit"] / other["tokens_per_unit"]
     low, high = (end * value / line[name] for end in line[f"{name}_95"])
@@ -83,7 +83,7 @@ _OTHERS = [shape for shape in HEAD_SHARES if shape != CHARGED]
 def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
     """Tabulate accuracy and tokens per unit of every setting, or of those that draft nothing, with 95 % intervals.
 
-    A star is where no other is better at both.
+    A star marks the settings of the frontier (`on_frontier`).
     """
     of, rows = by_setting(folder, JUDGED), []
     best = {key for key, line in of.items() if on_frontier(line, [of[other] for other in of if other[0] == key[0]])}
@@ -111,20 +111,20 @@ def ways(target: str, states: int) -> dict[str, Line]:
 
 
 def _made(of: dict[tuple[str, str], Line], family: str, target: str, states: int) -> dict[str, Line]:
-    """Find the measured lines among `ways`."""
+    """Return the measured lines of the settings in `ways`, by name."""
     named = {way: of.get((family, setting_name(setting))) for way, setting in ways(target, states).items()}
     return {way: line for way, line in named.items() if line is not None}
 
 
 def _headless(made: dict[str, Line]) -> Line:
-    """Choose the draft without a head that has the most tokens per unit."""
+    """Return the line with the most tokens per unit among drafts without a head."""
     return max((line for line in made.values() if not line["head_per_token"]), key=lambda line: line["tokens_per_unit"])
 
 
 def targets(folder: Path = RESULTS) -> str:
     """Tabulate tokens per unit of each target, alone and drafted, with tokens per forward in brackets.
 
-    The last column is `mrp_spec` with one pass over the best draft without a head.
+    The ratios are of `mrp_spec` with one pass over the best draft without a head.
     """
     of, rows = by_setting(folder), []
     for family, target in product(FAMILIES, TARGETS):
@@ -142,7 +142,7 @@ def targets(folder: Path = RESULTS) -> str:
     return markdown_table(["target", "problems", "alone", *head, *over, "texts that differ"], rows)
 
 
-# Aims for the tokens per unit over those of the best draft without a head, by target and K: math, code.
+# By target and K, the aims for math and code: tokens per unit over those of the best draft without a head.
 AIMS = {
     **{(target, 4): (1.05, 1.05) for target in TARGETS},
     **{("dynamic", 4): (1.3, 1.3), ("static", 8): (1.35, 1.35), ("sequential", 8): (1.2, 1.3)},
@@ -171,7 +171,7 @@ def aims(folder: Path = RESULTS) -> str:
 def break_even(folder: Path = RESULTS) -> str:
     """Tabulate the most that a head pass may cost, in percent of a backbone forward, to match the best draft without a head.
 
-    Both draft with the same K, and are compared by tokens per unit.
+    Drafts with and without a head have the same K, and are compared by tokens per unit.
     """
     of, rows = by_setting(folder), []
     for family, target in product(FAMILIES, TARGETS):
@@ -246,9 +246,9 @@ def rules(folder: Path = RESULTS) -> str:
 
 
 def fresh(folder: Path = RESULTS) -> str:
-    """Tabulate the frontier's numbers beside those of 2,000 fresh problems, whose file names their seed.
+    """Tabulate the frontier's numbers beside those of 2,000 fresh problems, whose seed the file of lines names.
 
-    In brackets is the distance of the two in their common standard error; tokens are per forward.
+    In brackets is the difference of two numbers over their common standard error; tokens are per forward.
     """
     of, rows = by_setting(folder, JUDGED), []
     again = named(line for family in JUDGED for line in read_lines(folder / f"tiny_fresh_{family}.jsonl"))
@@ -288,7 +288,7 @@ def sampled(folder: Path = RESULTS) -> str:
 def seeds(folder: Path = RESULTS) -> str:
     """Tabulate tokens per forward of heads that one recipe trained with several seeds, and of the embedded head.
 
-    Behind the seeds is the largest over the least, and in brackets the half width of the first one's 95 % interval.
+    The spread is the largest over the least, less 1; in brackets is the half width of the first seed's 95 % interval.
     """
     paths = sorted(folder.glob("tiny_seed_*.jsonl"))
     trained = [named(read_lines(path, embedded=False)) for path in paths]
@@ -328,7 +328,7 @@ for _table in (frontier, summary, targets, aims, break_even, headline, fresh, sa
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: prints one table."""
+    """Run the command line: print one table."""
     parser = parser_of("tables", __doc__)
     parser.add_argument("table", choices=list(TABLES))
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the measurements")

@@ -1,4 +1,4 @@
-"""The targets with the options that benchmarks decode them with, and the rules from papers: each alone, or drafted."""
+"""The options with which benchmarks decode targets, and reveal rules from papers: each alone, or drafted."""
 
 from typing import Any
 

@@ -62,7 +62,7 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, Any]:
 
 
 def faster(seconds: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
-    """Return the speed over a base's that took turns with it."""
+    """Return the spread of a way's speed over that of a base, with which it took turns."""
     return spread([other / mine for mine, other in zip(seconds, base, strict=True)])
 
 
@@ -111,7 +111,7 @@ class Way:
 
 
 class Bare(Way):
-    """The minimal loop, of single rows and a target with a threshold; it counts no forwards."""
+    """A `Way` that decodes single rows of `dynamic` in the minimal loop; it counts no forwards."""
 
     def decode(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
         """See `Way.decode`."""
@@ -130,7 +130,7 @@ def batches_of(tokenizer: PreTrainedTokenizerFast, split: Any, count: int, rows:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: one JSON line for each number of rows, target, folder and way to draft."""
+    """Run the command line: print a JSON line for each number of rows, target, folder and way to draft."""
     parser = parser_of("turns", __doc__)
     parser.add_argument("folders", nargs="*", default=[str(TINY)], help="checkpoints of the same weights, each with its code")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64], help="rows of a batch")
