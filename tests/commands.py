@@ -1,4 +1,4 @@
-"""The command `mrp` in this process."""
+"""The command line `mrp`, run in this process."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ RUNNER = CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"})
 
 
 def mrp(*arguments: str, fails: bool = False) -> str:
-    """What a command prints; of one that fails, on standard error."""
+    """Run a command; return its standard output, or its standard error if it has to fail."""
     result = RUNNER.invoke(cli.app, list(arguments))
     if fails:
         assert result.exit_code in (1, 2), result.output
@@ -22,7 +22,7 @@ def mrp(*arguments: str, fails: bool = False) -> str:
 
 
 def command(*path: str) -> Any:
-    """A command's parser by its names."""
+    """Return the parser of a command, by the command's name after those of its groups."""
     found: Any = typer.main.get_command(cli.app)
     for name in path:
         found = found.commands[name]

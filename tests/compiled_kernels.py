@@ -1,10 +1,10 @@
-"""Prints what the compiler makes of the kernels for a GPU that need not be there: registers, stack, shared memory, accesses.
+"""Print registers, stack, shared memory and accesses of the kernels as compiled for a GPU that need not be there.
 
     python tests/compiled_kernels.py CAPABILITY
 
 Every kernel is launched at sizes of the 4B shape in bfloat16, on tensors without memory; each launch is caught and compiled for
-the capability (80: Ampere, 90: Hopper, 100 and 120: Blackwell) with just the arguments that it came with. Programs are those
-that a multiprocessor holds at once. Narrow accesses are instructions that load or store a number of 16 bits or less by itself.
+the capability (80: Ampere, 90: Hopper, 100 and 120: Blackwell) with exactly its arguments. `programs` counts the programs that
+a multiprocessor holds at once, `narrow_accesses` the instructions that load or store a single number of 16 bits or less.
 It takes a minute, and needs triton and no TRITON_INTERPRET.
 """
 
@@ -35,7 +35,7 @@ REGISTERS, THREADS = 65_536, {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048,
 
 
 class Absent:
-    """The driver of a GPU that is not there, of a compute capability."""
+    """A stand-in for the driver of a GPU with a compute capability."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -51,7 +51,7 @@ class Absent:
 
 
 def told_of(made: Any, capability: int) -> dict[str, Any]:
-    """What one launch compiled to."""
+    """Describe the code that one launch was compiled to."""
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -76,13 +76,13 @@ def told_of(made: Any, capability: int) -> dict[str, Any]:
 
 
 def programs(registers: int, threads: int, shared: int, capability: int) -> int:
-    """How many programs a multiprocessor holds at once; the hardware keeps a KB of shared memory for each."""
+    """Count the programs that a multiprocessor holds at once; the hardware keeps a KB of shared memory for each."""
     of_registers = REGISTERS // (-(-registers // 8) * 8 * threads)
     return min(of_registers, THREADS[capability] // threads, (SHARED[capability] << 10) // (shared + 1024))
 
 
 def caught(launch: Callable[[], Any], capability: int) -> list[dict[str, Any]]:
-    """Calls what launches kernels, which are compiled and not launched."""
+    """Call a function that launches kernels; compile them instead, and return a description of each."""
     found, run = list[dict[str, Any]](), JITFunction.run
 
     def compiled(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
@@ -94,8 +94,8 @@ def caught(launch: Callable[[], Any], capability: int) -> list[dict[str, Any]]:
 
 
 def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
-    """List what a row of SDAR-4B launches in blocks of 16, plain and with K = 4 and 8 states: picks, greedy and sampled; and of
-    a layer attention behind a prefix, a sum and norm, and rotated queries and keys."""
+    """Yield the launches for a row of SDAR-4B in blocks of 16, plain and with K = 4 and 8 states: greedy and sampled picks and,
+    of one layer, attention after a prefix, sum and norm, and the rotation of queries and keys."""
     shape, prefix = PUBLISHED["4B"], 512
     heads, kv_heads, dim, width = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, shape.hidden_size
 

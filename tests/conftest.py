@@ -51,7 +51,7 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
 
 @pytest.fixture(scope="session")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fresh]:
-    """What runs scripts that know nothing of this checkout."""
+    """A runner of scripts that know nothing of this checkout."""
     runner = Fresh(tmp_path_factory.mktemp("fresh"))
     yield runner
     runner.close()
@@ -59,27 +59,27 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fresh]:
 
 @pytest.fixture
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled drafts choose among four tokens of a position: the interpreter of kernels takes them one by one."""
+    """Let sampled drafts choose among four tokens of a position, since the interpreter of kernels takes them one by one."""
     monkeypatch.setattr(picker, "LIKELIEST", 4)
 
 
 @pytest.fixture
 def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program of `rotated` takes many heads: the interpreter runs programs one after the other."""
+    """Let a program of `rotated` take many heads, since the interpreter runs programs one after the other."""
     monkeypatch.setattr(round_layers, "_HEADS", 1024)
 
 
 @pytest.fixture
 def new_memory_is_nan() -> Iterator[None]:
-    """What a kernel does not write, of its output or of what it hands to the next, shows."""
-    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())  # cuBLAS has some only where it is told to
+    """Fill new memory with NaN, so that numbers show that a kernel should write and does not."""
+    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())  # cuBLAS is deterministic only if configured
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def embedded() -> MRPForCausalLM:
-    """The embedded checkpoint, whose counts are the same in every run: with a number of drafts."""
+    """Load the embedded checkpoint with a fixed number of drafts, so that counts are the same in every run."""
     model = MRPForCausalLM.from_pretrained(TINY).eval()
     model.generation_config.num_draft_states = 4
     return model
@@ -107,7 +107,7 @@ def tiny_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Whole words of 300 problems; other words are unknown."""
+    """A tokenizer of the whole words in 300 problems; other words are unknown."""
     splitter = Whitespace()
     words = {"user", "assistant", ":"}
     for index in range(150):
@@ -135,6 +135,6 @@ def id_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen3's RMSNorm computes in float32 whatever its input. The tests that ask for 1e-10 use this, so that what they measure
-    is the package's arithmetic and not that rounding."""
+    """Compute Qwen3's RMSNorm in the precision of its input. Its own code rounds to float32, which would hide the package's
+    arithmetic from tests that ask for 1e-10."""
     monkeypatch.setattr(Qwen3RMSNorm, "forward", lambda norm, x: naive_norm(norm, x))

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 FIRST, SECOND = "lazy:0", "lazy:1"  # of a kind for which this build of torch has no kernels
-# What may have tensors of several: copies, and indices that a host made.
+# Operations that may take tensors of several devices: copies, and indexing by tensors made on the host.
 _ACROSS = ("aten::_to_copy", "aten::copy_", "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
 class Placed(Tensor):
-    """A tensor that says it is on a device, around the one that has its numbers."""
+    """A tensor that claims to be on a device, around the tensor that holds its numbers."""
 
     held: Tensor
 
@@ -37,7 +37,7 @@ class Placed(Tensor):
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation on a CPU; what it gives is where its tensors are, or where it is asked to be."""
+    """Run an operation on the CPU; return its result on the device of its tensors, or on the device that it asks for."""
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     places = {one.device for one in tensors if one.dim()} or {one.device for one in tensors} or {torch.device("cpu")}
     if len(places) > 1 and func._schema.name not in _ACROSS:
@@ -60,7 +60,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Literals(TorchFunctionMode):
-    """`torch.tensor`, which fills memory itself."""
+    """A mode for `torch.tensor`, which fills memory without dispatching an operation."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -1,8 +1,8 @@
 """The engine's `LowConfidence` step by step, without its cache and batches: its text, and how close each of its choices was.
 
-It decodes otherwise than `generate`. Positions behind a revealed eos are revealed too, and read by the others until then. The
-mask id has a share of the softmax. Confidences are probabilities: in float32 they are 1 from log-odds of 17 on, and the left-
-most of those goes first.
+It differs from `generate` in three ways. Positions after a revealed eos are revealed, too. The mask id has a share of the
+softmax. Confidences are probabilities: in float32 they round to 1 from log-odds of 17 on, and of equal ones the leftmost is
+revealed first.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,7 +16,7 @@ from modeling_mrp import MRPForCausalLM
 
 @dataclass
 class Decoded:
-    """A text, and for each of its tokens how little a probability would have to change to change its block (`closest`)."""
+    """A text, and by token the least change of a probability that would change the token's block (`closest`)."""
 
     tokens: list[int]
     closest: list[float]
@@ -29,10 +29,10 @@ def low_confidence(
     """Decode one prompt up to the first eos or the limit.
 
     Args:
-        model: In the precision that is wanted.
-        prompt: Its ids.
-        threshold: What `LowConfidence` calls so; reveals are surer than it, or the surest.
-        new_tokens: At most.
+        model: The model, in the precision to decode in.
+        prompt: Ids of the prompt.
+        threshold: The threshold of `LowConfidence`: a step reveals all tokens above it, or else the surest.
+        new_tokens: Most new tokens.
         eos: Ids that end the text.
         exact: Whether confidences are compared by their log-odds, which do not round to the same number.
     """
@@ -50,7 +50,7 @@ def low_confidence(
 
 
 def _step(row: Row, state: State, open_: list[int], threshold: float, exact: bool) -> tuple[State, float]:
-    """Reveal as the engine does, and tell by how little it did not do otherwise."""
+    """Reveal as the engine does; return the state, and the least change of a probability that would change the reveal."""
     logits, ids = row.model.lm_head(row.backbone(state)[open_]), list(state)
     best = logits.softmax(-1).topk(2)
     confidence = best.values[:, 0]

@@ -1,7 +1,7 @@
 """A serving engine of two hundred lines: pools, a scheduler, and forwards that recompute everything that a row sees.
 
-In place of keys and values a slot holds the id, and for the head the hidden state, that they would be computed from: what a row
-sees is what its slots hold when it is scored. All rows of a forward write before any of them reads.
+In place of keys and values, a slot holds their inputs: the id and, for the head, the hidden state. So a row sees what its slots
+hold when the row is scored. All rows of a forward write before any of them reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class FakePool:
 
 
 class FakeAllocator:
-    """Whole pages of slots; of slot 0's page nobody is given anything."""
+    """An allocator of whole pages of slots; the page of slot 0 is never given out."""
 
     def __init__(self, pages: int, size: int) -> None:
         self.size, self.free_pages = size, list(range(1, pages + 1))
@@ -80,12 +80,12 @@ _ABSENT = (
     *("global_num_token_non_padded", "global_num_token_non_padded_cpu", "num_token_non_padded"),
     *("kv_loc_plan", "kv_loc_cols", "out_cache_loc_virtual", "out_cache_loc_is_physical", "forward_metadata_ready"),
 )
-# The fields of a `ForwardBatch` that the plugin makes anew.
+# The fields of a `ForwardBatch` that the plugin replaces.
 FakeBatch: Any = make_dataclass("FakeBatch", [*_FILLED, *((name, Any, None) for name in _ABSENT)])
 
 
 class FakeModel(torch.nn.Module):
-    """What the plugin's model offers, around one of `modeling_mrp`."""
+    """The interface of the plugin's model, around a model of `modeling_mrp`."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class FakeModel(torch.nn.Module):
 
 
 class FakeEngine:
-    """The `ModelRunner`; `graphs` leave what they made where the next one writes."""
+    """A stand-in for the `ModelRunner`; with `graphs`, forwards return one buffer, which the next forward overwrites."""
 
     prefill_attention_backend_str = "torch_native"
 
@@ -125,7 +125,7 @@ class FakeEngine:
         return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=hidden), can_run_graph=self.replayed is not None)
 
     def recompute(self, batch: FakeBatch, ids: Tensor, hidden: Tensor | None) -> Tensor:
-        """Compute hidden states of a batch, or of hidden states the head's residual: [tokens, hidden_size]."""
+        """Compute hidden states [tokens, hidden_size] of a batch, or the head's residual if `hidden` is given."""
         at, block, inner = batch.out_cache_loc, self.block, self.model.inner
         assert len(at.unique()) == len(at), "two rows write to one slot"
         ids[at], self.positions[at] = batch.input_ids, batch.positions
@@ -145,7 +145,7 @@ class FakeEngine:
         return outputs.flatten(0, 1)
 
 
-# The engine's, of a request that says nothing but that its temperature is 0.
+# The engine's fields for a request that gives nothing but a temperature of 0.
 SAMPLING_PARAMS: dict[str, Any] = {
     **{"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
     **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "max_new_tokens": 40, "min_new_tokens": 0, "ignore_eos": False},
@@ -156,13 +156,13 @@ SAMPLING_PARAMS: dict[str, Any] = {
 
 
 def abort(req: Any, message: str) -> None:
-    """As of the plugin's algorithm."""
+    """End a request with a message, as the plugin's algorithm does."""
     req.to_finish = message
 
 
 @dataclass(eq=False)
 class FakeRequest:
-    """The fields of a request that the plugin reads, and the scheduler's; `asked` are fields of its `SamplingParams`."""
+    """A request with the fields that plugin and scheduler read; `asked` has fields of its `SamplingParams`."""
 
     origin_input_ids: list[int]
     max_new_tokens: int = 40
@@ -185,24 +185,24 @@ class FakeRequest:
         )
 
     def finished(self) -> bool:
-        """As the engine's."""
+        """Tell if the request has ended, as the engine's does."""
         return self.ended
 
     @property
     def kv(self) -> SimpleNamespace:
-        """Where its keys and values are."""
+        """The place of the request's keys and values: its row of the pool."""
         return SimpleNamespace(req_pool_idx=self.row)
 
     @property
     def output_ids_through_stop(self) -> list[int]:
-        """What a client is shown: up to the first eos, or the limit."""
+        """The ids that a client is shown: up to the first eos, or the limit."""
         shown = self.output_ids[: self.max_new_tokens]
         ends = [] if self.sampling_params.ignore_eos else [place for place, token in enumerate(shown) if token in self.stop]
         return shown[: ends[0] + 1] if ends else shown
 
 
 class FakeScheduler:
-    """Serves requests as the engine does: prompts a block a forward, before any text; then a round for every block."""
+    """Serves requests as the engine does: first all prompts, a block in each forward; then rounds for all requests."""
 
     def __init__(self, engine: FakeEngine, rounds: Rounds, sees_new: bool = True) -> None:
         self.engine, self.rounds, self.sees_new = engine, rounds, sees_new
@@ -217,7 +217,7 @@ class FakeScheduler:
             self.running.append(req)
 
     def release(self, req: FakeRequest) -> None:
-        """As of a request that has ended, was aborted, or has to make room."""
+        """Free the row and the slots of a request that has ended, was aborted, or has to make room."""
         self.running.remove(req)
         pool = self.engine.req_to_token_pool
         self.engine.token_to_kv_pool_allocator.free(pool.req_to_token[req.row, : req.length].long())
@@ -225,15 +225,15 @@ class FakeScheduler:
         req.length = 0
 
     def take_back(self, req: FakeRequest) -> None:
-        """It goes on in other rows, from the blocks that are done."""
+        """Retract a request: it goes on in another row, after its finished blocks."""
         self.release(req)
         self.fresh[req] = False
         self.add(req)
 
     def step(self) -> None:
-        """One batch."""
+        """Run one batch."""
         if self.engine.replayed is not None:
-            self.engine.replayed.fill_(torch.nan)  # by other batches, between
+            self.engine.replayed.fill_(torch.nan)  # as other batches would overwrite it
         block, mask = self.engine.block, self.rounds.mask_id
         starts = {req: (req.length - block if self.fresh.get(req) else req.length) for req in self.running}
         prompts = [req for req in self.running if starts[req] + block <= len(req.origin_input_ids) + len(req.output_ids)]
@@ -253,7 +253,7 @@ class FakeScheduler:
         blocks, grown, _ = self.rounds(self.engine, made, batch, lambda count: None, self.sees_new)
         for req, tokens, size, start in zip(batch, blocks, grown, begins, strict=True):
             self.fresh[req] = not size
-            known = len(req.origin_input_ids) + len(req.output_ids)  # of a request that was taken back, its answer so far too
+            known = len(req.origin_input_ids) + len(req.output_ids)  # for a retracted request, its answer so far, too
             if size and start + size > known:
                 req.output_ids += tokens[max(0, known - start) :]
                 if (
@@ -287,7 +287,7 @@ class FakeScheduler:
         )
 
     def run(self, on_step: Callable[[], None] = lambda: None) -> None:
-        """Serve until nothing is left, when everything is free again."""
+        """Serve until no request is left, and assert that all rows and pages are free again."""
         while self.running:
             self.step()
             on_step()
@@ -297,6 +297,6 @@ class FakeScheduler:
 
 
 def rounds_of(model: Any, options: dict[str, Any], kind: type[Rounds] = Rounds) -> Rounds:
-    """The rounds of a server with some options."""
+    """Make the rounds of a server with some options."""
     config = model.config
     return kind(settings_of(options, {}, config.block_size, True), config.block_size, config.mask_token_id, abort)

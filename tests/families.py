@@ -1,5 +1,5 @@
-"""The published families: tiny twins with tensors by published names, and what each model computes, written anew or by
-transformers' own class for such layers, over the whole text under a dense block-causal mask."""
+"""Tiny twins of the published families, with tensors under their published names, and a reference of each twin's logits: code
+written anew, or transformers' own class for such layers, over the whole text under a dense block-causal mask."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 from modeling_mrp import MRPForCausalLM
 
 Logits = Callable[[list[int]], Tensor]
-# What the published configs share, with sizes that make twins small; each family's changes it.
+# The fields that the published configs share, with small sizes; each family's config changes some.
 COMMON: dict[str, Any] = {"attention_dropout": 0.0, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_scaling": None}
 COMMON |= {"tie_word_embeddings": False, "torch_dtype": "float32", "use_cache": True, "vocab_size": 101}
 COMMON |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -38,8 +38,8 @@ class Family:
 
     Attributes:
         twin: The config of a tiny model, with the published fields.
-        made: Writes a twin with random weights, in shards, as its config is published; and what it computes.
-        block_field: The field that says the size of its blocks; None: always 4.
+        made: Writes a twin with random weights, in shards, under a config; returns a function from ids to the twin's logits.
+        block_field: The config's field for the block size; None if the config has none.
     """
 
     twin: dict[str, Any]
@@ -48,13 +48,13 @@ class Family:
 
 
 def block_causal(length: int, block: int) -> Tensor:
-    """Who sees whom, [1, 1, length, length] bool."""
+    """Make the block-causal attention mask [1, 1, length, length] bool."""
     of = torch.arange(length) // block
     return (of <= of[:, None])[None, None]
 
 
 def stock(kind: Any, block: str | int, shifted: bool = False) -> Callable[[Path, dict[str, Any]], Logits]:
-    """transformers' own model, as it saves it; where `shifted`, it says of every position what it says at the one before."""
+    """Make `Family.made` from a class of transformers; if `shifted`, a position has the logits of the position before."""
 
     def made(folder: Path, config: dict[str, Any]) -> Logits:
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ def llada2_shapes(config: dict[str, Any]) -> Shapes:
 
 
 def experts_of(config: dict[str, Any], tensors: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-    """Token by token: of the best groups, by the sum of their two best corrected scores, the best experts."""
+    """Mix for each token the best experts in the best groups; a group's score is the sum of its two best corrected scores."""
     out = []
     for token in x:
         scores = (tensors[f"{name}.gate.weight"] @ token).sigmoid()
@@ -206,7 +206,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Twin:
-    """A tiny model in float64 with random weights and a random head, and what it has to compute."""
+    """A tiny model in float64 with random weights and a random head, and its reference logits."""
 
     name: str
     model: Any
@@ -214,7 +214,7 @@ class Twin:
 
 
 def twin_of(name: str, block: int | None, folder: Path, head_layers: int = 2) -> Twin:
-    """Load a twin of a family, from the folder's `twin`, with blocks of a size or of the family's only one."""
+    """Write a twin of a family to the folder's `twin`, and load it; `block` is its block size if its config has that field."""
     family = FAMILIES[name]
     logits = family.made(
         folder / "twin", {**family.twin, **({} if family.block_field is None else {family.block_field: block})}

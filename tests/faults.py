@@ -1,4 +1,4 @@
-"""Kernels and recordings that are broken, for tests of what is checked before they are used."""
+"""Broken kernels and recordings, for tests of the checks before kernels and recordings are used."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ KERNELS = {kernel.name: kernel for kernel in (PICK, ROUND_ATTENTION, SUM_AND_NOR
 
 
 def broken(result: Any) -> Any:
-    """As of a kernel that leaves a tenth of a result out, or the last of several tokens."""
+    """Set the last tenth of a result to zero, at least its last number, as a kernel does that leaves it out."""
     if isinstance(result, tuple):
         return tuple(map(broken, result))
     wrong = result.flatten().clone()
@@ -22,7 +22,7 @@ def broken(result: Any) -> Any:
 
 
 class Stale(TapeRecorder):
-    """Records what a step gave then, as a graph whose inputs lie somewhere else."""
+    """A recorder that always returns a step's first output, as a graph does whose inputs lie elsewhere."""
 
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         output = step().clone()

@@ -1,5 +1,5 @@
-"""Scripts in processes that know nothing of this checkout: forks of one interpreter that has imported transformers, and none of
-a repository's code."""
+"""Scripts in processes that know nothing of this checkout: forks of one interpreter that has imported transformers, but no
+remote code of a repository."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-# Before a script: it may speak to this machine alone, and what else it asks for is written to the file "elsewhere".
+# Runs before a script: connections to other machines are refused, and their hosts are written to the file "elsewhere".
 ALONE = """
 import sys
 def listen(event, arguments):
@@ -49,13 +49,13 @@ for number, line in enumerate(sys.stdin):
 
 
 class Fresh:
-    """Runs scripts offline, which may not try to connect, each with an empty cache of remote code.
+    """Runs scripts offline, each with an empty cache of remote code; a script that tries to connect fails.
 
     Args:
-        folder: Where they run.
+        folder: The scripts' working folder.
 
     Attributes:
-        hub_cache: The Hub's cache that they look in.
+        hub_cache: The Hub's cache that the scripts read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,7 +74,7 @@ class Fresh:
             )
 
     def __call__(self, script: str) -> str:
-        """Return what a script prints; `torch` and `sys` are there."""
+        """Run a script, for which `torch` and `sys` are imported; return what it prints."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(textwrap.dedent(script)) + "\n")

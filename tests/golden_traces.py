@@ -1,7 +1,7 @@
-"""What every mode of decoding gave before a change to the engine, to be compared with what it gives after.
+"""A record of the texts and costs of every decoding mode, with which those after a change to the engine are compared.
 
-``PYTHONPATH=.:tests python tests/golden_traces.py > tests/golden_traces.json`` writes the record anew: only where a change of
-the texts or of their costs is meant. Everything is float64, so that no two scores tie.
+``PYTHONPATH=.:tests python tests/golden_traces.py > tests/golden_traces.json`` writes the record anew: only if texts or costs
+are meant to change. Everything is float64, so that no two scores tie.
 """
 
 import json
@@ -50,7 +50,7 @@ _GIVEN = [[MASK, 5, MASK, MASK, 9, MASK, MASK, 7, MASK, MASK][i:] + [4] * i for 
 
 
 def trace(model: MRPForCausalLM, rows: list[list[int]], **options: Any) -> tuple[dict[str, Any], Any]:
-    """What one call gave and what it cost, and its output."""
+    """Decode rows in one call; return a record of texts and costs, and the call's output."""
     out: Any = model.generate(**batch_of(rows), return_dict_in_generate=True, pad_token_id=0, seed=11, **options)
     width = max(map(len, rows))
     told = {
@@ -63,7 +63,7 @@ def trace(model: MRPForCausalLM, rows: list[list[int]], **options: Any) -> tuple
 
 
 def of_mode(mode: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The cases of one mode by name."""
+    """Yield the cases of one mode: names and records."""
     model, options = dampened(make_model(4, block_size=8), 0.3), MODES[mode]
     for sampling, drawn in SAMPLINGS.items():
         yield f"{mode}, {sampling}, eight rows", trace(model, ROWS, max_new_tokens=19, **options, **drawn)[0]
@@ -79,7 +79,7 @@ def of_mode(mode: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def of_others() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The cases of other models by name."""
+    """Yield the cases of other models: names and records."""
     calm = dampened(make_model(4, block_size=8), 0.3)
     for name, sampling in SAMPLINGS.items():
         yield f"shortlist, {name}", trace(calm, ROWS, max_new_tokens=19, draft_shortlist=8, **MODES["mrp_spec"], **sampling)[0]

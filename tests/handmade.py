@@ -1,4 +1,4 @@
-"""Rows, states and scores made by hand, for tests of what is decided without a model."""
+"""Rows, states and scores made by hand, for tests of decisions that need no model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from modeling_mrp.rules.state import Counts, Row, Scores, State
 
 M = 60  # the mask
-A, B, C, D = 10, 11, 12, 13  # what the columns of a block get
+A, B, C, D = 10, 11, 12, 13  # tokens of a block's columns
 EOS = 9
 
 
 def row(
     text: Sequence[int] = (1, 2, 3, 4), new: int = 8, given: Sequence[int] = (), eos: Sequence[int] = (EOS,), width: int = 4
 ) -> Row:
-    """A row of blocks of 4 behind a prompt, which drafts."""
+    """Make a row in blocks of 4 that drafts: the prompt `text`, given tokens, and masks up to `new` tokens."""
     length, limit = len(text), len(text) + new
     full = [*text, *given] + [M] * (-(-limit // 4) * 4 - length - len(given))
     given_end = length + max((at + 1 for at, token in enumerate(given) if token != M), default=0)
@@ -24,7 +24,7 @@ def row(
 
 
 def state(ids: Sequence[int], start: int = 4, step: int | None = None, eos: Sequence[int] = (EOS,)) -> State:
-    """A state at the step that reveals of one column at a time lead to."""
+    """Make a state; its step is by default the number of revealed columns."""
     end = next((column for column, token in enumerate(ids) if token in eos), len(ids))
     masked = [column for column, token in enumerate(ids) if token == M]
     free = tuple(column for column in masked if column < end)

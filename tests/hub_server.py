@@ -1,6 +1,6 @@
-"""A stand-in for the Hub, with one user, alice: a commit lies at once where a download would have put it, in the Hub's cache.
+"""A stand-in for the Hub, with one user, alice: it writes commits straight to the Hub's cache, as a download would.
 
-So it loads offline, in other processes too, and the calls that ask the Hub for nothing are huggingface_hub's own.
+So commits load offline, in other processes, too. Calls that ask the Hub for nothing are huggingface_hub's own.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ class Repository(NamedTuple):
 
 
 class HubServer:
-    """Answers what a push asks for; `using` makes this process ask it.
+    """Answers the calls of a push; `using` makes this process call it in place of the Hub.
 
     Attributes:
         cache: The Hub's cache that commits are written to.
-        repositories: By id; a push begins with one.
+        repositories: The repositories by id.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class HubServer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """There is no process and no port to close."""
+        """Do nothing: there is no process and no port to close."""
 
     def repository(self, repo_id: str) -> Repository:
         return self.repositories[repo_id]
@@ -57,7 +57,7 @@ class HubServer:
         return next((commit.files for commit in self.repository(repo_id).history(revision)), {})
 
     def commit(self, repo_id: str, files: Files, title: str = "by the test", ref: str = "main") -> str:
-        """Write a commit of all these files to a ref, of a repository that may be new; returns its id."""
+        """Write a commit with exactly these files to a ref, in a new repository if there is none; return the commit's id."""
         repo = self.repositories.setdefault(repo_id, Repository(False, {"main": []}))
         oid = hashlib.sha1(f"{repo_id} {sum(map(len, repo.refs.values()))}".encode()).hexdigest()
         repo.refs[ref] = [Commit(oid, title, files), *repo.refs.get(ref, [])]
@@ -105,7 +105,7 @@ class HubServer:
 
 @contextmanager
 def using(hub: HubServer, home: Path) -> Iterator[None]:
-    """Let this process push to a Hub, and load from its cache, which lies under `home`."""
+    """Let this process push to `hub`, and load from the Hub's cache, which lies under `home`."""
 
     def method(name: str) -> Callable[..., Any]:
         return lambda api, *given, **options: getattr(hub, name)(*given, **options)

@@ -1,8 +1,8 @@
 """Small faults put into the engine, one at a time, to see whether the tests find them: `make mutants`.
 
-The list is `tests/mutants.json`: of each its file, a text that stands there once, what stands in its place, the test that
-found it, and the reason where nothing can: such a one is left out. Each is made in a copy of the package, on which a fast
-selection of tests runs in a process of its own, up to the first failure. What survives is printed at last.
+`tests/mutants.json` lists the faults: the file, a text that occurs there once, its replacement, the test that found the fault,
+and the reason if no test can: such a fault is left out. Each fault is made in a copy of the package, on which a fast selection
+of tests runs in a process of its own, up to the first failure. Faults that survive are printed at the end.
 """
 
 import ast
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "mutants.json"
-# The tests, the quickest to find something first: a few seeds of the fuzz, those of a room, the other rooms', the whole fuzz.
+# The tests, quickest finders first: a few seeds of the fuzz, tests of the fault's subpackage, of the others, the whole fuzz.
 FIRST = [f"tests/generate/test_fuzz.py::test_random_decodes[{seed}]" for seed in range(8)]
 SELECTION = {
     "rules": ("rules", "golden_traces"),
@@ -27,21 +27,21 @@ SELECTION = {
     "networks": ("cache", "sampling", "graphs", "layers"),
     "kernels": ("pick", "kernels", "round_layers", "sampling", "recorded_kernels"),
 }
-# What is imported before, so that no child has to.
+# Modules that the parent imports, so that no child process has to.
 WARM = ("pytest", "tokenizers", "transformers.trainer", "transformers.models.qwen3.modeling_qwen3")
-SECONDS = 300  # of the processor's time that a mutant is given; without an end by then it counts as found
+SECONDS = 300  # of CPU time for the tests of a mutant; one that takes longer counts as found
 
 Mutant = dict[str, str]
 
 
 def changed(mutant: Mutant) -> str | None:
-    """The text of its file with the change; None where the old text does not stand there once."""
+    """Return the text of a mutant's file with the change; None unless the old text occurs there exactly once."""
     text = (ROOT / "modeling_mrp" / mutant["file"]).read_text(encoding="utf-8")
     return text.replace(mutant["old"], mutant["new"]) if text.count(mutant["old"]) == 1 else None
 
 
 def parses(text: str | None) -> bool:
-    """Tell if there is a text, and it is Python."""
+    """Tell if a text is given and is valid Python."""
     try:
         return text is not None and bool(ast.parse(text))
     except SyntaxError:
@@ -49,7 +49,7 @@ def parses(text: str | None) -> bool:
 
 
 def selected(mutant: Mutant) -> list[list[str]]:
-    """The tests to run, in order, as so many calls of pytest; the one that found it before comes first."""
+    """List the tests to run, in order, by call of pytest; the test that found the mutant before comes first."""
     room = mutant["file"].split("/")[0]
     names = dict.fromkeys(name for one in (room, *SELECTION) for name in SELECTION[one])
     files = [[str(next(ROOT.glob(f"tests/*/test_{name}.py")))] for name in names]
@@ -59,7 +59,7 @@ def selected(mutant: Mutant) -> list[list[str]]:
 
 
 def outcome(mutant: Mutant, text: str, folder: Path) -> str:
-    """Run the tests on a copy with another text of a file, in a process of its own; the test that failed, "" where none did."""
+    """Run the tests in a process of its own, on a copy with a changed file; return the test that failed, "" if none did."""
     package, report, tests = folder / "modeling_mrp", folder / "report", selected(mutant)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "modeling_mrp", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -75,7 +75,7 @@ def outcome(mutant: Mutant, text: str, folder: Path) -> str:
 
 
 def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
-    """Run tests on the package in a folder, and write down which failed first."""
+    """Run tests on the package in a folder, and write the first failure to `report`."""
     import pytest
 
     class Note:
@@ -96,7 +96,7 @@ def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
     sys.path[:0] = [str(folder)]
     note, options = Note(), ["-x", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={folder} . trainer serving"]
     ran = False
-    for tests in calls:  # what finds it at once need not wait for the others to be read
+    for tests in calls:  # a test that fails at once need not wait for the others' imports
         if not note.failed:  # a test that is gone ends with a code of its own, and so does a package that cannot be imported
             ran |= pytest.main([*options, *tests], plugins=[note]) <= pytest.ExitCode.TESTS_FAILED
     if ran:
@@ -104,14 +104,14 @@ def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try all, or those whose file or text an argument names; `harmless` names those that nothing can find."""
+    """Try all mutants, or those whose file or text has an argument in it; `harmless` selects those that no test can find."""
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it where it is imported
     for name in WARM:
         import_module(name)
     mutants: list[Mutant] = json.loads(RECORD.read_text(encoding="utf-8"))
     stale = [f"{one['file']}: {one['old']!r}" for one in mutants if not parses(changed(one))]
     if stale:
-        raise SystemExit("not once in its file, or no Python, mend tests/mutants.json:\n" + "\n".join(stale))
+        raise SystemExit("old text not once in its file, or new text no Python, mend tests/mutants.json:\n" + "\n".join(stale))
     chosen = [
         one
         for one in mutants
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
         folder, first = Path(scratch) / "copy", {**mutants[0], "found_by": ""}
         text = (ROOT / "modeling_mrp" / first["file"]).read_text(encoding="utf-8")
         if not arguments and (failed := outcome(first, text, folder)):
-            raise SystemExit(f"the tests fail as it is: {failed}")
+            raise SystemExit(f"the tests fail without a fault: {failed}")
         for place, mutant in enumerate(chosen, 1):
             mutant["found_by"] = outcome(mutant, str(changed(mutant)), folder)
             RECORD.write_text(json.dumps(mutants, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Small checkpoints in the published layouts with random weights, and what they compute, written from method.md alone.
+"""Small checkpoints in the published layouts with random weights, and references of outputs, written from method.md alone.
 
 Nothing here uses the package: tensors are looked up by their published names.
 """
@@ -23,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def published_config(**changes: Any) -> dict[str, Any]:
-    """The config of a published checkpoint with a head, as transformers 4.52 wrote it; at a small size."""
+    """Make the config of a published checkpoint with a head, as transformers 4.52 wrote it, at a small size."""
     return {
         "architectures": ["SDARMRPForCausalLM"],
         "auto_map": {
@@ -62,13 +62,13 @@ def published_config(**changes: Any) -> dict[str, Any]:
 
 
 def backbone_config(**changes: Any) -> dict[str, Any]:
-    """The same in the SDAR layout, which knows of no head."""
+    """Make the same config in the SDAR layout, which has no head."""
     config = published_config(architectures=["SDARForCausalLM"], **changes)
     return {name: value for name, value in config.items() if name not in ("num_mrp_heads", "num_nextn_predict_layers")}
 
 
 def backbone_shapes(layers: int = LAYERS) -> Shapes:
-    """Those of transformers' Qwen3, whose names the published layouts have."""
+    """Return the shapes of transformers' Qwen3 tensors, whose names the published layouts use."""
     config = Qwen3Config.from_dict(backbone_config(model_type="qwen3", num_hidden_layers=layers))
     with torch.device("meta"):
         tensors = Qwen3ForCausalLM(config).state_dict()
@@ -82,7 +82,7 @@ def head_shapes() -> Shapes:
 
 
 def random_tensors(shapes: Shapes, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Weights that are told apart by their values; norms around one."""
+    """Draw weights, so that no two tensors have equal values; weights of norms are around one."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():
@@ -96,7 +96,7 @@ def heavyball_tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], shards: int = 1) -> Path:
-    """A checkpoint folder of at least so many shards."""
+    """Write a checkpoint of at least `shards` files of weights; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -105,7 +105,7 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], shar
 
 
 def as_published(source: Path, folder: Path) -> Path:
-    """A checkpoint of this package in one file, its tokenizer beside it, as one in the published layout."""
+    """Rewrite a single-file checkpoint of this package, and its tokenizer, in the published layout; return the new folder."""
     folder.mkdir(parents=True)
     for path in source.iterdir():
         if path.suffix in (".json", ".jinja"):
@@ -129,7 +129,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, turned: int, theta: float) -> Tensor:
-    """Rotation of x [positions, heads, width]: of its first `turned` dimensions the pairs (i, i + turned / 2)."""
+    """Rotate x [positions, heads, width] in the pairs (i, i + turned / 2) of its first `turned` dimensions."""
     angle = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, turned, 2, dtype=torch.float64) / turned)
     first, second, rest = x.split([turned // 2, turned // 2, x.shape[-1] - turned], -1)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
@@ -150,7 +150,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, size: int) -> Tensor:
 
 
 def layer(tensors: dict[str, Tensor], prefix: str, x: Tensor, size: int = BLOCK) -> Tensor:
-    """A Qwen3 decoder layer on x [length, hidden], block-causal: a token sees its own block and earlier ones."""
+    """Apply a Qwen3 decoder layer to x [length, hidden], block-causal: a token sees its own block and earlier ones."""
 
     def weight(name: str) -> Tensor:
         return tensors[f"{prefix}.{name}.weight"]
@@ -165,7 +165,7 @@ def layer(tensors: dict[str, Tensor], prefix: str, x: Tensor, size: int = BLOCK)
 
 
 def hidden_states(tensors: dict[str, Tensor], ids: list[int], size: int = BLOCK) -> Tensor:
-    """h_A [length, hidden] of the backbone, in blocks of a size."""
+    """Compute the backbone's hidden states h_A [length, hidden], in blocks of `size`."""
     x = tensors["model.embed_tokens.weight"][ids]
     for index in range(LAYERS):
         x = layer(tensors, f"model.layers.{index}", x, size)
@@ -173,7 +173,7 @@ def hidden_states(tensors: dict[str, Tensor], ids: list[int], size: int = BLOCK)
 
 
 def residual(tensors: dict[str, Tensor], ids: list[int], hidden: Tensor) -> Tensor:
-    """h_C = Head(embed(x'), h) [length, hidden]; the embedding half of eh_proj comes first."""
+    """Compute h_C = Head(embed(x'), h) [length, hidden]; the embedding half of eh_proj comes first."""
     embedded = norm(tensors["model.embed_tokens.weight"][ids], tensors[f"{HEAD}.enorm.weight"])
     x = torch.cat([embedded, norm(hidden, tensors[f"{HEAD}.hnorm.weight"])], -1) @ tensors[f"{HEAD}.eh_proj.weight"].T
     for index in range(HEAD_LAYERS):

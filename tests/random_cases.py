@@ -1,4 +1,4 @@
-"""Random models, batches and options, what a decode of them gave, and whether two gave the same: for tests and the soak."""
+"""Random models, batches and options, their decodes, and comparisons of two decodes: for tests and `benchmarks.soak`."""
 
 import random
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from tests.reference import reference_decode
 
 Row = dict[str, Any]
 MASK, VOCAB = 60, 64
-# Those that say what a text is; half of the cases are of the rules from papers.
-WAYS = ("arguments", "dict", "theirs", "ours", "own")  # of giving options, the last in the model's own config
+WAYS = ("arguments", "dict", "theirs", "ours", "own")  # to give options, the last in the model's own config
+# Modes that do not draft, in such numbers that about half of the cases have rules from papers.
 MODES = (*2 * ("static", "dynamic", "sequential", "entropy_bound", "mrp_direct", "mrp_remask"), *PUBLISHED)
 
 
 def make_model(seed: int = 0, **overrides: Any) -> MRPForCausalLM:
-    """A float64 model with random weights, wide enough to have opinions and a head that says something."""
+    """Make a float64 model with random weights, large enough that its logits, and the head's changes to them, vary."""
     options: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -48,7 +48,7 @@ def make_model(seed: int = 0, **overrides: Any) -> MRPForCausalLM:
         torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.3)
     model = model.double().eval()
     model.generation_config.pad_token_id = 0
-    model.generation_config.num_draft_states = 4  # a number: counts are the same in every run
+    model.generation_config.num_draft_states = 4  # fixed, so that counts are the same in every run
     return model
 
 
@@ -62,7 +62,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def batch_of(prompts: Sequence[list[int]], side: str = "left") -> dict[str, Tensor]:
-    """Ids and attention mask of prompts, padded on the `left` or `right`."""
+    """Make ids and attention mask of prompts, padded on the `left` or `right`."""
     width = max(map(len, prompts))
     ids, mask = [], []
     for prompt in prompts:
@@ -74,7 +74,7 @@ def batch_of(prompts: Sequence[list[int]], side: str = "left") -> dict[str, Tens
 
 
 def dampened(model: MRPForCausalLM, factor: float) -> MRPForCausalLM:
-    """Tokens look at each other less, so that a reveal changes little and drafts are often right."""
+    """Scale attention outputs of a model by a factor, so that a reveal changes little and drafts are often right."""
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= factor
@@ -82,7 +82,7 @@ def dampened(model: MRPForCausalLM, factor: float) -> MRPForCausalLM:
 
 
 def random_case_model(rng: random.Random) -> MRPForCausalLM:
-    """Random weights, whose drafts are nearly always wrong, or often right where tokens look at each other but a little."""
+    """Make a model of random weights whose drafts are nearly always wrong or, if its attention is dampened, often right."""
     seed = rng.randrange(1 << 16)
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     layers = {"num_hidden_layers": rng.choice((1, 2)), "num_nextn_predict_layers": rng.choice((1, 2))}
@@ -95,9 +95,9 @@ def random_case_model(rng: random.Random) -> MRPForCausalLM:
 
 
 class Sways(LogitsProcessor):
-    """Favours tokens by all that stands before a position, masks too; of some it knows nothing, and it lifts every bar.
+    """Favours tokens by all ids before a position, masks too; scores some tokens NaN, and lifts scores of -inf.
 
-    Never to equal scores: which of two a top-p keeps is an accident of sorting.
+    Lifted scores are never equal: which of two equal ones a top-p keeps is an accident of sorting.
     """
 
     def __init__(self, strength: float) -> None:
@@ -113,7 +113,7 @@ class Sways(LogitsProcessor):
 
 
 class StopsBehind(StoppingCriteria):
-    """Ends a row's text behind some tokens."""
+    """Ends a row's text after any of some tokens."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self.ids = torch.tensor(ids)
@@ -124,9 +124,9 @@ class StopsBehind(StoppingCriteria):
 
 
 def random_processors(rng: random.Random, left_to_right: bool) -> dict[str, Any]:
-    """Draw processors, mostly none; else some of transformers' and one of our own."""
+    """Draw options for logits processors, often none; else some for transformers' and one of our own."""
     ids = rng.sample(range(1, 50), 6)
-    biased = ids[:2] if left_to_right else ids[:1]  # elsewhere what comes before may not be known yet
+    biased = ids[:2] if left_to_right else ids[:1]  # else the token before may not be known yet
     kinds: dict[str, Any] = {
         "repetition_penalty": rng.choice((0.7, 1.3, 2.0)),
         "no_repeat_ngram_size": rng.choice((2, 3)),
@@ -138,13 +138,13 @@ def random_processors(rng: random.Random, left_to_right: bool) -> dict[str, Any]
         "renormalize_logits": True,
     }
     chosen = rng.sample(list(kinds), rng.choice((0, 0, 0, 1, 2, 3)))
-    if "logits_processor" in chosen:  # one NaN of ours would make all of a position's scores NaN
+    if "logits_processor" in chosen:  # a NaN of `Sways` would make all of a position's scores NaN
         kinds.pop("renormalize_logits")
     return {name: kinds[name] for name in chosen if name in kinds}
 
 
 def random_options(rng: random.Random, block: int, mode: str) -> dict[str, Any]:
-    """Draw what changes the text of a mode."""
+    """Draw the options that change the text of a mode."""
     options: dict[str, Any] = {
         "mrp_steps": rng.randint(1, 3),
         "remask_rule": rng.choice(REMASK_RULES),
@@ -172,7 +172,7 @@ def random_options(rng: random.Random, block: int, mode: str) -> dict[str, Any]:
 
 
 def random_drafting(rng: random.Random, block: int) -> dict[str, Any]:
-    """Draw what does not change the text; the slow decoder takes seconds over twelve states of 32 tokens."""
+    """Draw the options of drafting, which do not change the text; the slow decoder takes seconds for 12 states of 32 tokens."""
     width = rng.randint(1, 12 if block < 32 else 6)
     return {
         "num_draft_states": rng.choice((width, width, width, "auto")),
@@ -188,7 +188,7 @@ def random_prompts(rng: random.Random, count: int, longest: int) -> list[list[in
 
 
 def random_infill(rng: random.Random, rows: int, most: int) -> Tensor | None:
-    """Draw given tokens and masks that continue each prompt, sometimes whole blocks of either; mostly none."""
+    """Draw given tokens and masks that continue each prompt, sometimes whole blocks of either; mostly return None."""
     if rng.random() < 0.6:
         return None
     count = rng.choice((most, rng.randint(1, most)))  # to the limit, too
@@ -203,19 +203,19 @@ def random_infill(rng: random.Random, rows: int, most: int) -> Tensor | None:
 
 
 class Case:
-    """A random batch, and what is asked of it: a function of its name.
+    """A random batch with its decoding mode and options, all functions of the case's name.
 
     Args:
-        name: Seeds everything.
-        sizes: How many rows it may have.
-        modes: What its text may be.
+        name: Seed of all random choices.
+        sizes: Numbers of rows that the batch may have.
+        modes: Modes that the case may have.
 
     Attributes:
-        mode: What the text is: a target, or a mode that refines.
-        options: What changes the text besides, processors too.
-        stops: Tokens behind which a criterion or a stop string ends a text; mostly none.
+        mode: The mode that decides the text: a target, or a mode that refines.
+        options: Further options that change the text, processors included.
+        stops: Tokens after which a criterion or a stop string ends a text; mostly none.
         prompts, infill, seeds: Of each row.
-        calls: Decodes so far.
+        calls: Number of decodes so far.
     """
 
     def __init__(self, name: str, sizes: Sequence[int], modes: Sequence[str] = MODES) -> None:
@@ -230,21 +230,21 @@ class Case:
         self.ask()
 
     def ask(self) -> None:
-        """Draw what is asked of the prompts."""
+        """Draw mode, options and infill for the prompts."""
         rng = self.rng
         self.mode = rng.choice(self.modes)
         self.options = random_options(rng, self.model.config.block_size, self.mode)
         self.infill = random_infill(rng, len(self.prompts), self.options["max_new_tokens"])
 
     def drafted(self) -> dict[str, Any]:
-        """Draw a mode that drafts for this one; nothing where none does."""
+        """Draw the options of a mode that drafts for the case's mode; return an empty dict if none does."""
         if self.mode not in TARGETS:
             return {}
         drafting = random_drafting(self.rng, self.model.config.block_size)
         return {"decoding": self.rng.choice(DRAFTING), "target": self.mode, **drafting}
 
     def stopping(self) -> dict[str, Any]:
-        """Draw how `stops` are said."""
+        """Draw the options that end texts at `stops`: stop strings or a criterion."""
         if not self.stops:
             return {}
         strings = {"stop_strings": [f"w{id:02d}" for id in self.stops], "tokenizer": word_tokenizer()}
@@ -257,8 +257,8 @@ class Case:
         way: str = "arguments",
         **options: Any,
     ) -> tuple[list[Row], Any]:
-        """Decode all rows, or some in an order, with more criteria and options given in one of `WAYS`; what each got (tokens,
-        steps, log-probabilities), and the whole output."""
+        """Decode all rows, or the rows in `order`, with more criteria and options given in one of `WAYS`; return each row's
+        tokens, steps and log-probabilities, and the whole output."""
         self.calls += 1
         places = range(len(self.prompts)) if order is None else order
         inputs: dict[str, Any] = batch_of([self.prompts[i] for i in places], self.rng.choice(("left", "right")))
@@ -276,7 +276,7 @@ class Case:
         return [{"tokens": tokens, "steps": steps, "logprobs": logprobs} for tokens, steps, logprobs in parts], out
 
     def given_in(self, way: str, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that say the same in another way; the model's own config may be changed."""
+        """Return arguments that give the same options in one of `WAYS`; "own" changes the model's own config."""
         if way == "arguments":
             return given
         fields = {name: value for name, value in given.items() if name in OPTION_NAMES}
@@ -298,7 +298,7 @@ class Case:
         )
 
     def go_on(self, rows: Sequence[Row], longest: int) -> None:
-        """Cut the answers somewhere, put other tokens behind them, change one now and then, and ask for something else."""
+        """Continue with prompts of cut answers, some with tokens appended or a token changed; draw mode, options and infill."""
         rng = self.rng
         for place, row in enumerate(rows):
             answer = [token for token in row["tokens"][: rng.randint(0, len(row["tokens"]))] if token != MASK]
@@ -310,12 +310,12 @@ class Case:
 
 
 def of_slow(told: SlowRow) -> Row:
-    """What the slow decoder gave a row."""
+    """Convert a row of the slow decoder to the results of a decode."""
     return {"tokens": told.tokens, "steps": told.reveal_step, "logprobs": torch.tensor(told.logprobs)}
 
 
 def assert_same_text(a: Row, b: Row, case: Any) -> None:
-    """Compare two rows: alone one is as long as its text, in a batch it may be padded."""
+    """Assert that two rows are equal, up to the padding that a row may have in a batch."""
     count = min(len(a["steps"]), len(b["steps"]))
     assert a["tokens"][:count] == b["tokens"][:count], case
     assert a["steps"][:count] == b["steps"][:count], case

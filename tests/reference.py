@@ -1,6 +1,6 @@
 """A slow and obvious decoder of block-diffusion language models: the yardstick for the fast one, in text and in counts.
 
-One row, no cache, no packing. A *state* is the whole text so far in whole blocks, of which the last one may have masks; every
+One row, no cache, no packing. A *state* is the whole text so far in whole blocks, the last of them with or without masks; every
 step runs all of it through the model. Drafts are made as slowly. x is the state before a reveal, x' the state after it, h_A the
 backbone's hidden states at x (MRP, arXiv 2605.18817).
 """
@@ -25,8 +25,8 @@ from tests.reference_rules import Step, chosen_by
 State = tuple[int, ...]
 
 
-# The options of `generate`, what they are where they are not given; of the stopping criteria one, `stop`, which is asked of the
-# prompt and so many tokens behind it.
+# The options of `generate` and their defaults. One stands for all stopping criteria: `stop`, which is called with the ids of
+# the prompt and of the tokens up to some position.
 DEFAULTS: dict[str, Any] = {
     **{option.name: option.default for option in OPTIONS if option.name not in ("kernels", "graphs")},
     **{"num_draft_states": 4, "draft_branches": 3, "draft_shortlist": 0, "seed": 0, "max_new_tokens": 20, "min_new_tokens": 0},
@@ -38,7 +38,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def options_of(given: dict[str, Any]) -> SimpleNamespace:
-    """All options; those that transformers has classes for become its `processors` and `warpers`, in its order."""
+    """Return all options; those with a class in transformers become `processors` and `warpers`, in transformers' order."""
     assert given.keys() <= DEFAULTS.keys(), given.keys() - DEFAULTS.keys()
     options: Any = SimpleNamespace(**{**DEFAULTS, **given})
     options.eos_ids = list(options.eos_token_id or ())
@@ -65,9 +65,9 @@ def options_of(given: dict[str, Any]) -> SimpleNamespace:
 
 @dataclass
 class Pick:
-    """The token that one distribution picks at one position, and how sure it is (before top-k and its kin).
+    """The token picked at one position, and its confidence before truncation (top-k and the like).
 
-    Of `scores` [vocab], after processors and temperature, those that are `kept` [vocab] bool may be sampled.
+    `scores` [vocab] are after processors and temperature; `kept` [vocab] bool marks the tokens that truncation leaves.
     """
 
     position: int
@@ -81,9 +81,9 @@ class Pick:
 
 @dataclass
 class Said:
-    """What is said at a state: by position the pick, and the hidden states [block, hidden_size] that say it.
+    """Predictions at a state: picks by position, and the hidden states [block, hidden_size] that they are made from.
 
-    Of what the head says `stale` are the backbone's picks that it began with.
+    For predictions of the head, `stale` holds the picks of the backbone that the head started from.
     """
 
     picks: dict[int, Pick]
@@ -91,22 +91,22 @@ class Said:
     stale: dict[int, Pick] = field(default_factory=dict)
 
 
-Node = tuple[State, Said | None, bool]  # a submitted state, what told of it, and whether it looks at a clean block behind it
+Node = tuple[State, Said | None, bool]  # a drafted state, the predictions that led to it, and whether it opens a new block
 
 
 class Row:
-    """One prompt that is decoded, and what it cost: counts as in `MRPGenerateStats`.
+    """The decode of one prompt, with counts as in `MRPGenerateStats`.
 
     Attributes:
-        tokens, reveal_step, logprobs: What follows the prompt, up to and including the eos that ends it; of given tokens the
-            step is -1, and 0 the log-probability.
-        revocations: (index behind the prompt, token) of what `mrp_remask` took back, in order.
-        lengths: Of each round how many states it went through.
-        depths: Of each round how deep drafts were offered, and accepted.
-        verified: Of each round whether drafts were scored.
-        made, drawn: By position the step and log-probability of a reveal, and the scores [vocab] that it was drawn from.
-        step_of: By state, the steps since its block was opened.
-        past: Steps so far, with what each chose before bans.
+        tokens, reveal_step, logprobs: By position after the prompt, up to and including the eos that ends the text; given
+            tokens have step -1 and log-probability 0.
+        revocations: Pairs (index after the prompt, token) of reveals that `mrp_remask` put back to masks, in order.
+        lengths: By round, the number of states that the path went through.
+        depths: By round, the depth to which drafts were offered and the depth to which they were accepted.
+        verified: By round, whether drafts were scored.
+        made, drawn: By position, step and log-probability of the reveal; by position, the scores [vocab] it was drawn from.
+        step_of: By state, the number of steps since its block was opened.
+        past: Steps so far, with the picks that each chose before bans.
     """
 
     def __init__(self, model: MRPForCausalLM, prompt: Sequence[int], infill: Sequence[int], options: Any) -> None:
@@ -114,7 +114,7 @@ class Row:
         self.model, self.prompt, self.options = model, list(prompt), options
         self.block, self.mask = model.config.block_size, model.config.mask_token_id
         self.limit = len(prompt) + options.max_new_tokens
-        self.text = [*prompt, *infill] + [self.mask] * (options.max_new_tokens - len(infill))  # what is given, then masks
+        self.text = [*prompt, *infill] + [self.mask] * (options.max_new_tokens - len(infill))  # given tokens, then masks
         self.given_end = max([i + 1 for i in range(len(prompt), self.limit) if self.text[i] != self.mask], default=0)
         self.open_end = max([i + 1 for i in range(self.limit) if self.text[i] == self.mask], default=0)
         self.no_eos_before = max(len(prompt) + (options.min_new_tokens or 0), self.given_end)
@@ -125,10 +125,10 @@ class Row:
         self.step_of: dict[State, int] = {}
         self.computed: dict[State, Tensor] = {}
         self.known: dict[State, Said] = {}
-        self.read: dict[tuple[State, int], tuple[Said, Said]] = {}  # by state and what told of it: that, and what the head says
+        self.read: dict[tuple[State, int], tuple[Said, Said]] = {}  # by state and id of a source: source, head's predictions
         self.steps = self.row_forwards = self.row_head_forwards = self.drafted = self.accepted = 0
-        self.head_read = 0  # positions of which the head has keys and values
-        self.asked = len(prompt)  # positions that the criterion has seen
+        self.head_read = 0  # number of positions whose keys and values the head has
+        self.asked = len(prompt)  # number of positions that the criterion has seen
         self.stop: int | None = None  # where it ends the text
         self.lengths: list[int] = []
         self.depths: list[tuple[int, int]] = []
@@ -136,8 +136,8 @@ class Row:
         self.revocations: list[tuple[int, int]] = []
 
     def finish(self, state: State) -> "Row":
-        """Tell of the text, at a state where it has ended."""
-        self.ended(state)  # the criterion is asked of a text that is wholly given, too
+        """Set tokens, steps and log-probabilities from the final state; return the row."""
+        self.ended(state)  # the criterion is also asked about a text that is wholly given
         end = min(self.stop or self.end(state) or self.limit, self.limit)
         begin = len(self.prompt)
         self.tokens = [*state, *self.text[len(state) :]][begin:end]
@@ -148,7 +148,7 @@ class Row:
     # ------------------------------------------------------------------------------------------------------- states
 
     def opened(self, state: State) -> State:
-        """The state with one block more: given tokens, and masks."""
+        """Append a block of given tokens and masks to a state."""
         begin = len(state)
         behind = self.text[begin : begin + self.block]
         made = (*state, *behind, *[self.mask] * (self.block - len(behind)))
@@ -156,33 +156,33 @@ class Row:
         return made
 
     def first(self) -> State:
-        """The state at which decoding begins: the block of the first mask."""
+        """Make the state at which decoding begins: it ends with the block of the first mask."""
         state: State = ()
         while len(state) < self.limit and self.mask not in state:
             state = self.opened(state)
         return state
 
     def masked(self, state: State) -> list[int]:
-        """Positions of masks; all lie in the last block."""
+        """List the positions of masks; all lie in the last block."""
         return [i for i in range(len(state)) if state[i] == self.mask]
 
     def end(self, state: State) -> int | None:
-        """The position behind the first eos that ends the text; None if there is none."""
+        """Return the position after the first eos that ends the text; None if there is none."""
         first = max(len(self.prompt), self.given_end)
         return next((i + 1 for i in range(first, len(state)) if state[i] in self.options.eos_ids), None)
 
     def candidates(self, state: State) -> list[int]:
-        """Masked positions before the eos that ends the text; the limit on new tokens plays no part."""
+        """List masked positions before the eos that ends the text, whatever the limit on new tokens."""
         end = self.end(state) or len(state)
         return [i for i in self.masked(state) if i < end]
 
     def whole(self, state: State) -> bool:
-        """Whether every position before the row's end is revealed."""
+        """Tell if every position before the row's end is revealed."""
         end = min(self.end(state) or self.open_end, self.open_end)
         return end <= len(state) and all(i >= end for i in self.masked(state))
 
     def after(self, state: State, picks: Sequence[Pick]) -> State:
-        """The state that a reveal makes."""
+        """Make the state after a reveal of picks."""
         made = list(state)
         for pick in picks:
             made[pick.position] = pick.token
@@ -192,13 +192,13 @@ class Row:
     # --------------------------------------------------------------------------------------------------- what is said
 
     def inputs(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, block-causal mask and positions of the whole sequence."""
+        """Make ids, block-causal mask and positions of the whole sequence."""
         positions = torch.arange(len(state), device=self.model.device)
         block = positions // self.block
         return torch.tensor([state], device=self.model.device), (block <= block[:, None])[None, None], positions[None]
 
     def backbone(self, state: State) -> Tensor:
-        """h_A [length, hidden_size] at a state."""
+        """Compute h_A [length, hidden_size] at a state."""
         if state in self.computed:
             return self.computed[state]
         ids, mask, positions = self.inputs(state)
@@ -208,18 +208,18 @@ class Row:
         return hidden
 
     def head(self, state: State, hidden: Tensor) -> Tensor:
-        """The head's residual [block, hidden_size] at a state, given the hidden states of its last block."""
+        """Compute the head's residual [block, hidden_size] at a state, given the hidden states of its last block."""
         ids, mask, positions = self.inputs(state)
         embeds = self.model.model.embed_tokens(ids)
-        known = torch.cat([self.backbone(state)[: -self.block], hidden])  # what clean blocks have does not change
+        known = torch.cat([self.backbone(state)[: -self.block], hidden])  # those of clean blocks stay the same
         rotary = self.model.model.rotary_emb(embeds, positions)
         residual: Tensor = self.model.mrp_head(embeds, known[None], mask, rotary, None)[0, -self.block :]
         return residual
 
     def scores(self, state: State, hidden: Tensor, positions: Sequence[int]) -> Tensor:
-        """Logits [n, vocab] of some positions over the temperature, [block, hidden_size] given: no mask id, no early eos.
+        """Compute logits [n, vocab] over temperature from hidden states [block, hidden_size], without mask id and early eos.
 
-        A processor sees what the state shows to the left of the position; a ban all that is known on both sides.
+        Processors see the state's ids to the left of a position; bans see all known tokens on both sides.
         """
         scores = self.model.lm_head(hidden[[position - len(state) for position in positions]]).clone()
         scores[:, self.mask] = -torch.inf
@@ -235,13 +235,13 @@ class Row:
         return scores / self.options.temperature if self.options.do_sample else scores
 
     def barred(self, state: State, position: int) -> list[int]:
-        """The tokens that would complete a banned sequence, of what is known of the whole text."""
+        """List the tokens that would complete a banned sequence at a position, given all known tokens of the text."""
         words = [word for word in self.options.bad_words_ids or [] if word not in [[eos] for eos in self.options.eos_ids]]
         size, text = self.options.no_repeat_ngram_size, [*state, *self.text[len(state) : self.given_end]]
         text[position] = 0
 
         def through(length: int) -> list[int]:
-            """Where so many known tokens begin, of which the position holds one."""
+            """List where `length` known tokens begin, among them the position's."""
             first, last = max(0, position - length + 1), min(position, len(text) - length)
             return [i for i in range(first, last + 1) if self.mask not in text[i : i + length]]
 
@@ -255,7 +255,7 @@ class Row:
         return found
 
     def allowed(self, state: State, picks: list[Pick]) -> list[Pick]:
-        """The picks, the surest first, without those that would complete a banned sequence together with these."""
+        """Remove picks that would complete a banned sequence together with surer picks; return the others by position."""
         kept: list[Pick] = []
         for pick in most_confident(picks, len(picks)):
             if not kept or pick.token not in self.barred(self.after(state, kept), pick.position):
@@ -263,8 +263,8 @@ class Row:
         return sorted(kept, key=lambda pick: pick.position)
 
     def picks(self, state: State, scores: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Pick]:
-        """The tokens that scores, those that are kept, pick at positions of a state: sampled with the noise of the position and
-        the masks left."""
+        """Pick a token at each position from scores [vocab] and kept tokens [vocab] bool; the noise of sampling depends on the
+        position and on the number of masks left."""
         if not scores:
             return {}
         made, kept = (torch.stack(part) for part in zip(*scores.values(), strict=True))
@@ -279,7 +279,7 @@ class Row:
         return {position: Pick(position, *rest) for position, *rest in told}
 
     def shortlisted(self, state: State, hidden: Tensor, stale: dict[int, Pick]) -> Said:
-        """What the head's hidden states say of the likeliest tokens of each candidate; the others keep their stale scores."""
+        """Predict from the head's hidden states among each candidate's likeliest tokens; others keep their stale scores."""
         count, free = self.options.draft_shortlist, self.candidates(state)
         told = {}
         for position, fresh in zip(free, self.scores(state, hidden, free), strict=True):
@@ -290,7 +290,7 @@ class Row:
         return Said(self.picks(state, told), hidden, stale)
 
     def say(self, state: State, hidden: Tensor) -> Said:
-        """What hidden states [block, hidden_size] say at each candidate."""
+        """Predict from hidden states [block, hidden_size] at each candidate."""
         free = self.candidates(state)
         scores = self.scores(state, hidden, free)
         shown = scores
@@ -299,7 +299,7 @@ class Row:
         return Said(self.picks(state, dict(zip(free, zip(scores, shown > -torch.inf, strict=True), strict=True))), hidden)
 
     def said(self, state: State) -> Said:
-        """What the backbone says at a state."""
+        """Return the backbone's predictions at a state."""
         if state not in self.known:
             self.known[state] = self.say(state, self.backbone(state)[-self.block :])
         return self.known[state]
@@ -307,35 +307,35 @@ class Row:
     # ------------------------------------------------------------------------------------------------------- targets
 
     def choose(self, state: State, said: Said, decoding: str) -> list[Pick]:
-        """The picks that the backbone's step at a state reveals, from left to right."""
+        """Return the picks that the backbone's step at a state reveals, from left to right."""
         rule = {"mrp_direct": "static", "mrp_remask": "dynamic"}.get(decoding, decoding)
         return chosen_by(rule, self.told(state, said), self.past, self.options)
 
     def chosen(self, state: State, said: Said, decoding: str) -> list[Pick]:
-        """What a step of the text reveals, noted for later ones, without what bans take back."""
+        """Choose a step's picks, and note the step for later ones; return the picks that bans leave."""
         fresh, told = self.choose(state, said, decoding), self.told(state, said)
         told.chosen = fresh
         self.past.append(told)
         return self.allowed(state, fresh)
 
     def told(self, state: State, said: Said) -> Step:
-        """What a published rule is told of a state."""
+        """Make the `Step` that a reveal rule sees at a state."""
         return Step(len(state) - self.block, self.block, len(self.masked(state)), self.step_of[state], [*said.picks.values()])
 
     def write(self, picks: Sequence[Pick]) -> None:
-        """A step: notes what it revealed."""
+        """Note a step's reveals, and count the step."""
         self.made |= {pick.position: (self.steps, pick.logprob) for pick in picks}
         self.drawn |= {pick.position: pick.scores.masked_fill(~pick.kept, -torch.inf) for pick in picks}
         self.steps += 1
 
     def asks_head(self, state: State) -> None:
-        """Counts a forward of the head, and before it one that reads the text where it is more than a block behind."""
+        """Count a forward of the head, and another one that reads the text if the head is more than a block behind."""
         held = len(state) - self.block
         self.row_head_forwards += 1 + (held - self.head_read > self.block)
         self.head_read = held
 
     def step(self, state: State, decoding: str) -> list[Pick]:
-        """What one step reveals at a state without drafts."""
+        """Return the picks that one step of a decode without drafts reveals at a state."""
         said = self.said(state)
         fresh = self.chosen(state, said, decoding)
         if decoding == "mrp_direct":
@@ -349,7 +349,7 @@ class Row:
         return fresh
 
     def extended_by_head(self, state: State, said: Said, fresh: list[Pick]) -> list[Pick]:
-        """One reveal more for each head step, by the accumulated estimate of the hidden states."""
+        """Return one more pick for each step of the head, by the accumulated estimate of the hidden states."""
         extra: list[Pick] = []
         hidden = said.hidden
         for _ in range(self.options.mrp_steps):
@@ -362,7 +362,7 @@ class Row:
         return extra
 
     def beliefs(self, state: State, said: Said, given: list[Pick], fresh: list[Pick]) -> dict[int, float]:
-        """The head's log-odds of the fresh picks, by position, where only the given ones of them are revealed."""
+        """Compute the head's log-odds of the fresh picks, by position, at the state that reveals only the given picks."""
         self.asks_head(state)
         hidden = said.hidden + self.head(self.after(state, given), said.hidden)
         positions = [pick.position for pick in fresh]
@@ -370,14 +370,14 @@ class Row:
         return dict(zip(positions, log_odds(scores, token), strict=True))
 
     def believed(self, state: State, said: Said, fresh: list[Pick]) -> list[Pick]:
-        """The fresh reveals that the head, shown all of them, still believes in; at least one."""
+        """Return the fresh picks that the head, shown all of them, still finds above the threshold; at least one."""
         seen, threshold = self.beliefs(state, said, fresh, fresh), logit(self.options.confidence_threshold)
         best = min(fresh, key=lambda pick: (-seen[pick.position], pick.position))
         return [pick for pick in fresh if not seen[pick.position] < threshold] or [best]
 
     def reread(self, state: State, said: Said, fresh: list[Pick]) -> list[Pick]:
-        """The fresh reveals without the worst, again and again while any but the most believed is doubted under all that are
-        left; of these the surest, and those that it alone makes half as credible as tau."""
+        """Drop the pick that the head, shown all picks that are left, finds least likely, until all but the likeliest reach
+        tau; return the surest of these, and those that the head, shown only the surest, finds at tau / 2 or above."""
         tau, kept = self.options.confidence_threshold, fresh
         while len(kept) > 1:
             seen = self.beliefs(state, said, kept, fresh)
@@ -394,17 +394,17 @@ class Row:
         return [pick for pick in kept if pick in surest or not seen[pick.position] < logit(tau / 2)]
 
     def unmoved(self, state: State, said: Said, fresh: list[Pick]) -> list[Pick]:
-        """The fresh reveals whose own logit the head's residual at x moves by no more than delta; at least one."""
+        """Return the fresh picks whose own logit the head's residual at x moves by at most delta; at least one."""
         self.asks_head(state)
         residual = self.head(state, said.hidden)
         moves = {p.position: self.model.lm_head(residual[p.position - len(state)])[p.token].abs().item() for p in fresh}
         return [p for p in fresh if not moves[p.position] > self.options.residual_delta] or most_confident(fresh, 1)
 
     def decode(self, decoding: str) -> State:
-        """The text without drafts. A clean block rides along with the first state of the next one, if that has masks."""
+        """Decode without drafts; return the final state. A clean block shares a forward with the next, if that has masks."""
         state = self.first()
         self.row_forwards, self.head_read = 1, 0
-        while not (self.ended(state) if self.steps else self.whole(state)):  # prefill makes a step before anybody is asked
+        while not (self.ended(state) if self.steps else self.whole(state)):  # prefill makes a step before `stop` is called
             if not self.masked(state):
                 state = self.opened(state)
                 self.row_forwards += 1
@@ -416,7 +416,7 @@ class Row:
         return state
 
     def ended(self, state: State) -> bool:
-        """Whether the text is whole, or the criterion ends it, asked about every token once all before are revealed."""
+        """Tell if the text is whole or ended by the criterion, which is asked about a token once all before it are revealed."""
         final = [*state, *self.text[len(state) :]][: min(self.end(state) or self.limit, self.limit)]
         final = final[: final.index(self.mask)] if self.mask in final else final
         while self.stop is None and self.options.stop is not None and self.asked < len(final):
@@ -428,7 +428,7 @@ class Row:
     # -------------------------------------------------------------------------------------------------------- drafts
 
     def draft(self, own: State, source: Said | None, memory: dict[State, Said], estimates: dict[State, Said], size: int) -> Any:
-        """Best-first search: the states of a round, the likeliest of those that wait next; ways to one state add up."""
+        """Draft the states of a round by best-first search, the likeliest first; chances of several ways to a state add up."""
         nodes: list[Node] = [(own, source, False)]
         waiting: dict[State, tuple[float, Node]] = {}
         chance = 1.0
@@ -450,28 +450,28 @@ class Row:
         return nodes
 
     def followers(self, state: State, said: Said, memory: dict[State, Said]) -> Iterator[tuple[State, Said, float]]:
-        """The states that may follow one, what tells of each, and its chance: what the rule is likely to reveal there."""
+        """Yield the states after the rule's likely reveals, each with the predictions that led to it and its chance."""
         start, free = len(state) - self.block, self.candidates(state)
         picks = self.picks(state, {i: (said.picks[i].scores, said.picks[i].kept) for i in free})  # with this state's noise
         odds = [picks[start + c].log_odds if start + c in picks else -torch.inf for c in range(self.block)]
         named: Any = SimpleNamespace(free=tuple([i - start for i in free]), step=self.step_of[state])
         for where, chance in self.rule.likely(named, odds, self.options.draft_branches):
             made, told = self.after(state, [picks[start + column] for column in where]), said
-            while made in memory:  # what follows a state that was scored is known
+            while made in memory:  # the state after a scored one is known
                 told = memory[made]
                 made = self.after(made, self.choose(made, told, self.options.target))
             if chance > 0 and not self.whole(made):
                 yield made, told, chance
 
     def target_rule(self) -> RevealRule:
-        """The target's, for its guesses, which `tests/rules/test_rules.py` derives by hand."""
+        """Make the target's reveal rule, for its guesses, which `tests/rules/test_rules.py` derives by hand."""
         options = {option.name: getattr(self.options, option.name, None) for option in OPTIONS}
         config = MRPGenerationConfig(**{**options, "decoding": self.options.target}, eos_token_id=self.options.eos_ids)
         config.check(self.block, has_head=True)
         return config.mode(self.block).rule
 
     def decode_drafted(self, passes: int) -> State:
-        """The text in rounds: states are drafted, all are scored, and the path goes on as long as the next one was."""
+        """Decode in rounds, and return the final state: draft states, score them all, go on while the next state is scored."""
         width = self.options.num_draft_states
         shaped = self.options.processors or self.options.bad_words_ids or self.options.no_repeat_ngram_size
         few = self.options.draft_shortlist and not shaped
@@ -479,7 +479,7 @@ class Row:
         self.row_forwards = 1
         if self.whole(state):
             return state
-        source = self.said(state)  # as prefill
+        source = self.said(state)  # by prefill
         state = self.revealed(state, source)
         while not self.ended(state):
             estimates: dict[State, Said] = {}
@@ -488,7 +488,7 @@ class Row:
                 nodes = self.draft(state, source, memory, estimates, size)[min(turn, 1) :]
                 told = [(node, of) for node, of, _ in nodes if of is not None and self.masked(node)]
                 for node, of in told:
-                    if (node, id(of)) not in self.read:  # every pass reads anew what it is told, which is mostly the same
+                    if (node, id(of)) not in self.read:  # each pass repeats most states of the last one
                         hidden = of.hidden + self.head(node, of.hidden)
                         stale = of.stale or of.picks
                         self.read[node, id(of)] = of, self.shortlisted(node, hidden, stale) if few else self.say(node, hidden)
@@ -511,7 +511,7 @@ class Row:
                 if state not in scored and state not in memory:
                     break
                 depth += 1
-            if source is None:  # behind a clean block
+            if source is None:  # after a clean block
                 last = state
             self.drafted += sum(not behind for _, _, behind in nodes[1:])
             self.verified.append(any(not behind for _, _, behind in nodes[1:]))
@@ -523,36 +523,36 @@ class Row:
         return state
 
     def follows(self, state: State, last: State) -> bool:
-        """Whether a state of the same block shows all that another one does, and more."""
+        """Tell if a state is of the same block as `last`, and reveals all that `last` does, and more."""
         more = len(state) == len(last) and state != last
         return more and all(b in (a, self.mask) for a, b in zip(state, last, strict=True))
 
     def revealed(self, state: State, said: Said) -> State:
-        """The state behind the target's step."""
+        """Make the target's step at a state; return the next state."""
         fresh = self.chosen(state, said, self.options.target)
         self.write(fresh)
         return self.after(state, fresh)
 
 
 def log_odds(scores: Tensor, token: Tensor) -> list[float]:
-    """log(p / (1 - p)) of a token of each row, without ever computing 1 - p."""
+    """Compute log(p / (1 - p)) of one token per row, without ever computing 1 - p."""
     others = scores.scatter(1, token[:, None], -torch.inf)
     return (scores.gather(1, token[:, None])[:, 0] - others.logsumexp(-1)).tolist()
 
 
 def logit(p: float) -> float:
-    """The log-odds of a probability."""
+    """Compute the log-odds of a probability."""
     return torch.tensor(p, dtype=torch.float64).logit().item()
 
 
 def most_confident(picks: list[Pick], count: int) -> list[Pick]:
-    """The `count` most confident picks, of equals the leftmost."""
+    """Return the `count` most confident picks, of equals the leftmost."""
     return sorted(picks, key=lambda pick: (-pick.log_odds, pick.position))[:count]
 
 
 @torch.no_grad()
 def reference_decode(model: MRPForCausalLM, prompt: Sequence[int], infill: Sequence[int] = (), **options: Any) -> Row:
-    """Decodes one prompt, and what is to be filled in behind it: ids, with the mask id where a token is to be generated.
+    """Decode one prompt, followed by `infill`: given ids, with the mask id for each token to be generated.
 
     The options are those of `DEFAULTS`.
     """

@@ -1,7 +1,7 @@
 """The reveal rules as their definitions read, slowly: from all earlier steps, without memos, in probabilities.
 
-A rule is a function of the step, the earlier steps of its block, and the options. It gives picks; in the end the surest one if
-there are none.
+A rule is a function of the step, the earlier steps of its block, and the options. It returns picks; if there are none,
+`chosen_by` takes the surest.
 """
 
 import math
@@ -12,13 +12,13 @@ from typing import Any
 
 @dataclass
 class Step:
-    """A denoising step: what it was told, and what it chose.
+    """A denoising step: the picks that it may reveal, and the picks that it chose.
 
     Attributes:
-        start, block: Where its block starts, and how long it is.
-        masks, number: Masks in the block, and steps since it was opened.
-        picks: The picks that may be revealed, by position.
-        chosen: Those of them that it chose.
+        start, block: Start and size of the step's block.
+        masks, number: Number of masks in the block, and of steps since the block was opened.
+        picks: The picks that may be revealed, in order of position.
+        chosen: The picks that the step chose.
     """
 
     start: int
@@ -30,14 +30,14 @@ class Step:
 
 
 def chosen_by(rule: str, step: Step, past: list[Step], options: Any) -> list[Any]:
-    """The picks that a rule reveals, by position."""
+    """Return the picks that a rule reveals, in order of position."""
     assert f"by_{rule}" in globals(), f"write by_{rule} here: the rule once more, slowly"
     picks = globals()[f"by_{rule}"](step, [one for one in past if one.start == step.start], options)
     return sorted(picks or ranked(step.picks)[:1], key=lambda pick: pick.position)
 
 
 def ranked(picks: list[Any]) -> list[Any]:
-    """The surest first, of equals the leftmost."""
+    """Sort picks by confidence, the surest first, of equals the leftmost."""
     return sorted(picks, key=lambda pick: (-pick.log_odds, pick.position))
 
 
@@ -50,7 +50,7 @@ def lower(options: Any, published: float) -> float:
 
 
 def quota(step: Step, options: Any) -> int:
-    """How many a step reveals of a schedule."""
+    """Return the number of picks that a step reveals by its schedule."""
     steps = options.denoising_steps or step.block
     return step.block // steps + (min(step.number, steps - 1) < step.block % steps)
 
@@ -127,7 +127,7 @@ def by_eoser(step: Step, past: list[Step], options: Any) -> list[Any]:
     factor = 0.01 + 0.99 * share
 
     def believed(pick: Any) -> tuple[float, int]:
-        """By log-odds, which keep their precision where a probability rounds to one."""
+        """Make a sort key from log-odds, which keep their precision where a probability rounds to one."""
         if pick.token not in options.eos_ids:
             return -pick.log_odds, pick.position
         return -math.log(factor * p(pick) / (1 - factor * p(pick))) if p(pick) > 0 else math.inf, pick.position
@@ -207,7 +207,7 @@ def by_klass(step: Step, past: list[Step], options: Any) -> list[Any]:
 
 
 def two_events(odds: float, before: float) -> float:
-    """The divergence of two events with these log-odds of the first."""
+    """Compute the KL divergence between two distributions over two events, given the first event's log-odds in each."""
     total = 0.0
     for now, was in ((odds, before), (-odds, -before)):
         if now > -700:

@@ -29,13 +29,13 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def as_engine(asked: dict[str, Any]) -> dict[str, Any]:
-    """The fields that the engine's `SamplingParams` makes of them."""
+    """Convert a client's `sampling_params` to the fields of the engine's `SamplingParams`."""
     greedy = asked["temperature"] == 0
     return {**asked, "temperature": asked["temperature"] or 1.0, "top_k": 1 if greedy else asked.get("top_k", 1 << 30)}
 
 
 def as_options(asked: dict[str, Any], prompt: int) -> dict[str, Any]:
-    """The options of `generate`, behind a prompt of so many tokens."""
+    """Convert a client's `sampling_params` to options of `generate`; the prompt has `prompt` tokens."""
     names = ("top_p", "min_p", "repetition_penalty", "min_new_tokens")
     given: dict[str, Any] = {name: asked[name] for name in names if name in asked}
     if asked["temperature"] > 0:

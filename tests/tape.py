@@ -1,4 +1,4 @@
-"""What stands for CUDA graphs on a CPU: a step's operations are written down once and then repeated, without its Python.
+"""A stand-in for CUDA graphs on a CPU: a step's operations are recorded once and then repeated, without its Python.
 
 Triton's launches, which the interpreter runs here, are operations like any other.
 """
@@ -22,7 +22,7 @@ try:
 except ImportError:
     GridExecutor = None
 
-# Their results' sizes or values are needed on the host, so that CUDA cannot record them.
+# Operations whose result's size or values the host needs, so that CUDA cannot record them.
 WAITS = (
     "_local_scalar_dense",
     "nonzero",
@@ -36,14 +36,14 @@ WAITS = (
 
 
 def waits(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether the host waits for the result of an operation of aten, by its name and arguments."""
+    """Tell if the host waits for the result of an operation of aten, given its name and arguments."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else []
     masks = [index for index in indices if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)]
     return name.startswith(WAITS) or (name.startswith("index") and bool(masks))
 
 
 class Seen(TorchDispatchMode):
-    """Notes all operations, and the names of those for whose results the host waits."""
+    """A mode that lists all operations, and the names of operations for whose results the host waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Made:
 
 
 class Tape(TorchDispatchMode):
-    """Writes down what runs under it. What it did not see being made is read where it lies, as a CUDA graph does."""
+    """A mode that records operations. A tensor that none of them made is read from its own memory, as by a CUDA graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = str(func).removeprefix("aten.")
-        # A number written to places that a tensor names is a tensor on the host: its copy to a device waits.
+        # A number that `index_put` writes is a tensor on the host, and the host waits for its copy to the device.
         by_number = name.startswith("index_put") and args[2].dim() == 0 and id(args[2]) not in self.places
         if by_number or waits(name, args):
             raise RuntimeError(f"{name} makes the host wait: it cannot be recorded")
@@ -108,7 +108,7 @@ class Tape(TorchDispatchMode):
         return self.places[id(value)]
 
     def closed(self, output: Tensor) -> Callable[[], Tensor]:
-        """What repeats it all; once first, it gives what was made while it was written down."""
+        """Return a function that repeats the recorded operations; its first call returns the output of the recording."""
         operations, count, result = self.operations, len(self.seen), self.places[id(output)]
         self.places, self.seen, first = {}, [], [output]
 
@@ -134,7 +134,7 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """Stands for `CudaRecorder`. All tapes of a test go to `tapes`."""
+    """A stand-in for `CudaRecorder`. All tapes of a test go to `tapes`."""
 
     tapes: list[Tape] = []
     replays = 0
@@ -162,7 +162,7 @@ class TapeRecorder:
 
 @contextmanager
 def launches_on(tape: Tape) -> Iterator[None]:
-    """Writes interpreted launches down as one operation each; what their Python does is no operation of the step."""
+    """Record each interpreted launch as one operation; operations that its Python runs are not recorded."""
     if GridExecutor is None:
         yield
         return
@@ -178,7 +178,7 @@ def launches_on(tape: Tape) -> Iterator[None]:
         tape.operations.append((run, *tree_map(tape._named, (args, kwargs)), []))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(GridExecutor, "__call__", launch)
-            for owner, name, real in HOST:  # the interpreter is allowed to
+            for owner, name, real in HOST:  # the interpreter may use them
                 patch.setattr(owner, name, real)
             run(*args, **kwargs)
 
@@ -187,7 +187,7 @@ def launches_on(tape: Tape) -> Iterator[None]:
         yield
 
 
-# Ways in which numbers go to the host and back that are not dispatched.
+# Functions that move numbers to the host or back without a dispatched operation.
 HOST = [
     (owner, name, getattr(owner, name))
     for owner, name in (
@@ -199,10 +199,10 @@ HOST = [
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Numbers go to the host, and from it, in ways that are not dispatched; a recording must not."""
+    """Raise a `RuntimeError` if a recording moves numbers between host and device by an undispatched function."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("numbers between host and device: they cannot be recorded")
+        raise RuntimeError("numbers move between host and device: this cannot be recorded")
 
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, _ in HOST:
@@ -211,7 +211,7 @@ def quiet() -> Iterator[None]:
 
 
 def strangers(model: nn.Module) -> list[Tensor]:
-    """What recordings read or write that may be gone when they are replayed: neither weights, nor the cache, nor inputs."""
+    """List tensors that recordings use and that may be gone at a replay: neither weights, nor the cache, nor inputs."""
     kept = graphs._KEPT[model]
     fixed = [*model.parameters(), *model.buffers(), *kept.cache._buffers.values()]
     fixed += [tensor for inputs in kept.inputs.values() for tensor in inputs]
@@ -222,13 +222,13 @@ def strangers(model: nn.Module) -> list[Tensor]:
 
 
 def graphs_of_nothing() -> graphs.Graphs:
-    """Recordings of functions that use no cache, on the CPU."""
+    """Make `Graphs` for functions that use no cache, on the CPU."""
     return graphs.Graphs(make_model().block_cache(1, 4, 4, with_head=False), ())
 
 
 @pytest.fixture
 def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[TapeRecorder]]:
-    """The CPU records."""
+    """Let the CPU record graphs, as tapes."""
     monkeypatch.setitem(graphs.RECORDERS, "cpu", TapeRecorder)
     TapeRecorder.tapes, TapeRecorder.replays = [], 0
     yield TapeRecorder

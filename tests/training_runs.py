@@ -29,7 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.random_cases import make_model
 
-# Once, in the process from which all others are forked: what takes seconds to import.
+# Modules that take seconds to import, imported once in the process from which all others are forked.
 _PRELOADED = [
     "transformers.trainer",
     "accelerate.utils.fsdp_utils",
@@ -53,7 +53,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class Rows:
-    """Rows of one or two blocks and a half of random ids, the same for the same number; some have nothing to learn."""
+    """A data set of rows of two to four blocks of random ids, the same for the same number; some have no response to learn."""
 
     def __init__(self, size: int, without_response: tuple[int, ...] = ()) -> None:
         self.size = size
@@ -75,10 +75,10 @@ class Run:
     """One training run.
 
     Attributes:
-        folder: Its checkpoints, and what it leaves for the test.
-        options: Of `MRPTrainingArguments`, beside `OPTIONS`.
+        folder: The folder for the run's checkpoints and results.
+        options: Options of `MRPTrainingArguments`, beside `OPTIONS`.
         double: Whether all is computed in float64.
-        seed: Of torch's generator and of the weights that training starts from.
+        seed: Seed of torch's generator, and of the weights that training starts from.
         kill: The step in which the process kills itself, with SIGKILL, before its weights change.
         sharded: Whether FSDP2 shards the model.
         adapter: Whether only a LoRA adapter of the head trains.
@@ -97,7 +97,7 @@ class Run:
 
 
 class _Kill(TrainerCallback):
-    """Ends a run as its `Run` says."""
+    """Kills the process at the step that `Run.kill` gives."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -108,21 +108,21 @@ class _Kill(TrainerCallback):
 
 
 def whole(tensor: Any) -> Tensor:
-    """A tensor, gathered if it is sharded."""
+    """Return the tensor, gathered if it is sharded."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def trainer_of(
     folder: Path, model: Any, train: Any = None, held_out: Any = None, tokenizer: Any = None, **options: Any
 ) -> MRPTrainer:
-    """A trainer with `OPTIONS` and others."""
+    """Make a trainer with `OPTIONS` and further options."""
     arguments = MRPTrainingArguments(str(folder), **{**OPTIONS, **options})
     return MRPTrainer(model, arguments, train, held_out, processing_class=tokenizer)
 
 
 def _let_accelerate_shard_on_cpus() -> None:
-    """accelerate refuses FSDP on CPUs, where torch has it: it is told that these processes have a GPU each. Behind this one
-    question, devices are asked for by name, and that stays `cpu`."""
+    """Tell accelerate that each process has a GPU, since it refuses FSDP on CPUs, where torch supports it. After that check,
+    accelerate asks for the device by name, which stays `cpu`."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
@@ -154,8 +154,8 @@ def _train(run: Run, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left behind: the lines of its log with a loss, without what depends on the clock; its weights, and how much of
-    all parameters this process held between steps."""
+    """The results of a run: the lines of its log with a loss, without fields that depend on the clock; its weights; and the
+    share of all parameters that this process held between steps."""
 
     lines: list[dict[str, float]]
     weights: dict[str, Tensor]
@@ -163,7 +163,7 @@ class Result:
 
 
 def result(run: Run, rank: int = 0) -> Result:
-    """Reads what a run left behind."""
+    """Read the results of a run."""
     left = json.loads((run.folder / f"{rank}.json").read_text())
     lines = [line for line in left["history"] if {"loss", "eval_loss"} & line.keys()]
     timeless = [{k: v for k, v in line.items() if not k.endswith(("per_second", "runtime"))} for line in lines]
@@ -171,7 +171,7 @@ def result(run: Run, rank: int = 0) -> Result:
 
 
 def _call(work: Callable[[int], None], rank: int, processes: int, port: int) -> None:
-    """Makes this process one of several, as a launcher does, and calls a function."""
+    """Make this process one of several, as a launcher does, and call a function with its rank."""
     torch.set_num_threads(1)
     if processes > 1:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": processes, "RANK": rank, "LOCAL_RANK": rank}
@@ -180,8 +180,8 @@ def _call(work: Callable[[int], None], rank: int, processes: int, port: int) -> 
 
 
 def start(run: Run | Callable[[int], None], processes: int = 1) -> list[int | None]:
-    """Trains, or calls a function with its rank, and waits for all processes; their exit codes, None for one that was not done
-    in two minutes (it is ended)."""
+    """Train, or call a function with its rank, in one or more processes; return their exit codes, None for a process that was
+    ended because it took more than two minutes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Python 3.11 does not pass it on
@@ -205,7 +205,7 @@ def start(run: Run | Callable[[int], None], processes: int = 1) -> list[int | No
 
 
 def saved(model: Any, tokenizer: Any, folder: Path) -> Path:
-    """A checkpoint with its tokenizer, whose texts end with the tokenizer's eos."""
+    """Save a checkpoint with its tokenizer, so that texts end with the tokenizer's eos; return the folder."""
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

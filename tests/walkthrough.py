@@ -1,6 +1,6 @@
-"""A walk through what a user does first, in an environment that has the package from its wheel: `make walkthrough`.
+"""A user's first steps, in an environment with the package installed from its wheel: `make walkthrough`.
 
-Started in an empty folder, it knows nothing of the checkout; an assertion fails where something goes another way.
+It starts in an empty folder and knows nothing of the checkout; an assertion fails if a step has another result.
 """
 
 import json
@@ -23,7 +23,7 @@ CHAT: Any = [{"role": "user", "content": "Sum the numbers of a list that are eve
 
 
 def mrp(*arguments: str) -> str:
-    """What the installed command prints."""
+    """Run the installed command; return what it prints."""
     done = subprocess.run([MRP, *arguments], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-300:]
     return done.stdout + done.stderr
