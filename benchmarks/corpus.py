@@ -67,7 +67,7 @@ def _texts(files: Sequence[PackagePath]) -> Iterator[str]:
 
 
 def split_packages(packages: Packages) -> dict[Split, Packages]:
-    """Split packages by the hashes of their names; texts that mostly occur in another split are left out of training."""
+    """Split packages by the hashes of their names; copies of texts in another split are left out of training."""
     split = {part: {name: texts for name, texts in packages.items() if belongs(name, part)} for part in SPLITS}
     elsewhere = {
         line

@@ -138,7 +138,7 @@ def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[
 
 
 def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tuple[State, float]]:
-    """Make the states that nodes stand for after a row's next state; return by node's number the state and its score.
+    """Make the states that nodes stand for after a row's next state; return each with its score, by the node's number.
 
     A leaf's score is the geometric mean of its tokens' probabilities, another node's the mean of that and its children's mean
     score. Left out are nodes whose picks need more masked columns than are left, and nodes that leave nothing to reveal.

@@ -164,7 +164,7 @@ def judged(judge: Qwen3ForCausalLM, texts: Tensor) -> Line:
 
 
 def measure(options: Namespace) -> None:
-    """Decode with each setting that has no line yet."""
+    """Decode with each setting that has no line yet, and write its line."""
     model, tokenizer = load(options.folder / "head")
     judge = Qwen3ForCausalLM.from_pretrained(options.folder / "causal").eval()
     packages, texts = prompts_of(options.folder, tokenizer, options.count)

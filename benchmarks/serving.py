@@ -41,7 +41,7 @@ class Compared:
 
     Attributes:
         mrp, stock: Checkpoints, with a head and without.
-        asked: Makes the prompts for a number of clients.
+        asked: Makes prompts, and the most new tokens of each, for a number of clients.
         threshold: Confidence threshold of stock.
         server: Further arguments of `Server`.
     """

@@ -30,7 +30,7 @@ SIZES = (1, 3, 12, 48, 64)
 
 
 def compared(case: Case) -> Iterator[tuple[str, Row, Row]]:
-    """Yield each pair of rows that must be equal, after the kind of comparison."""
+    """Yield the kind of each comparison, and the two rows that must be equal."""
     rng, every = case.rng, list(range(len(case.prompts)))
     if rng.random() < 0.3:
         case.options["max_new_tokens"] += rng.randint(0, 60)

@@ -52,7 +52,7 @@ def by_setting(folder: Path, families: Sequence[str] = FAMILIES) -> dict[tuple[s
 
 
 def interval(line: Line, name: str, digits: int) -> str:
-    """Format a number with its 95 % interval."""
+    """Format the number `name` of a line with its 95 % interval."""
     return "{:.{d}f} ({:.{d}f}-{:.{d}f})".format(line[name], *line[f"{name}_95"], d=digits)
 
 
@@ -81,7 +81,7 @@ _OTHERS = [shape for shape in HEAD_SHARES if shape != CHARGED]
 
 
 def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
-    """Tabulate accuracy and tokens per unit of every setting, or of those that draft nothing, with 95 % intervals.
+    """Tabulate accuracy and tokens per unit, with 95 % intervals, of every setting, or only of settings without drafts.
 
     A star marks the settings of the frontier (`on_frontier`).
     """

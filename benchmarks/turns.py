@@ -38,7 +38,7 @@ CLOCKS: dict[str, Callable[[torch.device], float]] = {"cpu": lambda device: time
 
 
 def take_turns(ways: Mapping[Name, Callable[[int], float]], turns: int, warm_ups: int = 1) -> dict[Name, list[float]]:
-    """Call every way once per turn, a different one first each time.
+    """Call every way once per turn, a different one first each time; return the times by name.
 
     Args:
         ways: By name, a function that gets the turn's number and returns its time.
@@ -73,7 +73,7 @@ class Way:
         model: An `MRPForCausalLM`, of this code or of its folder's.
         batches: Inputs of `generate`; each turn takes the next one.
         clock: Reads the time of the device.
-        options: Of `generate`; and `most`, the most states that `auto` may choose, where that is not the default of the model's
+        options: Of `generate`; and `most`, the most states that `auto` may choose, if that is not the default of the model's
             code.
 
     Attributes:

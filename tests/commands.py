@@ -22,7 +22,7 @@ def mrp(*arguments: str, fails: bool = False) -> str:
 
 
 def command(*path: str) -> Any:
-    """Return the parser of a command, by the command's name after those of its groups."""
+    """Return the parser of a command, as of `command("train", "head")`."""
     found: Any = typer.main.get_command(cli.app)
     for name in path:
         found = found.commands[name]

@@ -71,7 +71,7 @@ def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def new_memory_is_nan() -> Iterator[None]:
-    """Fill new memory with NaN, so that numbers show that a kernel should write and does not."""
+    """Fill new memory with NaN, so that a test fails if a kernel leaves out numbers that it should write."""
     torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())  # cuBLAS is deterministic only if configured
     assert torch.empty(3).isnan().all()
     yield

@@ -47,7 +47,7 @@ def naive_norm(norm: Any, x: Tensor) -> Tensor:
 
 
 def chi_square_p(counts: Tensor, probabilities: Tensor) -> float:
-    """Compute the p-value of Pearson's chi-square test; the rarest cells are merged until at least 5 counts are expected."""
+    """Compute the p-value of Pearson's chi-square test; the rarest cells are merged into one that expects at least 5."""
     assert probabilities.sum().item() == pytest.approx(1)
     expected, order = (counts.sum() * probabilities.double()).sort()
     counts = counts[order]

@@ -49,7 +49,7 @@ def parses(text: str | None) -> bool:
 
 
 def selected(mutant: Mutant) -> list[list[str]]:
-    """List the tests to run, in order, by call of pytest; the test that found the mutant before comes first."""
+    """List the tests to run, in order, a list for each call of pytest; the test that found the mutant before comes first."""
     room = mutant["file"].split("/")[0]
     names = dict.fromkeys(name for one in (room, *SELECTION) for name in SELECTION[one])
     files = [[str(next(ROOT.glob(f"tests/*/test_{name}.py")))] for name in names]
@@ -59,7 +59,7 @@ def selected(mutant: Mutant) -> list[list[str]]:
 
 
 def outcome(mutant: Mutant, text: str, folder: Path) -> str:
-    """Run the tests in a process of its own, on a copy with a changed file; return the test that failed, "" if none did."""
+    """Run the tests in a process of its own, on a copy with a changed file; return what failed first, "" if nothing did."""
     package, report, tests = folder / "modeling_mrp", folder / "report", selected(mutant)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "modeling_mrp", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -79,7 +79,7 @@ def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
     import pytest
 
     class Note:
-        """Notes the first failure."""
+        """A pytest plugin that notes the first failure."""
 
         failed = ""
 

@@ -172,7 +172,7 @@ def random_options(rng: random.Random, block: int, mode: str) -> dict[str, Any]:
 
 
 def random_drafting(rng: random.Random, block: int) -> dict[str, Any]:
-    """Draw the options of drafting, which do not change the text; the slow decoder takes seconds for 12 states of 32 tokens."""
+    """Draw drafting options, which do not change the text; twelve states of 32 tokens would take the slow decoder seconds."""
     width = rng.randint(1, 12 if block < 32 else 6)
     return {
         "num_draft_states": rng.choice((width, width, width, "auto")),
@@ -298,7 +298,7 @@ class Case:
         )
 
     def go_on(self, rows: Sequence[Row], longest: int) -> None:
-        """Continue with prompts of cut answers, some with tokens appended or a token changed; draw mode, options and infill."""
+        """Extend prompts by cut answers and further tokens, sometimes change a token; draw mode, options and infill anew."""
         rng = self.rng
         for place, row in enumerate(rows):
             answer = [token for token in row["tokens"][: rng.randint(0, len(row["tokens"]))] if token != MASK]

@@ -241,7 +241,7 @@ class Row:
         text[position] = 0
 
         def through(length: int) -> list[int]:
-            """List where `length` known tokens begin, among them the position's."""
+            """List the starts of spans of `length` known tokens that cover the position."""
             first, last = max(0, position - length + 1), min(position, len(text) - length)
             return [i for i in range(first, last + 1) if self.mask not in text[i : i + length]]
 
@@ -370,7 +370,7 @@ class Row:
         return dict(zip(positions, log_odds(scores, token), strict=True))
 
     def believed(self, state: State, said: Said, fresh: list[Pick]) -> list[Pick]:
-        """Return the fresh picks that the head, shown all of them, still finds above the threshold; at least one."""
+        """Return the fresh picks that the head, shown all of them, still finds at the threshold or above; at least one."""
         seen, threshold = self.beliefs(state, said, fresh, fresh), logit(self.options.confidence_threshold)
         best = min(fresh, key=lambda pick: (-seen[pick.position], pick.position))
         return [pick for pick in fresh if not seen[pick.position] < threshold] or [best]

@@ -1,4 +1,4 @@
-"""CUDA graphs of the head, recorded and replayed by the engine's own runner, on attention metadata beside the backbone's.
+"""CUDA graphs of the head, recorded and replayed by the engine's own runner, with attention metadata apart from the backbone's.
 
 This has never run on a GPU, so the first replays of each graph are compared with the head's result without a graph: if they
 differ, or recording fails, one warning is logged, and the head runs without graphs from then on.

@@ -94,7 +94,7 @@ class MRPForCausalLM(SDARForCausalLM):
 
     @torch.no_grad()
     def run_head(self, engine: Any, batch: Any, hidden: Tensor) -> Tensor:
-        """Run the head on hidden states of a batch, in a CUDA graph if one fits; return h_C, both [tokens, hidden_size]."""
+        """Compute h_C from hidden states of a batch, in a CUDA graph if one fits; both are [tokens, hidden_size]."""
 
         def eagerly() -> Tensor:
             with forward_context(ForwardContext(attn_backend=engine.attn_backend)):

@@ -46,7 +46,7 @@ class Settings:
     devices: int = 1
 
     def config_of(self, asked: Mapping[str, Any], eos: Collection[int]) -> MRPGenerationConfig:
-        """Return the checked options of a request: the server's, with those that the request overrides.
+        """Return the checked options of a request: the server's options, some of them overridden by the request.
 
         Args:
             asked: The request's `custom_params`, which override the server's options.

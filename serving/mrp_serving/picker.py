@@ -146,7 +146,7 @@ class EngineUnembedding(Unembedding):
 
 @dataclass(frozen=True)
 class EnginePicker(Picker):
-    """A `Picker` from the engine's logits, as in `generate`.
+    """A `Picker` that picks from the engine's logits as `generate` does from the model's.
 
     Attributes:
         unembed: See `EngineUnembedding`.
@@ -200,7 +200,7 @@ class Pickers:
     """The pickers of a round, one for each `Sampling` among its requests.
 
     Args:
-        lm_head_weight: [vocab, hidden_size], for magnitudes of single tokens' logits.
+        lm_head_weight: [vocab, hidden_size], from which logits of single tokens are computed.
         make: Makes the picker of a `Sampling`.
     """
 

@@ -28,13 +28,13 @@ class Report:
         self.counters = {name: make(f"sglang:mrp_{name}", text) for name, text in told.items()}
 
     def count(self, **numbers: int) -> None:
-        """Add numbers to the counters of these names."""
+        """Add each number to the counter of its name."""
         for name, number in numbers.items() if self.counters else ():
             self.counters[name].inc(number)
 
 
 def totals(rows: Sequence[Row]) -> dict[str, int]:
-    """Sum the counts of rows so far."""
+    """Sum each count over rows; return the sums by name."""
     return {name: sum(getattr(row.counts, name) for row in rows) for name in _COUNTED}
 
 
