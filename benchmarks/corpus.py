@@ -27,7 +27,7 @@ _ASIDE = re.compile(r"(^|/)(_?vendor|_?third_?party|_?extern)|(^|/)(licen[cs]e|c
 _FIRST_COMMENT, _LEGAL = re.compile(r"\A(?:[ \t]*#.*\n|\s*\n)+"), re.compile("licen[cs]e|copyright", re.IGNORECASE)
 _ODD = re.compile("<\\||\N{REPLACEMENT CHARACTER}")  # what looks like a special token, or is not UTF-8
 _OURS = "modeling-mrp"
-# A text is a copy if more than this share of its lines of at least so many characters occurs in another split.
+# Of a text's lines with `_TELLING` characters or more, a share above `_COPIED` in another split makes the text a copy.
 _TELLING, _COPIED = 40, 0.2
 
 PAD, END, MASK = "<|endoftext|>", "<|im_end|>", "<|MASK|>"

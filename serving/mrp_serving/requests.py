@@ -55,7 +55,7 @@ class EngineRow(Row):
 
     @property
     def sampling(self) -> Sampling:
-        """How the request's tokens are picked."""
+        """The sampling options of the request."""
         return self.asked.sampling
 
 
