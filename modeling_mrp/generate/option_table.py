@@ -124,25 +124,25 @@ class DecodingOptions:
 
     Attributes:
         decoding: the mode
-        target: whose text it is that drafts reach in fewer forwards: that of `decoding=target`
+        target: the mode whose text the drafts give, in fewer forwards
         denoising_steps: steps per block; None: `block_size`, one token a step
         confidence_threshold: tau, a probability
         low_threshold: the lower of two thresholds, a probability; None: the rule's own
         entropy_threshold: bound in nats on the summed entropy of a step's reveals (`eb_sampler`: less the largest)
-        factor: f: n tokens go together whose least confidence is 1 - f / (n + 1) or more
+        factor: f: n tokens go together if none is below a confidence of 1 - f / (n + 1)
         mrp_steps: reveals of the head after each backbone step, unverified
-        num_draft_states: K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured
-            time says pay, none where none do
-        draft_branches: followers considered per state; 1 drafts a chain; None: 3, and 1 in a call of 16 rows or more with K of
-            4 or less or `auto`, where what the host decides adds up
+        num_draft_states: K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as pay by
+            measured time, no drafts if none do
+        draft_branches: followers considered per state; 1 drafts a chain; None: 3, but 1 for 16 rows or more if K is at most 4
+            or `auto`, where host time would add up
         draft_passes: head passes per round, at most; each re-reads what is drafted so far
-        draft_shortlist: tokens of a position that a head pass chooses among, those likeliest before it, where no processors or
-            bans act; 0: all tokens; None: of a vocabulary of more than 16,384 16, or 64 where text is sampled
+        draft_shortlist: size of the list of likeliest tokens among which a head pass chooses at a position, if no processors or
+            bans act; 0: all tokens; None: 16 (sampling: 64) if the vocabulary has more than 16,384, else all
         remask_rule: `reread`, `threshold` or `residual`
         residual_delta: for the rule `residual`, in logits
-        seed: with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator
-        kernels: Triton kernels: None where possible, True or an error, False never
-        graphs: CUDA graphs: None where possible, True or an error, False never
+        seed: with `do_sample`: an int s seeds row i with s + i, a list each row, None draws by torch
+        kernels: Triton kernels: None: if possible; True: required; False: never
+        graphs: CUDA graphs: None: if possible; True: required; False: never
     """
 
     decoding: Annotated[str | None, "static", _one_of(DECODINGS)] = None

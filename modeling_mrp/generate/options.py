@@ -106,6 +106,9 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
     check_supported(others)
     if unknown := [f"{name}{closest_name(name, OPTION_NAMES)}" for name in sorted(others.keys() - _ARGUMENTS)]:
         raise ValueError(f"{', '.join(unknown)}: not supported by generate here. Check the spelling, or leave it unset")
+    acting = {config.decoding, config.target if config.decoding in DRAFTING else config.decoding}
+    if idle := [one.name for one in OPTIONS if kwargs.get(one.name) is not None and not acting & {*one.modes}]:
+        logger.warning_once(f"{', '.join(idle)}: no effect with decoding={config.decoding!r} here. Leave out either")
     tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
     if strings is not None and tokenizer is None:
         raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate")

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate.options import logger
 
 
 def test_greedy_ignores_the_options_of_sampling(random_model: MRPForCausalLM) -> None:
@@ -20,6 +21,20 @@ def test_greedy_ignores_the_options_of_sampling(random_model: MRPForCausalLM) ->
     plain = text(random_model, PROMPTS[0], max_new_tokens=9)
     for given in (options, {"generation_config": options}, {"generation_config": GenerationConfig(**options)}):
         assert text(random_model, PROMPTS[0], max_new_tokens=9, **given) == plain
+
+
+def test_an_option_without_effect_is_told(random_model: MRPForCausalLM, caplog: pytest.LogCaptureFixture) -> None:
+    calls = (
+        ({"decoding": "dynamic", "target": "sequential", "num_draft_states": 2}, "target, num_draft_states: no effect with"),
+        ({"decoding": "self_spec", "target": "static", "factor": 2.0}, "factor: no effect with decoding='self_spec' here"),
+        ({"decoding": "self_spec", "target": "dynamic", "confidence_threshold": 0.5, "seed": 1}, ""),
+    )
+    for options, told in calls:
+        type(logger).warning_once.cache_clear()
+        caplog.clear()
+        random_model.generate(torch.tensor([[1, 2]]), max_new_tokens=1, **options)
+        assert told in caplog.text
+        assert bool(told) == ("no effect" in caplog.text)
 
 
 @pytest.mark.parametrize("decoding", ["mrp_spec", "mrp_remask"])

@@ -85,7 +85,7 @@ def test_a_greedy_request_is_decoded_as_the_engines_own_algorithms_do() -> None:
         ({"logit_bias": {"5": float("nan")}}, "a logit_bias outside"),
         ({"temperature": 1e300}, "a temperature above"),
         ({"repetition_penalty": 1e-30}, "a repetition_penalty below"),
-        ({"logit_bias": {"5": "1"}}, "a value of another type"),
+        ({"logit_bias": {"5": "1"}}, "a value of the wrong type"),
         ({"max_new_tokens": 5.5}, "a max_new_tokens that is no int"),
         ({"min_new_tokens": 1, "stop_token_ids": {*range(63)}}, "every token ends the text"),
         ({"custom_params": [1]}, "custom_params is [1]"),

@@ -273,7 +273,7 @@ def test_another_models_tokenizer(tiny_tokenizer: Any, tmp_path: Path) -> None:
     for change, wrong in (
         (lambda tokenizer: tokenizer.add_tokens([f"<new {i}>" for i in range(9)]), "it has 1289 tokens, .* vocabulary 1280"),
         (lambda tokenizer: setattr(tokenizer, "mask_token", "<|im_start|>"), "its mask has the id 1, and the model's 3"),
-        (lambda tokenizer: setattr(tokenizer, "eos_token", "<|im_start|>"), "its eos has the id 1, and .* texts 2, 0"),
+        (lambda tokenizer: setattr(tokenizer, "eos_token", "<|im_start|>"), "its eos has the id 1, and .* texts end with 2, 0"),
     ):
         tokenizer = copy.deepcopy(tiny_tokenizer)
         change(tokenizer)
