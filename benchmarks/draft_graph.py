@@ -47,7 +47,7 @@ class Build(NamedTuple):
     Attributes:
         times: Number of nodes, as a multiple of K - 1.
         pruned: Whether the best-scoring nodes are drafted, rather than the first.
-        tokens: Tokens per position that picks may name.
+        tokens: How many of a position's likeliest tokens nodes may reveal.
     """
 
     times: int = 2
@@ -66,7 +66,7 @@ CHOSEN = {
 
 @dataclass(frozen=True)
 class DraftGraph:
-    """Nodes, and the edges between them.
+    """A graph of drafts: a node is a set of reveals after a row's next state, an edge leads to a node with further reveals.
 
     Attributes:
         nodes: The nodes, in the order in which they were added.

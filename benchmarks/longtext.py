@@ -109,7 +109,7 @@ def causal(options: Namespace) -> None:
 
 
 def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerFast, count: int) -> tuple[list[str], Tensor]:
-    """Take long pieces of held-out packages in turns; return the packages' names and ids [count, prompt + continuation]."""
+    """Take `count` long held-out texts, one per package in turn; return packages' names and ids [count, PROMPT + LONGEST]."""
     found: dict[str, list[list[int]]] = {}
     for line in map(json.loads, (folder / "heldout.jsonl").open()):
         if len(ids := tokenizer.encode(line["text"], verbose=False)) >= PROMPT + LONGEST:
@@ -250,7 +250,7 @@ def ends(values: Any, digits: int) -> str:
 
 
 def spreads(found: list[Line]) -> list[str]:
-    """Format medians over turns, with the quartiles."""
+    """Format each line's median, with its quartiles in brackets."""
     return [f"{one['median']:.2f} ({one['quartiles'][0]:.2f}-{one['quartiles'][1]:.2f})" for one in found]
 
 

@@ -92,5 +92,5 @@ class PSDecoder(Decoder):
 
 
 def parallel_speculative(rule: RevealRule, states: int, least: float = 0.0) -> Loop:
-    """Make a loop of PSD with a policy and K states scored per forward; `least` is as in `Consistent`."""
+    """Make the loop of parallel speculative decoding with policy `rule` and K = `states`; `least`: see `Consistent`."""
     return loop_of(rule, states, partial(PSDecoder, least))

@@ -27,7 +27,7 @@ def add_modules(name: str, found: dict[str, str]) -> None:
 
 
 def code_of(text: str, imported: dict[str, set[str]]) -> str:
-    """Remove a module's imports from its text; collect what it imports of other packages, by how such a line begins."""
+    """Return a module's text without imports; add imports of other packages to `imported`, names by `from X import `."""
     imports = [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in imports:
         start = "import " if isinstance(node, ast.Import) else f"from {node.module} import "

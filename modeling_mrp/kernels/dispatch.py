@@ -129,7 +129,7 @@ def check_close(what: str, ours: Tensor, right: Tensor) -> None:
 
 
 def _check(kernel: Kernel, given: tuple[Any, ...], made: Any) -> None:
-    """Compare what a kernel made with its twin's result, once for each device, dtype and kind of arguments."""
+    """Raise `ArithmeticError` if a kernel's result differs from its twin's; once per device, dtype and types of arguments."""
     kind = (kernel.name, *dict.fromkeys((tensor.device, tensor.dtype) for tensor in _tensors(given)), *map(type, given))
     if kind in _checked:
         return

@@ -275,7 +275,7 @@ if triton is not None:
         PADDED: tl.constexpr,
         HEADS: tl.constexpr,
     ):
-        """Rotate a tile of heads per program; heads are ordered by token, and within it queries, then keys, then values."""
+        """See `rotated`: a program takes HEADS heads, ordered by token, and within a token queries, then keys, then values."""
         every = heads + 2 * kv_heads
         at = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
         token, head = at // every, at % every

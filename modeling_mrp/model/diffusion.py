@@ -42,7 +42,7 @@ def taken_from(hidden: Tensor, previous: Tensor) -> Tensor:
 
 
 def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
-    """Draw [batch, 1 + length] float32 on [0, 1), from torch's generator or, outside training, a seed given by each text."""
+    """Draw uniform noise for a text's level and its tokens, [batch, 1 + length] float32; outside training seeded by text."""
     if training:
         return torch.rand(len(ids), 1 + ids.shape[1], device=ids.device)
     drawn = torch.zeros(len(ids), 1 + ids.shape[1])

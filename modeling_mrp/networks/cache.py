@@ -116,8 +116,8 @@ class BlockCache(Cache):
         return sum(buffer.nbytes for buffer in (*self._buffers.values(), self.hidden))
 
     def target(self, used: int, width: int, prefill: bool = False) -> None:
-        """Let the next forward write `width` tokens a row behind the first `used` slots and read all slots up to there. Where
-        shapes are fixed, it writes behind a power of two of slots; not in a prefill."""
+        """Set the slots that the next forward uses: it writes `width` a row behind the first `used`, or behind `bucket(used)`
+        if `fixed` and not `prefill`, and reads all slots up to the last one written."""
         self.begin = bucket(used) if self.fixed and not prefill else used
         self.end = self.begin + width
         self.written, self.read = self._views(self.begin), self._views(0)

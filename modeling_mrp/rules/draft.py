@@ -161,7 +161,7 @@ def mix_bits(x: Any) -> Any:
 
 
 def noise_key(seed: Any, position: Any, masks: Any) -> Any:
-    """Compute the noise's key at an absolute position in a state with `masks` masks, from ints or elementwise from tensors."""
+    """Hash seed, absolute position and a state's number of masks to a key of sampling noise; ints, or tensors elementwise."""
     key = mix_bits(seed & _MASK)
     key = mix_bits(key ^ (seed >> 32 & _MASK))
     key = mix_bits(key ^ (position & _MASK))

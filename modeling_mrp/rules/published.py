@@ -88,7 +88,7 @@ class Hierarchy(Dynamic):
     so tokens revealed together are rarely neighbours.
 
     Attributes:
-        low: The low threshold.
+        low: The low threshold, in log-odds like `threshold`.
     """
 
     low: float

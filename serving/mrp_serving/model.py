@@ -94,7 +94,7 @@ class MRPForCausalLM(SDARForCausalLM):
 
     @torch.no_grad()
     def run_head(self, engine: Any, batch: Any, hidden: Tensor) -> Tensor:
-        """Compute h_C from hidden states of a batch, in a CUDA graph if one fits; both are [tokens, hidden_size]."""
+        """Compute the head's residual h_C from hidden states, in a CUDA graph if one fits; both are [tokens, hidden_size]."""
 
         def eagerly() -> Tensor:
             with forward_context(ForwardContext(attn_backend=engine.attn_backend)):

@@ -136,7 +136,7 @@ class RecordEncoder:
         return (ids, learned) if ids and ids[-1] in self.end_token_ids else ([*ids, self.end_token_ids[0]], [*learned, True])
 
     def _pieces(self, record: Chat) -> list[Piece]:
-        """Cut a chat's text at its learned turns into pieces to encode one by one, as decoding encodes a prompt alone."""
+        """Cut a chat's text into learned turns and what lies between; each is tokenized alone, as a prompt is in decoding."""
         whole = self._render(record, len(record.messages))
         pieces: list[Piece] = []
         done = 0

@@ -16,7 +16,7 @@ _EAGER_FROM, _EAGER_TO = 0.2, 0.95
 
 
 def block_numbers(batch: PackedBatch) -> Tensor:
-    """Number the blocks of all copies, [batch, length] long, each below batch * length."""
+    """Number the blocks of a batch over rows and copies; return each token's number, [batch, length] long < batch * length."""
     begins = batch.begins
     return begins.flatten().cumsum(0).view_as(begins) - 1
 
