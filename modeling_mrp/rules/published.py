@@ -242,7 +242,7 @@ class BoundedAdaptive(Dynamic):
     confident column. Drafts suppose that it is `threshold`.
 
     Attributes:
-        low: The lower threshold.
+        low: The lower threshold, in log-odds like `threshold`.
     """
 
     low: float
@@ -265,7 +265,7 @@ class SlowFast(Dynamic):
     while exploring, anywhere from the span's begin on; then only within the span, until no mask is left in it.
 
     Attributes:
-        low: The lower threshold.
+        low: The lower threshold, in log-odds like `threshold`.
         explores: Steps of exploration, at most.
     """
 
