@@ -1,4 +1,4 @@
-"""`dynamic` in a minimal decoding loop of sixty lines, which `benchmarks.turns` compares with `generate`:
+"""A minimal decoding loop for the target `dynamic`, in sixty lines; `benchmarks.turns` times it beside `generate`:
 ``python -m benchmarks.turns --batches 1 --targets dynamic --states bare alone --dtype float64``.
 """
 
@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 @torch.inference_mode()
 def decoded(model: Any, prompt: Sequence[int], new_tokens: int, tau: float) -> list[int]:
-    """Decode one prompt block by block, revealing in each step all columns above tau, or else the most confident one."""
+    """Decode a prompt; a step reveals the positions above `tau`, at least one. Return the ids, the prompt's included."""
     config, cache, ids = model.config, DynamicCache(), list(prompt)
     block, mask_id, limit = config.block_size, config.mask_token_id, len(prompt) + new_tokens
     eos = model.generation_config.eos_ids()

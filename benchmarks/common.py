@@ -39,7 +39,7 @@ PRINTED = Path("/proc/self/fd/1")
 
 
 def header(benchmark: str, options: Any, model: MRPForCausalLM | None = None, printed: Path = PRINTED) -> dict[str, Any]:
-    """Make the header of a command's output (`provenance.header`); without `options.output` the output is the file `printed`.
+    """Make the header of a benchmark's output (`provenance.header`), the file `options.output` or else `printed` (stdout).
 
     Raises:
         ValueError: if the output is a file of `benchmarks/results` and the code has uncommitted changes.
@@ -50,28 +50,28 @@ def header(benchmark: str, options: Any, model: MRPForCausalLM | None = None, pr
 
 
 def emit(line: dict[str, Any], file: TextIO | None = None) -> None:
-    """Print a measurement and write it to a file at once, so that an interrupted run keeps its measurements."""
+    """Print a measurement as a JSON line, write it to `file` if given, and flush both: an interrupted run keeps its lines."""
     for target in filter(None, (sys.stdout, file)):
         print(json.dumps(line), file=target, flush=True)
 
 
 @cache
 def embedded_weights() -> dict[str, str | None]:
-    """Return the digests of the embedded checkpoint."""
+    """Return the digests of the embedded checkpoint's backbone and head (`provenance.digests`)."""
     return digests(load(TINY)[0])
 
 
 def read_lines(path: Path, embedded: bool = True) -> list[dict[str, Any]]:
     """Read the measurements in a file of results, without the headers.
 
-    Lines measured with other weights than the embedded ones, or with different decoding code, are left out if the file ends
-    with lines of today's weights and code. Lines under an older header, which does not name the decoding code, are kept: the
-    header names a commit.
+    Lines measured with other weights than the embedded checkpoint's, or with older decoding code, are left out if the file ends
+    with lines of today's weights and code. Lines under an older header, which has no digest of the decoding code, are kept:
+    that header names a commit.
 
     Args:
         path: The file.
-        embedded: If False, read the lines of the last checkpoint that the file names; its weights are not in the repository.
-            The decoding code is not compared with today's, since measuring again would need training again.
+        embedded: If False, read the lines of the checkpoint that the last header names, whose weights are not in the
+            repository, whatever the decoding code was: measuring again would need training again.
 
     Raises:
         ValueError: if the file ends with lines of other weights or code.
@@ -97,7 +97,7 @@ def now(device: torch.device) -> float:
 
 
 def load(folder: str | Path) -> tuple[MRPForCausalLM, PreTrainedTokenizerFast]:
-    """Load a checkpoint in evaluation mode, and its tokenizer."""
+    """Load a checkpoint from a folder; return its model, in evaluation mode, and its tokenizer."""
     return MRPForCausalLM.from_pretrained(folder).eval(), PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -108,11 +108,11 @@ def greedy_decode(
 
     Args:
         model: The model, in evaluation mode.
-        mode: What is revealed and drafted.
-        prompts: Ids by row.
-        new_tokens: Most new tokens.
+        mode: The decoding mode: the reveal rule, and how states are drafted.
+        prompts: The ids of each row's prompt.
+        new_tokens: Limit of new tokens per row.
         eos: Ids that end a text.
-        width: States per row that a forward has room for.
+        width: Most states of a row in one forward.
     """
     config = model.config
     options = MRPGenerationConfig(eos_token_id=eos, do_sample=False)

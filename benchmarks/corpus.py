@@ -1,4 +1,4 @@
-"""Documentation and source text of the packages that are installed, split by package.
+"""Documentation and source texts of the installed Python packages, divided into splits by package.
 
 The texts belong to their authors, under the packages' licences. They are read from the installed packages, for training and
 measuring; no file of this repository contains any of them.
@@ -16,31 +16,31 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from .common import TINY
 
-# Packages by name, the texts of each.
+# The texts of each package, by the package's name.
 Packages = dict[str, list[str]]
 
 ENDINGS = (".py", ".md", ".rst")
-# In characters: larger files are tables and left out, as are the shortest texts; no package gives more than its share.
+# In characters: the longest text (longer files are mostly tables), the most text of one package, and the shortest text.
 _LARGEST, _SHARE, _SHORTEST = 100_000, 3_000_000, 200
-# Copies of other packages, and files that are not about the package.
+# Paths of copies of other packages, and of licences and lists of authors.
 _ASIDE = re.compile(r"(^|/)(_?vendor|_?third_?party|_?extern)|(^|/)(licen[cs]e|copying|notice|authors)", re.IGNORECASE)
 _FIRST_COMMENT, _LEGAL = re.compile(r"\A(?:[ \t]*#.*\n|\s*\n)+"), re.compile("licen[cs]e|copyright", re.IGNORECASE)
 _ODD = re.compile("<\\||\N{REPLACEMENT CHARACTER}")  # what looks like a special token, or is not UTF-8
 _OURS = "modeling-mrp"
-# Of a text's lines with `_TELLING` characters or more, a share above `_COPIED` in another split makes the text a copy.
+# A text is a copy if more than a share `_COPIED` of its lines of `_TELLING` characters or more occurs in another split.
 _TELLING, _COPIED = 40, 0.2
 
 PAD, END, MASK = "<|endoftext|>", "<|im_end|>", "<|MASK|>"
 
 
 def installed(path: Sequence[str] | None = None) -> Packages:
-    """Read the texts of installed packages.
+    """Read the texts of installed packages; return them by package name.
 
-    Each package gives its description and its files of `ENDINGS`, ordered by hash, up to its share of characters. Left out are
-    copies of other packages, licences, opening comments that are licences, and texts that seem to contain special tokens.
+    A package's texts are its description and its files of `ENDINGS`, by hash of the path, up to `_SHARE` characters. Left out
+    are copies of other packages, licences, opening comments that are licences, and texts that seem to contain special tokens.
 
     Args:
-        path: Folders of packages; by default those in which Python looks.
+        path: Folders in which packages are searched; by default `sys.path`.
     """
     found: Packages = {}
     for one in distributions() if path is None else distributions(path=list(path)):
@@ -67,7 +67,7 @@ def _texts(files: Sequence[PackagePath]) -> Iterator[str]:
 
 
 def split_packages(packages: Packages) -> dict[Split, Packages]:
-    """Split packages by the hashes of their names; copies of texts in another split are left out of training."""
+    """Return the packages of each split, by hash of their names; "train" lacks the texts that are copies of other splits'."""
     split = {part: {name: texts for name, texts in packages.items() if belongs(name, part)} for part in SPLITS}
     elsewhere = {
         line
@@ -100,7 +100,7 @@ def cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[lis
 
 
 def new_tokenizer(texts: Iterator[str], size: int, length: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of `size` tokens, for texts of up to `length` tokens; equal texts give equal results.
+    """Train a byte-level BPE tokenizer of `size` tokens with `model_max_length` `length`; equal texts give equal tokenizers.
 
     Words, numbers and punctuation are split as by the embedded checkpoint's tokenizer.
     """

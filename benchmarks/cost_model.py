@@ -27,7 +27,7 @@ DEVICES = {
     "RTX4090": Device("RTX4090", 1.01e12, 165e12),
 }
 SHAPES = (*map(str.lower, PUBLISHED), "30b-a3b")
-# SDAR-30B-A3B in blocks of 16, like the counts, with a head of three dense layers.
+# SDAR-30B-A3B with the block size of the measured counts, 16, and a head of three dense layers.
 EXPERTS = Shape(
     "30B-A3B", 2048, 6144, 48, 32, 4, 128, 151936, 16, 3, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
 )
@@ -37,9 +37,9 @@ Line = dict[str, Any]
 
 
 def counts_at(lines: Sequence[Line], family: str, mode: str, states: int, batch: int, block_size: int) -> Counts:
-    """Return the counts of a mode that were measured at the largest batch size of at most `batch`.
+    """Return the counts of a mode with K = `states`, as measured at the largest batch size up to `batch` (`static`: at 1).
 
-    `static` scores one state a forward and, at a block's end, the next block's first one as well.
+    `static` scores one state a forward and, at the end of a block, the next block's first state as well.
     """
     alone = mode == "static"
     wanted = {"family": family, "mode": mode, **({} if alone else {"states": states})}
@@ -53,7 +53,7 @@ def counts_at(lines: Sequence[Line], family: str, mode: str, states: int, batch:
 
 
 def table(device: Sequence[str], shape: Sequence[str], batch: Sequence[int], states: Sequence[int], prefix: int) -> str:
-    """Tabulate the best mode and its predicted speed over `static`, by family and K, shape and batch size."""
+    """Tabulate the best mode and its predicted speed over `static` after `prefix` tokens, as Markdown; columns are by K."""
     lines = [line for line in map(json.loads, COUNTS.read_text().splitlines()) if "benchmark" not in line]
     columns = list(product(FAMILIES, states))
     choices = list[list[str]]()

@@ -11,8 +11,8 @@ it stands for the row's next state with these picks revealed. Reveals come in an
   together with the row's next state. Without pruning, these are the first K - 1 of the calibration.
 - **Tuned** for each target and K (`CHOSEN`): the number of nodes, pruning, and the number of tokens per position that picks may
   name, on tuning problems that no graph is calibrated on (`NOTES.md`, Rivals, tuned).
-- **Verified** by this package's own round, which adds two things that the description lacks: a state scored in vain is
-  remembered for a round and takes no place in the next, and after a clean state the next block's first one is scored, too.
+- **Verified** by this package's own round, which adds two things that the description lacks: a rejected draft keeps its scores
+  for the next round and is not drafted again, and after a state without masks the next block's first state is scored, too.
 """
 
 import math
@@ -46,8 +46,8 @@ class Build(NamedTuple):
 
     Attributes:
         times: Number of nodes, as a multiple of K - 1.
-        pruned: Whether the best-scoring nodes are drafted, rather than the first.
-        tokens: How many of a position's likeliest tokens nodes may reveal.
+        pruned: Whether the nodes with the best scores are drafted, rather than those added first.
+        tokens: Number of likeliest tokens per position that nodes may reveal.
     """
 
     times: int = 2
@@ -80,7 +80,7 @@ class DraftGraph:
 
     @classmethod
     def built(cls, build: Build, paths: Sequence[Sequence[Node]], states: int) -> "DraftGraph":
-        """Build a graph for drafts with K states, calibrated on recorded paths."""
+        """Build the graph that `build` describes for K = `states`, calibrated on recorded paths of nodes."""
         tokens = build.tokens
         short = [list(takewhile(lambda node: all(rank < tokens for _, rank in node), path)) for path in paths]
         return replace(cls.calibrated(short, build.times * (states - 1)), pruned=build.pruned)
@@ -104,7 +104,7 @@ class Ranking:
     """Ranks of columns and tokens by the model's scores at one state.
 
     Attributes:
-        order: [block], the key by which columns are sorted, the highest first.
+        order: [block], each column's sort key; columns are sorted from the highest key down.
         token: [block][TOKENS], the likeliest tokens of each column, the likeliest first.
         chance: [block][TOKENS], the probabilities of these tokens.
     """
@@ -119,7 +119,7 @@ class Ranking:
 
 
 def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[int, Ranking]:
-    """Rank columns, in the rule's order, and tokens by the scores at last accepted states; return rankings by row's place."""
+    """Rank each row's columns, in the rule's order, and tokens at its last accepted state; return rankings by `Row.place`."""
     seeded = [row for row in rows if row.stop is None and row.source is not None]
     if not seeded:
         return {}
@@ -138,10 +138,10 @@ def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[
 
 
 def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tuple[State, float]]:
-    """Make the states that nodes stand for after a row's next state; return each with its score, by the node's number.
+    """Make the state that each node stands for after a row's next state; return states and scores by the node's number.
 
-    A leaf's score is the geometric mean of its tokens' probabilities, another node's the mean of that and its children's mean
-    score. Left out are nodes whose picks need more masked columns than are left, and nodes that leave nothing to reveal.
+    A leaf's score is the geometric mean of its tokens' probabilities; any other node's is the geometric mean of this number and
+    its children's mean score. Nodes that need more masked columns than are left, or leave nothing to reveal, are left out.
     """
     left, found = ranking.columns(row.state), dict[int, tuple[State, float]]()
     for number, node in sorted(enumerate(graph.nodes), key=lambda one: -len(one[1])):  # children before their parents
@@ -158,13 +158,13 @@ def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tup
 
 
 def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -> list[draft.Node]:
-    """Select the nodes to draft after a row's next state: those that score best, or the first ones.
+    """Select drafts by the best scores (`graph.pruned`) or in the graph's order; return the row's next state and the drafts.
 
     Args:
-        graph: The nodes.
+        graph: The draft graph.
         row: The row to draft for.
         ranking: Ranks by the scores at the last accepted state; None if the row has no such scores.
-        states: K, the row's next state included.
+        states: K, which counts the row's next state, too.
     """
     nodes = draft.target_nodes(row, states < 2)
     behind = row.opened(row.state.start + row.block_size)
@@ -196,12 +196,12 @@ class GraphDecoder(Decoder):
 
 
 def graph_drafts(rule: RevealRule, graph: DraftGraph, states: int) -> Loop:
-    """Make a loop that drafts for a target from a graph calibrated for this target, with K states scored per forward."""
+    """Make a loop that decodes with the target `rule` and drafts from its `graph`, scoring K = `states` states per forward."""
     return loop_of(rule, states, partial(GraphDecoder, graph))
 
 
 def passed(first: State, ranking: Ranking, later: Iterable[State]) -> Iterator[Node]:
-    """Yield the later states of a block as nodes relative to `first`, until one has a token not among the likeliest."""
+    """Yield the states `later` in the block of `first` as nodes relative to it, until one has a token that is not ranked."""
     place = {column: rank for rank, column in enumerate(ranking.columns(first))}
     for state in takewhile(lambda one: one.start == first.start, later):
         new = [column for column, (a, b) in enumerate(zip(first.ids, state.ids, strict=True)) if a != b]
@@ -214,7 +214,7 @@ def passed(first: State, ranking: Ranking, later: Iterable[State]) -> Iterator[N
 def recorded_paths(
     model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], new_tokens: int, eos: list[int]
 ) -> list[list[Node]]:
-    """Decode prompts with a target; return for each state that a row reached the nodes that it passed next in the block."""
+    """Decode prompts with the target `rule`; return for each state reached the path of nodes that led on in its block."""
     networks, rows = greedy_decode(model, Mode(rule), prompts, new_tokens, eos, 2)
     walks: dict[int, list[tuple[State, Ranking | None]]] = {row.place: [] for row in rows}
 

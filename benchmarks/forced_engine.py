@@ -21,7 +21,7 @@ SURE = 1e6  # log-odds above all others
 
 
 def followed(state: State, drafted: State, mask_id: int) -> int | None:
-    """Find the column whose reveal turns a state into a drafted one; return None if no single column does."""
+    """Return the column whose reveal alone turns `state` into `drafted`; None if there is no such column."""
     if state.start != drafted.start:
         return None
     changed = [column for column, ids in enumerate(zip(state.ids, drafted.ids, strict=True)) if ids[0] != ids[1]]
@@ -29,13 +29,13 @@ def followed(state: State, drafted: State, mask_id: int) -> int | None:
 
 
 def force(nodes: Sequence[Node], scores: Sequence[Scores], mask_id: int, chance: float, coin: random.Random) -> None:
-    """Overwrite the scores at a chain of states so that a draft, if all before it are right, is right by the toss of a coin.
+    """Overwrite the scores at a row's states so that, where all drafts before are right, a draft is right by chance.
 
     Args:
         nodes: A row's next state, then its drafts.
-        scores: The backbone's scores at each of these states.
+        scores: The backbone's scores at each node's state.
         mask_id: The mask's id.
-        chance: Probability that a draft is right.
+        chance: Probability that a draft is right if all before it are.
         coin: Source of randomness.
     """
     at = 0

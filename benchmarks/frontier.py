@@ -63,7 +63,7 @@ SAMPLED: Setting = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 0
 
 
 def settings(family: Family = "math") -> list[Setting]:
-    """List the settings to measure: the fields of a line that say how it was decoded."""
+    """List the settings to measure on a family; a setting has the fields of a result line that say how it was decoded."""
     lossless = [alone(target) for target in TARGETS]
     for prefix, states in product((False, True), STATES):
         lossless.append(drafted(RELEASED, "static", states, head_prefix=prefix))
@@ -84,23 +84,23 @@ def settings(family: Family = "math") -> list[Setting]:
 
 
 def graph_of(target: str, states: int) -> Setting:
-    """Return the setting of a target drafted by the draft graph that is tuned for it."""
+    """Return the setting of a target drafted by the draft graph that is tuned for it and K = `states`."""
     return drafted(GRAPH, target, states, graph=[*draft_graph.CHOSEN[target][states]])
 
 
 def listed(target: str, states: int, passes: int) -> Setting:
-    """Return the setting of a target drafted by the head with a shortlist."""
+    """Return the setting of a target drafted by the head with a shortlist, in `passes` head passes and K = `states`."""
     return drafted("mrp_spec", target, states, draft_passes=passes, draft_shortlist=SHORTLIST)
 
 
 def psd_of(policy: str, states: int) -> Setting:
-    """Return the setting of PSD with a target as its policy, by the reading of the paper that is tuned for the target."""
+    """Return the setting of PSD with the target `policy` as its policy, in the variant ("reading") tuned for this target."""
     reading = [0, False, psd.LEAST.get(policy, 0.0)]  # the first two are for readings that were tried and rejected
     return {"decoding": PSD, "policy": policy, **RULES[policy], "num_draft_states": states, "reading": reading}
 
 
 def rival_settings() -> list[Setting]:
-    """List the settings of `--rivals`, each target by itself first."""
+    """List the settings of `--rivals`: all targets alone, then drafted in each way."""
     measured = [alone(target) for target in TARGETS]
     for target, states in product(TARGETS, WIDTHS):
         measured += [drafted("self_spec", target, states), graph_of(target, states), psd_of(target, states)]
@@ -128,7 +128,7 @@ def sampled_settings() -> list[Setting]:
 
 
 def of_target(setting: Setting) -> dict[str, Setting]:
-    """Return the setting of a drafted setting's target, under the key "target"; an empty dict for other settings."""
+    """Return {"target": the setting of the target alone} for a setting with drafts, {} for any other setting."""
     sampling = SAMPLED if "do_sample" in setting else {}
     return {"target": {**alone(setting["target"]), **sampling}} if "target" in setting else {}
 
@@ -146,7 +146,7 @@ def setting_name(line: Mapping[str, Any]) -> str:
 
 
 def references(setting: Setting) -> dict[str, Setting]:
-    """Return the settings of the same K that a drafted one is compared with, by name; its target first."""
+    """Return by name the settings to compare a drafted setting with: its target alone, then other drafts of the same K."""
     if not (others := of_target(setting)):
         return {}
     plain = {name: value for name, value in setting.items() if name not in ("draft_passes", "head_prefix")}
@@ -161,7 +161,7 @@ def references(setting: Setting) -> dict[str, Setting]:
 
 
 def rivals(setting: Setting) -> dict[str, Setting]:
-    """Return the settings of `rival_settings` that a drafted one is compared with, by name; its target first."""
+    """Return by name the settings of `rival_settings` to compare a drafted setting with: its target alone, then drafts."""
     if (others := of_target(setting)) and setting["decoding"] == "mrp_spec":
         target, states = setting["target"], setting["num_draft_states"]
         others |= {"self_spec": drafted("self_spec", target, states), GRAPH: graph_of(target, states)}
@@ -169,7 +169,7 @@ def rivals(setting: Setting) -> dict[str, Setting]:
 
 
 def on_frontier(line: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> bool:
-    """Tell if no other line is at least as accurate and as fast as this one, and better in one of the two."""
+    """Return whether no other line is at least as accurate and as fast (tokens per unit), and better in one of the two."""
     ours = line["accuracy"], line["tokens_per_unit"]
     theirs = ((other["accuracy"], other["tokens_per_unit"]) for other in others)
     return not any(each != ours and each[0] >= ours[0] and each[1] >= ours[1] for each in theirs)
@@ -183,7 +183,7 @@ def rule_of(target: str, **options: Any) -> RevealRule:
 
 
 class Decoder:
-    """Decodes problems with one setting after another, and caches the paths that several draft graphs are made from.
+    """Decodes problems with one setting after another, and caches the recorded paths that draft graphs are calibrated on.
 
     Args:
         model: The model, of any dtype.
@@ -215,7 +215,7 @@ class Decoder:
         return measure_loop(loop, self.model, self.tokenizer, asked, self.batch_size)
 
     def _paths(self, target: str) -> list[list[Node]]:
-        """List the nodes that follow each state when tuning problems are decoded with a target."""
+        """Decode tuning problems with a target; return the paths of nodes that `recorded_paths` lists."""
         found: list[list[Node]] = []
         eos = [self.tokenizer.eos_token_id, self.tokenizer.pad_token_id]
         for family in FAMILIES:
@@ -232,7 +232,7 @@ def lines(
     identity: dict[str, Any],
     compared: Callable[[Setting], dict[str, Setting]] = references,
 ) -> Iterator[dict[str, Any]]:
-    """Measure each setting without a line on problems of one family; yield lines, with ratios over the compared settings."""
+    """Measure `wanted` settings that `results` lacks on problems of one family; yield lines, with ratios over `compared`."""
     made: dict[str, Measured] = {}
 
     def decoded(setting: Setting) -> Measured:
@@ -254,7 +254,7 @@ def lines(
 
 
 def problems_of(family: Family, split: Split, count: int, seed: int) -> list[Problem]:
-    """Return problems of a seed; if it is not 0, without prompts of the tables' problems."""
+    """Return `count` problems of a family, split and seed; seeds other than 0 leave out prompts of the tables' problems."""
     used = {problem.prompt for problem in problems(family, split, USED)} if seed else set()
     found = problems(family, split, 2 * count if seed else count, seed)
     return [problem for problem in found if problem.prompt not in used][:count]

@@ -33,7 +33,7 @@ SAID = ("prefill", "score", "head", "pick")  # methods of networks whose results
 
 
 class Recording:
-    """The networks of a decode, which add their results to `said`, in order."""
+    """A wrapper of networks that appends the results of their methods `SAID` to the list `said`, in order."""
 
     def __init__(self, networks: Networks) -> None:
         self.networks, self.said = networks, list[Any]()
@@ -49,7 +49,7 @@ class Recording:
 
 
 def replayed(said: Sequence[Any]) -> SimpleNamespace:
-    """Make networks that return the recorded results of a decode, in order."""
+    """Make networks whose methods return the recorded results `said` of a decode, one after the other."""
     again = iter(said)
 
     def following(*_: Any, **__: Any) -> Any:
@@ -62,7 +62,7 @@ def replayed(said: Sequence[Any]) -> SimpleNamespace:
 
 
 def loop_ns(count: int = 1_000_000) -> float:
-    """Time an iteration of a bare loop, in nanoseconds."""
+    """Time a bare loop of `count` iterations; return nanoseconds per iteration."""
     loop = "for one in range(count): total += one"
     return timeit.timeit(loop, f"total, count = 0, {count}", time.process_time, 1) / count * 1e9
 
@@ -74,7 +74,7 @@ def measured(model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], 
         model: The embedded checkpoint.
         rule: The target's reveal rule.
         prompts: Ids by row.
-        states: K; 1: the target alone; more: drafted with one head pass.
+        states: K; with 1 the target decodes alone, with more the head drafts in one pass.
         repeats: Number of timed runs.
     """
     mode, amount = (Mode(rule), Amount())

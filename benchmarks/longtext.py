@@ -62,7 +62,7 @@ Line = dict[str, Any]
 
 
 def prepare(options: Namespace) -> None:
-    """Write each split's texts as pieces (a prompt and its continuation) and as one stream of ids, and the tokenizer."""
+    """Write a tokenizer, and each split's texts as pieces (a prompt and its continuation) and as one stream of ids."""
     options.folder.mkdir(parents=True, exist_ok=True)
     split = split_packages(installed())
     texts = [text for texts in split["train"].values() for text in texts]
@@ -82,7 +82,7 @@ def prepare(options: Namespace) -> None:
 
 
 def causal(options: Namespace) -> None:
-    """Train the autoregressive model on the stream of ids."""
+    """Train the autoregressive model that judges decoded texts, on the stream of ids."""
     set_seed(0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.folder)
     shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "head_dim": 64, "initializer_range": 0.04}
@@ -109,7 +109,7 @@ def causal(options: Namespace) -> None:
 
 
 def prompts_of(folder: Path, tokenizer: PreTrainedTokenizerFast, count: int) -> tuple[list[str], Tensor]:
-    """Take `count` long held-out texts, one per package in turn; return packages' names and ids [count, PROMPT + LONGEST]."""
+    """Select `count` long held-out texts, one per package in turn; return their packages and ids [count, PROMPT + LONGEST]."""
     found: dict[str, list[list[int]]] = {}
     for line in map(json.loads, (folder / "heldout.jsonl").open()):
         if len(ids := tokenizer.encode(line["text"], verbose=False)) >= PROMPT + LONGEST:
@@ -132,7 +132,7 @@ def to_the_end(new: int) -> Line:
 
 
 def decode(model: MRPForCausalLM, prompts: Tensor, new: int, batch_size: int, **options: Any) -> tuple[Measured, Line]:
-    """Decode prompts [rows, prompt]; return texts and counts, and counts by window, summed over rows."""
+    """Decode prompts [rows, PROMPT] long; return texts with costs by row, and counts by window of text, summed over rows."""
     made, edges = Measured([], [], []), torch.arange(0, new + 1, WINDOW)[:, None, None]
     along = {name: torch.zeros(len(edges) - 1, dtype=torch.long) for name in ("row_forwards", "drafted", "accepted")}
     for given in prompts.split(batch_size):
@@ -151,7 +151,7 @@ def decode(model: MRPForCausalLM, prompts: Tensor, new: int, batch_size: int, **
 
 @torch.inference_mode()
 def judged(judge: Qwen3ForCausalLM, texts: Tensor) -> Line:
-    """Compute nats per token of continuations under `judge`, in all and by window, and the share of repeated 4-grams."""
+    """Return result fields of continuations: nats per token under `judge`, in all and by window; share of repeated 4-grams."""
     logits = torch.cat([judge(one[None]).logits[:, PROMPT - 1 : -1] for one in texts])
     nats = -logits.float().log_softmax(-1).gather(-1, texts[:, PROMPT:, None])[..., 0]
     grams = texts[:, PROMPT:].unfold(1, 4, 1)
@@ -164,7 +164,7 @@ def judged(judge: Qwen3ForCausalLM, texts: Tensor) -> Line:
 
 
 def measure(options: Namespace) -> None:
-    """Decode with each setting that has no line yet, and write its line."""
+    """Decode held-out texts with each setting that has no line in the output file yet, and add its line."""
     model, tokenizer = load(options.folder / "head")
     judge = Qwen3ForCausalLM.from_pretrained(options.folder / "causal").eval()
     packages, texts = prompts_of(options.folder, tokenizer, options.count)
@@ -212,7 +212,7 @@ class Clock(BaseStreamer):
 
 
 def times(options: Namespace) -> None:
-    """Time the parts of single-row texts, `static` alone and drafted in turns, and count the bytes of keys and values."""
+    """Time the quarters of texts decoded one by one, by `static` alone and by drafts in turns; count bytes of the caches."""
     model, tokenizer = load(options.folder / "head")
     _, texts = prompts_of(options.folder, tokenizer, options.count)
     results = ResultsFile(options.output, "asked")
@@ -237,25 +237,25 @@ def times(options: Namespace) -> None:
 
 
 def units_along(line: Line) -> tuple[Line, Any]:
-    """Charge a line's head passes evenly along its texts; return the line, and tokens a unit by window [windows]."""
+    """Charge head passes evenly along the texts of a line; return the charged line, and tokens per unit by window [windows]."""
     line = charged(line)
     tokens = line["tokens_per_unit"] / line["tokens_per_forward"] * line["asked"]["prompts"] * WINDOW
     return line, tokens / np.asarray(line["along"]["row_forwards"])
 
 
 def ends(values: Any, digits: int) -> str:
-    """Format the means of the first and the last quarter of values."""
+    """Format the means of the first and of the last quarter of values, as "first -> last"."""
     quarter = max(1, len(values) // PARTS)
     return " -> ".join(f"{np.mean(part):.{digits}f}" for part in (values[:quarter], values[-quarter:]))
 
 
 def spreads(found: list[Line]) -> list[str]:
-    """Format each line's median, with its quartiles in brackets."""
+    """Format the median of each `turns.spread`, with its quartiles in brackets."""
     return [f"{one['median']:.2f} ({one['quartiles'][0]:.2f}-{one['quartiles'][1]:.2f})" for one in found]
 
 
 def tables(options: Namespace) -> None:
-    """Print the measurements as Markdown: cost and acceptance, the other model's judgement of the texts, and times."""
+    """Print tables of the measurements: cost and acceptance, the autoregressive model's judgement of the texts, and times."""
     costs, said, timed, stale = [], [], [], 0.0
     order = {name: place for place, name in enumerate(("real", *TARGETS, "self_spec", "mrp_spec"))}
 
@@ -292,7 +292,7 @@ def tables(options: Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: one stage."""
+    """Run the command line: carry out one stage."""
     stages = {stage.__name__: stage for stage in (prepare, causal, measure, times, tables)}
     parser = parser_of("longtext", __doc__ or "")
     parser.add_argument("stage", choices=list(stages))

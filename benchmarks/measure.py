@@ -22,7 +22,7 @@ from modeling_mrp.rules.state import Row
 from .common import greedy_decode
 
 SAMPLE = 4
-# Decodes prompts greedily, until a number of new tokens or one of the ids that end a text.
+# Decodes greedily: (model, ids by prompt, limit of new tokens, ids that end a text) -> texts and costs.
 Loop = Callable[[MRPForCausalLM, list[list[int]], int, list[int]], "Measured"]
 
 
@@ -79,12 +79,12 @@ class Measured:
         return {name: getattr(self, name)[:SAMPLE] for name in ("tokens", "forwards", "head_forwards")}
 
     def over(self, **others: "Measured") -> dict[str, Any]:
-        """Compute `over_NAME` and `over_NAME_95` for each other way: the ratio of tokens per forward on the same problems.
+        """Return `over_NAME`, tokens per forward over those of `others[NAME]` on the same problems, and `over_NAME_95`.
 
-        The interval is of a paired bootstrap: a resample draws a problem's counts from both ways, so its difficulty cancels.
+        The interval is a paired bootstrap's: a resample draws a problem's counts from both sides, so its difficulty cancels.
 
         Raises:
-            ValueError: if the ways have different numbers of problems.
+            ValueError: if the numbers of problems differ.
         """
         fields: dict[str, Any] = {}
         for name, other in others.items():
@@ -96,25 +96,25 @@ class Measured:
         return fields
 
     def differ(self, other: "Measured") -> int:
-        """Count the texts that differ from another way's."""
+        """Count the texts that differ from those of `other`, a measurement of the same problems."""
         return sum(a != b for a, b in zip(self.ids, other.ids, strict=True))
 
 
 def measure(
     model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Problem], batch_size: int, **options: Any
 ) -> Measured:
-    """Decode problems of one family with options of `generate`."""
+    """Decode problems of one family by `generate` with `options`; return texts and costs."""
     made = decode_problems(model, tokenizer, asked, batch_size, **options)
     return Measured(made.ids, made.row_forwards, made.row_head_forwards, made.right)
 
 
 def loop_of(rule: RevealRule, states: int, decoder: Callable[[Mode, Networks, Fixed], Decoder]) -> Loop:
-    """Make a loop from a decoder class that makes drafts in its own way.
+    """Make a `Loop` that decodes by a `Decoder` with drafts of its own.
 
     Args:
         rule: The target's reveal rule.
         states: K, the row's next state included.
-        decoder: Makes the decoder from a mode, networks and a budget.
+        decoder: Function of a mode, networks and a budget that makes the decoder.
     """
 
     @torch.inference_mode()
@@ -130,7 +130,7 @@ def loop_of(rule: RevealRule, states: int, decoder: Callable[[Mode, Networks, Fi
 def measure_loop(
     loop: Loop, model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Problem], batch_size: int
 ) -> Measured:
-    """Decode problems of one family with a loop instead of `generate`."""
+    """Decode problems of one family by `loop`, in place of `generate`; return texts and costs."""
     ids, forwards, head_forwards = list[list[int]](), list[int](), list[int]()
     eos = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     for begin in range(0, len(asked), batch_size):

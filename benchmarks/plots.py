@@ -25,7 +25,7 @@ DETERMINISTIC: Any = {
     "grid.alpha": 0.3,
 }
 
-# Colour, marker and line of each curve of the frontier.
+# Colour, marker and line style of each mode's curve in the frontier; drafts have their target's marker.
 CURVES: dict[str, tuple[str, str, str]] = {
     "static": ("#000000", "s", ""),
     "sequential": ("#000000", "D", ""),
@@ -83,7 +83,7 @@ def _arms(points: Sequence[Line], name: str) -> list[list[float]]:
 
 
 def long_figure(lines: Sequence[Line]) -> Figure:
-    """Plot tokens per unit along a text by target: alone, with stale drafts, with the head's; a panel per block size and T."""
+    """Plot tokens per unit along a text: each target alone, with `self_spec`, with `mrp_spec`; a panel per block size and T."""
     lines = [line for line in lines if "decoding" in line]
     blocks = sorted({line["block_size"] for line in lines})
     figure = Figure(figsize=(1.8 + 4.2 * len(blocks), 6.4), layout="constrained")
@@ -105,7 +105,7 @@ def long_figure(lines: Sequence[Line]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: write a figure, without the date and matplotlib's version."""
+    """Run the command line: write a figure's SVG file, without a date or matplotlib's version."""
     parser = parser_of("plots", __doc__)
     parser.add_argument("figure", choices=("frontier", "long"), nargs="?", default="frontier")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder to read, and to write to")

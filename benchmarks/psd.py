@@ -28,19 +28,19 @@ from modeling_mrp.rules.state import Key, Row, Scores, State
 
 from .measure import Loop, loop_of
 
-# The probability below which a prediction agrees with nothing, by policy; 0 for others.
+# By policy, the probability below which no prediction counts as agreeing with a draft; 0 for other policies.
 LEAST = {"entropy_bound": 0.5}
 
 
 class Consistent(RevealRule):
-    """A rule that reveals the draft after a state if the draft's new tokens agree with the predictions, else as a policy does.
+    """A reveal rule that reveals the new tokens of a state's draft if all agree with the predictions, else follows a policy.
 
     Args:
         policy: The reveal rule for all other states.
-        least: Probability below which a prediction agrees with nothing.
+        least: Probability below which no prediction counts as agreeing.
 
     Attributes:
-        behind: By state, the draft after it, from the last two rounds.
+        behind: The draft that follows each state, by the state's key, from the last two rounds.
     """
 
     def __init__(self, policy: RevealRule, least: float) -> None:
@@ -49,7 +49,7 @@ class Consistent(RevealRule):
         self._last: dict[Key, State] = {}
 
     def follow(self, chain: Sequence[Node]) -> None:
-        """Add a round's chain of drafts to `behind`, and forget all chains but this one and the last round's."""
+        """Record a round's chain of drafts in `behind`, which then has this chain and the one of the round before."""
         new = {one.key: two for one, two in pairwise(node.state for node in chain if node.parent < 0)}
         self.behind, self._last = self._last | new, new
 
@@ -68,7 +68,7 @@ class Consistent(RevealRule):
 
 
 class PSDecoder(Decoder):
-    """A `Decoder` that drafts a chain for each row and takes the deepest consistent draft; more arguments are `Decoder`'s."""
+    """A `Decoder` that takes the deepest consistent draft of a chain per row; `given` are the arguments of `Decoder`."""
 
     def __init__(self, least: float, *given: Any) -> None:
         super().__init__(*given)

@@ -1,10 +1,10 @@
-"""The released reference: speculative decoding as in the published code, on the same model, cache and picks as `generate`.
+"""The released reference: speculative decoding as in the published code, with `generate`'s model, cache and choice of tokens.
 
 Written from a description of it alone. Besides its rounds, a block costs a seed forward and one that stores its keys and
 values:
 
 1. **seed**: the first state of the block is scored; its reveal is slot 0 of the first round.
-2. **first round**: K states, all drafted by the head: slot 0 is the seed's own pick, each other slot the state that the head
+2. **first round**: K states, all drafted by the head: slot 0 is the seed's own reveal, each other slot the state that the head
    expects after the slot before.
 3. **later rounds**: K + 1 states. Slot 0 is the state after the last accepted one, and its reveal is a *bonus* token; the first
    draft after it comes from the stale logits of the last accepted state, the others from the head.
@@ -33,13 +33,13 @@ from .measure import Measured
 
 @dataclass(frozen=True)
 class Decode:
-    """The decode of one row, made of this package's networks and rules.
+    """The decode of one row, by this package's networks and reveal rules.
 
     Attributes:
-        networks: Backbone, head and picks on the device.
+        networks: Runs backbone and head, and picks tokens.
         row: The row, alone in its batch.
-        rule: Decides what a step reveals.
-        states: K.
+        rule: The reveal rule.
+        states: K, the states of a block's first round.
         head_prefix: Whether the head sees the text before the block.
     """
 
@@ -84,7 +84,7 @@ class Decode:
         self.row.settle()
 
     def _right(self, chain: Sequence[State], scores: Sequence[Scores]) -> int:
-        """Count the right drafts of a chain, up to the first wrong one."""
+        """Count the drafts of a chain before the first wrong one."""
         for place, ((state, behind), said) in enumerate(zip(pairwise(chain), scores, strict=False)):
             if not state.free:
                 return place
@@ -94,7 +94,7 @@ class Decode:
         return len(chain) - 1
 
     def _drafted(self, first: bool) -> list[State]:
-        """Draft the K states of a block's first round, or the K + 1 of a later one."""
+        """Return the row's state and its drafts: K states in a block's first round, K + 1 in a later one."""
         chain, said = [self.row.state], self.row.source
         hidden = None if said is None else said.hidden
         for slot in range(1, self.states + (not first)):
@@ -110,7 +110,7 @@ class Decode:
         return chain
 
     def _head(self, state: State, hidden: Hidden) -> Hidden:
-        """Compute h_A + h_C at a state."""
+        """Compute the head's estimate h_A + h_C at a state from `hidden`, which belong to the state before it."""
         held = self.row.held
         if not self.head_prefix:
             self.row.held = self.row.head_held = 0

@@ -59,9 +59,9 @@ class Measured:
     """The answers to a list of prompts.
 
     Attributes:
-        replies: By prompt, as the native endpoint gives them.
+        replies: The response of the engine's endpoint `/generate` to each prompt.
         seconds: From the first request to the last answer.
-        cpu_seconds: CPU time of the engine's processes meanwhile.
+        cpu_seconds: CPU time of the engine's processes in these seconds.
         forwards: Backbone forwards in which a request took part, summed over requests; those of whole prompt blocks excluded.
     """
 
@@ -87,11 +87,11 @@ class Measured:
 
 
 class Server:
-    """An engine that serves while the `with` block lasts.
+    """An SGLang engine that serves while the `with` block lasts.
 
     Args:
         model: A checkpoint.
-        folder: An empty or missing folder, for its options and its log.
+        folder: An empty or missing folder, for the engine's options and log.
         algorithm: `--dllm-algorithm`.
         options: Content of the file of `--dllm-algorithm-config`.
         flags: Further flags.
@@ -161,18 +161,18 @@ class Server:
         """Send a request, a POST if it has a body; return the response, a file of bytes.
 
         Raises:
-            HTTPError: if the server refuses it.
+            HTTPError: if the server refuses the request.
         """
         data = None if body is None else json.dumps(body).encode()
         return self._opener.open(Request(self.url + path, data, {"Content-Type": "application/json"}), timeout=ANSWER_SECONDS)
 
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request and read the JSON that answers it."""
+        """Post a request; return the JSON object of the response."""
         with self.open(path, body) as response:
             return dict(json.load(response))
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int, **custom_params: Any) -> dict[str, Any]:
-        """Request one text; return the native endpoint's reply with `output_ids`, `text` and `meta_info`."""
+        """Request one text, greedily; return the response, with `output_ids`, `text` and `meta_info`."""
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0, "custom_params": custom_params or None}
         return self.ask("/generate", {"input_ids": list(prompt), "sampling_params": options})
 
@@ -182,8 +182,8 @@ class Server:
         """Request a text for each prompt from `concurrency` clients; return answers and costs. The prefix cache begins empty.
 
         Args:
-            prompts: Ids.
-            budgets: Most new tokens of each.
+            prompts: The ids of each prompt.
+            budgets: Limit of new tokens for each prompt.
             concurrency: Number of clients.
             block: The model's block size.
             custom_params: The `custom_params` of all requests.
@@ -197,7 +197,7 @@ class Server:
         after = self.metrics()
         blocks = sum(len(prompt) // block for prompt in prompts)
         cached = (after["realtime_tokens_total/prefill_cache"] - before["realtime_tokens_total/prefill_cache"]) / block
-        # The engine's own algorithms take one forward whenever a row is scheduled; ours says how many it took.
+        # The engine's own algorithms take one forward whenever a row is scheduled; MRP counts its forwards itself.
         name = "mrp_forwards_total" if "mrp_forwards_total" in after else "realtime_tokens_total/prefill_compute"
         forwards = (after[name] - before[name]) / (1 if name.startswith("mrp_") else block)
         return Measured(replies, seconds, round(forwards + cached) - blocks, worked)
@@ -209,11 +209,11 @@ class Server:
         return [engine, *engine.children(recursive=True)]
 
     def cpu_seconds(self) -> float:
-        """Sum the CPU time so far of the engine's processes."""
+        """Sum the CPU time of the engine's processes since they started."""
         return sum(sum(process.cpu_times()[:2]) for process in self.processes())
 
     def metrics(self) -> defaultdict[str, float]:
-        """Read counters and gauges by name and label `mode` ("realtime_tokens_total/decode"), summed over other labels."""
+        """Read counters and gauges, summed over all labels but `mode`; return them by "name" or "name/mode"."""
         found: defaultdict[str, float] = defaultdict(float)
         with self.open("/metrics") as response:
             lines = response.read().decode()

@@ -41,8 +41,8 @@ class Compared:
 
     Attributes:
         mrp, stock: Checkpoints, with a head and without.
-        asked: Makes prompts, and the most new tokens of each, for a number of clients.
-        threshold: Confidence threshold of stock.
+        asked: Function of the number of clients that makes prompts, and the limit of new tokens for each.
+        threshold: Confidence threshold of both models.
         server: Further arguments of `Server`.
     """
 
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def ask(name: str, server: Server, given: Any, made: dict[str, list[Measured]], turn: int) -> float:
-    """Let a server take its turn; return the seconds per token."""
+    """Measure a server in one turn, and append the result to `made[name]`; return the seconds per token."""
     made[name].append(server.measure(*given))
     return float(made[name][-1].seconds / made[name][-1].tokens)
 

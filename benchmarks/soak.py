@@ -30,7 +30,7 @@ SIZES = (1, 3, 12, 48, 64)
 
 
 def compared(case: Case) -> Iterator[tuple[str, Row, Row]]:
-    """Yield the kind of each comparison, and the two rows that must be equal."""
+    """Decode a case in several ways; yield the kind of each comparison, and the two rows, which must be equal."""
     rng, every = case.rng, list(range(len(case.prompts)))
     if rng.random() < 0.3:
         case.options["max_new_tokens"] += rng.randint(0, 60)
@@ -59,7 +59,7 @@ def soak(
     sizes: Sequence[int] = SIZES,
     modes: Sequence[str] = MODES,
 ) -> Iterator[dict[str, Any]]:
-    """Compare case after case; yield a line for each mismatch, and a last one with all counts."""
+    """Compare case after case; yield a result line for each mismatch, and at last a line with all counts."""
     begin = time.monotonic()
     kinds, drafted, total = Counter[str](), Counter[str](), Counter[str](tokens=0, rows=0, cases=0, calls=0, mismatches=0)
 

@@ -42,12 +42,12 @@ def frontier_lines(folder: Path = RESULTS) -> list[Line]:
 
 
 def named(lines: Iterable[Line]) -> dict[tuple[str, str], Line]:
-    """Return lines by family and setting name, the last line if a setting was measured again."""
+    """Return lines by (family, setting name); of lines of the same setting, the last one."""
     return {(line["family"], setting_name(line)): line for line in lines}
 
 
 def by_setting(folder: Path, families: Sequence[str] = FAMILIES) -> dict[tuple[str, str], Line]:
-    """Return the frontier's lines of some families, by family and setting name."""
+    """Return the frontier's lines of some families, by (family, setting name)."""
     return named(line for line in frontier_lines(folder) if line["family"] in families)
 
 
@@ -62,7 +62,7 @@ def solved_and_speed(lines: Iterable[Line]) -> list[str]:
 
 
 def row_of(lines: Iterable[Line], name: str, shape: str = CHARGED) -> str:
-    """Format the number `name` of several lines, separated by commas."""
+    """Format the number `name` of several lines, separated by commas; head passes are charged as at `shape`."""
     return ", ".join(f"{charged(line, shape)[name]:.2f}" for line in lines)
 
 
@@ -103,7 +103,7 @@ def frontier(folder: Path = RESULTS, drafted: bool = True) -> str:
 
 
 def ways(target: str, states: int) -> dict[str, Line]:
-    """Return the settings that draft for a target with K states, by name; the last one makes two head passes."""
+    """Return by name the settings that draft for a target with K = `states`; the last setting makes two head passes."""
     return {
         **{mode: drafted(mode, target, states) for mode in ("self_spec", "draft_graph", "mrp_spec")},
         "mrp_spec 2 passes": drafted("mrp_spec", target, states, draft_passes=2),
@@ -246,9 +246,9 @@ def rules(folder: Path = RESULTS) -> str:
 
 
 def fresh(folder: Path = RESULTS) -> str:
-    """Tabulate the frontier's numbers beside those of 2,000 fresh problems, whose seed the file of lines names.
+    """Tabulate the frontier's numbers beside those of 2,000 fresh problems, whose seed is in the file of their lines.
 
-    In brackets is the difference of two numbers over their common standard error; tokens are per forward.
+    The number in brackets is the difference divided by its standard error; tokens are per forward.
     """
     of, rows = by_setting(folder, JUDGED), []
     again = named(line for family in JUDGED for line in read_lines(folder / f"tiny_fresh_{family}.jsonl"))
@@ -273,7 +273,7 @@ def fresh(folder: Path = RESULTS) -> str:
 
 
 def sampled(folder: Path = RESULTS) -> str:
-    """Tabulate targets at temperature 1: problems solved and tokens per unit, alone and drafted, math and code in one cell."""
+    """Tabulate targets at temperature 1: problems solved and tokens per unit, alone and drafted; cells hold math and code."""
     of, settings, rows = named(read_lines(folder / "tiny_sampled.jsonl")), sampled_settings(), []
     for target in TARGETS:
         own = [one for one in settings if one.get("target", one["decoding"]) == target]

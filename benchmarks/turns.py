@@ -38,12 +38,12 @@ CLOCKS: dict[str, Callable[[torch.device], float]] = {"cpu": lambda device: time
 
 
 def take_turns(ways: Mapping[Name, Callable[[int], float]], turns: int, warm_ups: int = 1) -> dict[Name, list[float]]:
-    """Call every way once per turn, a different one first each time; return the times by name.
+    """Call every function once per turn, a different one first each time; return the times of each, by name.
 
     Args:
-        ways: By name, a function that gets the turn's number and returns its time.
-        turns: Number of turns that count, from 0 on.
-        warm_ups: Turns before these, with negative numbers.
+        ways: By name, a function of the turn's number that returns the time it took.
+        turns: Number of turns that count, numbered from 0 on.
+        warm_ups: Number of turns before, which do not count, with negative numbers.
     """
     taken: dict[Name, list[float]] = {name: [] for name in ways}
     names = list(ways)
@@ -56,29 +56,28 @@ def take_turns(ways: Mapping[Name, Callable[[int], float]], turns: int, warm_ups
 
 
 def spread(values: Sequence[float], digits: int = 3) -> dict[str, Any]:
-    """Return the median, the least and most, and the quartiles."""
+    """Return the median of values, their range (least and most) and their first and third quartile."""
     low, first, median, third, high = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).round(digits).tolist()
     return {"median": median, "range": [low, high], "quartiles": [first, third]}
 
 
 def faster(seconds: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
-    """Return the spread of a way's speed over that of a base, with which it took turns."""
+    """Return the spread of `base` / `seconds`, turn by turn: the speed of one way to decode over that of another."""
     return spread([other / mine for mine, other in zip(seconds, base, strict=True)])
 
 
 class Way:
-    """A checkpoint's way to decode batches, with its results: a function of a turn, for `take_turns`.
+    """A way to decode batches with a checkpoint: a function of the turn, for `take_turns`, that keeps the texts.
 
     Args:
-        model: An `MRPForCausalLM`, of this code or of its folder's.
-        batches: Inputs of `generate`; each turn takes the next one.
-        clock: Reads the time of the device.
-        options: Of `generate`; and `most`, the most states that `auto` may choose, if that is not the default of the model's
-            code.
+        model: An `MRPForCausalLM`, of this code or of the remote code in its folder.
+        batches: Inputs of `generate`; each turn decodes the next batch.
+        clock: Function that returns the time in seconds, given the device.
+        options: Options of `generate`; and `most`, the largest K that `auto` may choose, by default that of the model's code.
 
     Attributes:
-        texts: Ids by batch.
-        forwards: Backbone forwards of all rows, by batch.
+        texts: The ids [rows, length] of each batch, by the batch's index.
+        forwards: Backbone forwards, summed over rows, by the batch's index.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Way:
         return out.sequences, int(out.stats.row_forwards.sum())
 
     def same(self, other: "Way") -> bool:
-        """Tell if all texts are equal to another way's."""
+        """Return whether all texts are equal to those of `other`."""
         return all(torch.equal(text, other.texts[place]) for place, text in self.texts.items())
 
 
@@ -124,7 +123,7 @@ WAYS = {"bare": Bare}  # in place of `generate`
 
 
 def batches_of(tokenizer: PreTrainedTokenizerFast, split: Any, count: int, rows: int) -> list[dict[str, torch.Tensor]]:
-    """Make batches of math problems."""
+    """Encode `count` math problems of a split; return inputs of `generate`, batches of `rows` prompts."""
     prompts = [encode(problem, tokenizer)[0] for problem in problems("math", split, count)]
     return [pad_left(prompts[begin : begin + rows], tokenizer.pad_token_id) for begin in range(0, count, rows)]
 
@@ -174,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def options_of(target: str, states: str) -> dict[str, Any]:
-    """Return the options of a `Way` for one of `--states`."""
+    """Return the options of a `Way` for a value of `--states`."""
     if states == "rests":
         return drafted("self_spec", target, "auto", most=1)
     if states in ("alone", *WAYS):

@@ -73,7 +73,7 @@ class MRP(DllmAlgorithm):
 
 
 def rows_of(server_args: Any) -> int:
-    """Compute the rows of the largest forward from `--max-running-requests`, by which users mean requests, not rows."""
+    """Compute the most rows of a forward: `--max-running-requests`, which counts requests, times the states per request."""
     view, config = resolving_view(server_args), DllmConfig.from_server_args(server_args)
     rows = int(view.max_running_requests * config.mrp_settings.mode.width)
     graphs = view.cuda_graph_config.decode

@@ -75,5 +75,5 @@ def record_head(engine: Any) -> HeadGraphs | None:
 
 
 def give_up(why: str, error: Exception) -> None:
-    """Warn that the head runs without CUDA graphs."""
+    """Warn that the head runs without CUDA graphs, and why."""
     log.warning("The head %s as CUDA graphs (%s): it runs without them. --disable-cuda-graph records none", why, error)

@@ -17,7 +17,7 @@ from . import ALGORITHM
 from .checkpoint import backbone_weights, head_weight
 from .head_graphs import HeadGraphs, give_up
 
-# For each projection of a checkpoint that the engine stacks: the stacked projection, and its place in that.
+# For each projection of a checkpoint that the engine stacks: the name of the stacked projection, and the part within it.
 _STACKED: dict[str, tuple[str, str | int]] = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),

@@ -4,8 +4,8 @@ States that share a prefix and do not attend to each other become rows of one en
 attention needs no mask. If a state attends to a clean block (one without masks) of its round, that block's slots are mapped
 after the prefix: every layer writes all keys and values before it reads them.
 
-The host lays out where states stand. A forward is one copy to the device, one gather of slots, one indexed write to the map of
-positions to slots, the network, and one read of the picks.
+The host assigns slots to states. A forward is one copy to the device, one gather of slots, one indexed write to the map of
+positions to slots, the network, and one copy of the chosen tokens to the host.
 """
 
 from collections.abc import Sequence
@@ -179,14 +179,14 @@ def packed_batch(batch: Any, own: Own, cells: Cells, there: dict[str, Tensor], h
 
 
 class EngineNetworks(Networks):
-    """Backbone, head and picks over one round of an engine batch.
+    """The networks of one round of an engine batch: they run backbone and head, and pick tokens.
 
     The head's keys and values lie in the same slots as the backbone's, in layers of their own, and are written as soon as a
     block is committed: a request that shares a prefix through the engine's cache shares the head's part of it, too.
 
     Args:
         engine: The engine's `ModelRunner`.
-        batch: Its `ForwardBatch` of the rows.
+        batch: The engine's `ForwardBatch` of the rows.
         own: The rows that take part.
         lent: Rows and slots borrowed for the round.
         with_head: Whether the head takes part.
@@ -251,7 +251,7 @@ class EngineNetworks(Networks):
         return made
 
     def _to_write(self, written: Sequence[tuple[int, int, int]], homes: Sequence[int] = ()) -> dict[str, Part]:
-        """Lay out the indices in the map of the blocks to write, and the places in `Room.blocks` of these and of `homes`."""
+        """Lay out the map indices of the blocks to write, and the places in `Room.blocks` of these blocks, then `homes`."""
         stride = self.engine.req_to_token_pool.req_to_token.stride(0)
         places = [*homes, *(place for _, _, place in written)]
         return {"homes": Part(places), "written": Part(map_positions(written, self.block, stride))}

@@ -175,7 +175,7 @@ class StockPicker(EnginePicker):
         return EngineUnembedding(self.lm_head_weight, self.mask_token_id, unembed=self.unembed, with_mask=True)
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
-        """Pick from logits [n, vocab] in few passes over memory, since they are the largest tensor of a round."""
+        """Pick tokens from logits [n, vocab], the largest tensor of a round, in few passes over memory."""
         own = logits[:, self.mask_token_id].clone()
         logits[:, self.mask_token_id] = -torch.inf
         token = logits.argmax(-1, keepdim=True)

@@ -98,8 +98,8 @@ class Rounds:
         share: See `pace_of`.
 
     Attributes:
-        rows: By row of the engine's pool, the name and the row of its request, kept between rounds.
-        whole: By name, the ids of a block that are final before the engine asks for them.
+        rows: For each row of the engine's pool, the `Name` and the `EngineRow` of its request, kept between rounds.
+        whole: By `Name`, the final ids of a block that was decoded before the engine asks for it.
         report: Counts for the metrics endpoint.
     """
 
@@ -217,7 +217,7 @@ class Rounds:
     def _round(
         self, engine: Any, batch: Any, own: Own, rows: Sequence[EngineRow], evict: Callable[[int], Any], sees_new: bool
     ) -> bool:
-        """Draft as much as pays and has room, verify, accept, commit; return whether a CUDA graph ran."""
+        """Draft as many states as pay and have room, verify, accept and commit; return whether a CUDA graph ran."""
         mode, drafting = self.settings.mode, self.settings.mode.drafting
         budget = self.budget = self.budget or pace_of(engine.model, mode, self.share)
         amount = budget.choose(rows)

@@ -16,8 +16,8 @@ class Borrowed:
     Attributes:
         rows: For each row of the batch, `width` rows of the pool that maps positions to slots.
         slots: [rows * width, block] long, slots of the KV pool: whole pages.
-        swapped: By place in `slots`, slots ([block], long) that go back to the pool in place of the borrowed ones there, which
-            a request keeps.
+        swapped: By index in `slots`, the slots [block] long that go back to the pool in place of the borrowed slots at that
+            index, which a request keeps.
     """
 
     rows: list[list[int]]

@@ -96,7 +96,7 @@ class RecordEncoder:
 
     @cached_property
     def _begin_ids(self) -> list[int]:
-        """List the ids that begin a plain text or prompt: the bos token if the tokenizer prepends it, or else none."""
+        """List the ids that begin a plain text or prompt: the bos token if the tokenizer prepends one, else no ids."""
         begin = self.tokenizer.bos_token_id
         return [begin] if begin is not None and self.tokenizer("a")["input_ids"][0] == begin else []
 

@@ -1,6 +1,6 @@
 """The cost of decoding: tokens per *unit*. A unit is the cost of one backbone forward, and a head pass costs a share of it.
 
-A head pass is charged by the parameters that it reads, picks included, as a share of those that a backbone forward reads, at a
+A head pass is charged by the parameters that it reads, rows of `lm_head` included, as a share of a backbone forward's, at a
 published shape: 27, 18 and 16 % at 1.7B, 4B and 8B, and 9, 8 and 8 % if it picks among a shortlist of 16 tokens per position. A
 forward is taken to cost the same for any number of states, as it does at small batches on a GPU.
 """
@@ -35,7 +35,7 @@ def charge(line: Mapping[str, Any], shape: str = CHARGED) -> float | None:
 
 
 def charged(line: Mapping[str, Any], shape: str = CHARGED) -> dict[str, Any]:
-    """Return a result line with `tokens_per_unit`: its tokens per forward over the units of a forward and its head passes.
+    """Return a result line with `tokens_per_unit`: tokens per forward, divided by the cost of a forward with its head passes.
 
     The interval of tokens per forward is divided by the same number of units, as head passes per forward hardly vary.
     """

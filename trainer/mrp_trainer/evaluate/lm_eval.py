@@ -30,7 +30,7 @@ class MRPLM(HFLM):
 
     @property
     def max_length(self) -> int:
-        """Return the most tokens of a text less one, as lm-eval adds one: no autoregressive model reads the last token."""
+        """Return one less than the most tokens of a text: lm-eval adds one, as autoregressive models do not read the last."""
         length: int = super().max_length
         return length - 1
 

@@ -33,7 +33,7 @@ def with_headers(lines: Iterable[Line]) -> Iterator[tuple[Line, Line]]:
 
 
 def other_weights(header: Mapping[str, Any], line: Mapping[str, Any], weights: Mapping[str, Any]) -> str | None:
-    """Name the first part (`backbone`, `deciding` code, `head`) whose digests in `header` and `weights` differ, or None.
+    """Name the first part (`backbone`, `deciding` code, `head`) whose digests in `header` and `weights` differ; else None.
 
     A line without head passes (`head_per_token`) does not depend on the head. In a header, `backbone` is None if no checkpoint
     was measured, and `head` is None if there was no head, or several; a header without `backbone` counts as different. The code
@@ -84,7 +84,7 @@ class ResultsFile:
         self.header = header
 
     def find(self, **fields: Any) -> Line | None:
-        """Find the last line with these fields (compared as JSON) that was measured with the header's weights, or None."""
+        """Find the last line with these fields (compared as JSON) measured with the header's weights; None if there is none."""
         wanted = json.loads(json.dumps(fields))
         known = [
             line

@@ -38,9 +38,9 @@ class Forward:
     """A backbone forward in which the row took part.
 
     Attributes:
-        own: Tokens that it revealed at the row's own state, the one that is not drafted.
-        accepted: Tokens that it revealed at drafted states.
-        refused: Drafted states that were not accepted, including those that a later forward can use.
+        own: Number of tokens that the forward revealed at the row's current state, which is not drafted.
+        accepted: Number of tokens that the forward revealed at drafted states.
+        refused: Number of drafted states that were not accepted, including those that a later forward can use.
     """
 
     own: int
@@ -53,9 +53,9 @@ class Decode:
     """The decode of one row: the tokens of its text, and the backbone's forwards in order.
 
     Attributes:
-        drafted: Drafted states that were submitted.
-        accepted: Drafted states that were accepted.
-        blocks: Columns of the text at which a block begins.
+        drafted: Number of drafted states that were submitted.
+        accepted: Number of drafted states that were accepted.
+        blocks: Indices of the tokens at which a block begins, the first excepted.
     """
 
     name: str

@@ -120,7 +120,7 @@ def weighted_cross_entropy(hidden: Tensor, lm_head_weight: Tensor, targets: Tens
 
 
 def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Tensor:
-    """Compute how student and teacher diverge in which position of a block is revealed next, summed over blocks.
+    """Compute the divergence of student and teacher over the position of a block to reveal next; sum over blocks.
 
     `student` and `teacher` are log-odds [tokens] of the teacher's tokens (`favourite_odds`), `block` the block number of each
     token, [tokens] long below `blocks`. Decoding reveals the most confident position first. Where several tokens are nearly

@@ -20,7 +20,7 @@ Measured = dict[str, tuple[Tensor, Tensor]]
 
 
 def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
-    """Make attention masks over all columns, for all queries and for noisy ones, in the form of the model's attention."""
+    """Make two attention masks over all columns as the model's attention takes them: for all queries, and for noisy ones."""
     rule = batch.rule()
     if model.config._attn_implementation in ("flex_attention", TRAINING_FLEX):
         return sparse_mask(rule, batch.input_ids.shape[1]), sparse_mask(rule, noisy_length(batch))

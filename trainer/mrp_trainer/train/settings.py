@@ -40,7 +40,7 @@ class Settings:
     data_digest: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as one mapping, which can serve as a YAML file."""
+        """Return all settings as one mapping, which can serve as a YAML file."""
         options = {name: value for name, value in asdict(self.options).items() if name in _option_names(self.objective)}
         digest = {} if self.data_digest is None else {"data_digest": self.data_digest}
         return {"objective": self.objective, **options, **self.training, **digest}

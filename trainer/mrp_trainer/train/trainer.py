@@ -132,8 +132,8 @@ class MRPTrainer(Trainer):
         return output
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Compute these values as `Trainer` does, but no epoch is left if the resumed checkpoint is one of the last step: the
-        Trainer checks whether it is done only after a step."""
+        """Compute numbers of epochs and steps as `Trainer` does, but none is left if the checkpoint is of the last step:
+        the Trainer checks whether it is done only after a step."""
         epochs, steps_per_epoch, *rest, max_steps = super().set_initial_training_values(args, dataloader)
         if self._steps_done >= max_steps:
             epochs = self._steps_done // steps_per_epoch
