@@ -29,13 +29,13 @@ def followed(state: State, drafted: State, mask_id: int) -> int | None:
 
 
 def force(nodes: Sequence[Node], scores: Sequence[Scores], mask_id: int, chance: float, coin: random.Random) -> None:
-    """Overwrite the scores at a row's states so that, where all drafts before are right, a draft is right by chance.
+    """Overwrite the scores at a row's states so that a draft is right with probability `chance` if all before it are.
 
     Args:
         nodes: A row's next state, then its drafts.
         scores: The backbone's scores at each node's state.
         mask_id: The mask's id.
-        chance: Probability that a draft is right if all before it are.
+        chance: Probability that a draft is right.
         coin: Source of randomness.
     """
     at = 0

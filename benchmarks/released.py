@@ -94,7 +94,7 @@ class Decode:
         return len(chain) - 1
 
     def _drafted(self, first: bool) -> list[State]:
-        """Return the row's state and its drafts: K states in a block's first round, K + 1 in a later one."""
+        """Return the row's state and its drafts: at most K states in a block's first round, K + 1 in a later one."""
         chain, said = [self.row.state], self.row.source
         hidden = None if said is None else said.hidden
         for slot in range(1, self.states + (not first)):

@@ -257,7 +257,7 @@ class EngineNetworks(Networks):
         return {"homes": Part(places), "written": Part(map_positions(written, self.block, stride))}
 
     def _write(self, there: dict[str, Tensor], slots: Tensor) -> None:
-        """Write slots [n, block] to the map of positions to slots."""
+        """Write slots [n, block] to the map of positions to slots, at the indices `there["written"]`."""
         table = self.engine.req_to_token_pool.req_to_token
         table.view(-1).index_copy_(0, there["written"], slots.flatten().to(table.dtype))
 
@@ -344,7 +344,7 @@ class EngineNetworks(Networks):
         return [found[at] for at in range(len(states))]
 
     def _at_columns(self, columns: np.ndarray, *several: Sequence[Hidden]) -> list[Tensor]:
-        """See `Networks`; columns that the last forward already copied to the device are not copied again."""
+        """See `Networks`; indices of columns that the last forward copied to the device are not copied again."""
         made, free, there = self._last or (None, None, None)
         known = free is not None and np.array_equal(columns, free)
         parts = {} if known else {"columns": Part(columns)}

@@ -15,7 +15,7 @@ Share = Callable[[list[int]], list[int]]
 
 
 class Led:
-    """A budget whose amounts the first of several processes chooses for all.
+    """A draft budget of several processes: the first process chooses the amounts for all.
 
     Args:
         budget: The budget of this process, which learns from its own clock.

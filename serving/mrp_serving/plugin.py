@@ -131,7 +131,7 @@ def yaml_mapping(path: str | None) -> dict[str, Any]:
 
 
 def sampling_defaults(original: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
-    """Return greedy defaults for requests without a temperature under the algorithm `MRP`, else the engine's defaults."""
+    """Return greedy defaults for chats without a temperature under the algorithm `MRP`, else the engine's defaults."""
     return dict(GREEDY) if get_exec().dllm.dllm_algorithm == ALGORITHM else original(config)
 
 

@@ -92,7 +92,7 @@ class Progress:
 
 
 def interpreted(req: Any, settings: Settings) -> Asked:
-    """Derive from a request how its text is decoded.
+    """Return the options by which a request's text is decoded, from its parameters and the server's settings.
 
     Raises:
         ValueError: if its `custom_params` cannot be honoured; the message gives value and remedy.

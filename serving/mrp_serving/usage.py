@@ -23,7 +23,7 @@ class Report:
         self.counters: dict[str, Any] = {}
 
     def count_in(self, make: Any) -> None:
-        """Create the counters and count from now on; `make(name, documentation)` makes one."""
+        """Create the counters, each by `make(name, documentation)`, and count from now on."""
         told = {**_COUNTED, "tokens": "Tokens of finished blocks, prompts not included"}
         self.counters = {name: make(f"sglang:mrp_{name}", text) for name, text in told.items()}
 

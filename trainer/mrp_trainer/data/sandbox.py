@@ -8,7 +8,7 @@ A hostile program **cannot** name anything but its own variables and nine builti
 of CPU time and 10 of wall clock, 256 MiB of memory, no file or socket opened, no byte written to a file, and (for users other
 than root) no process started. A program that is too slow, too big, or crashes its interpreter fails alone.
 
-It **can** use up its second and its memory, and return anything. Whoever finds a way through both the list and CPython acts as
+It **can** use up its CPU time and memory, and return anything. Whoever finds a way through both the list and CPython acts as
 the user who runs the command: run weights that you do not trust as a user with nothing to lose. Needs a POSIX system.
 """
 

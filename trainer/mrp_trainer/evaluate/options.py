@@ -15,7 +15,7 @@ from ..embedded import EMBEDDED
 from ..flags import assigned, flag
 
 _OPTIONS = {option.name: option for option in OPTIONS}
-# Options of `generate`: flags that take several values, all flags, and the options that a measurement cannot change.
+# Options of `generate`: those whose flag takes several values, all with a flag, and those that a measurement cannot change.
 _SWEPT = {"confidence_threshold": "tau", "num_draft_states": "states", "draft_branches": "branches"}
 _BY_FLAG = {**_SWEPT, "decoding": "decoding", "target": "target", "max_new_tokens": "max-new-tokens"}
 _FIXED = ("return_dict_in_generate", "num_return_sequences", "max_length")

@@ -117,7 +117,7 @@ class Device:
 def decoder_layers(
     shape: Shape, layers: int, batch: int, states: float, prefix: int, sparse: bool = False
 ) -> tuple[Work, Work]:
-    """Compute the work of decoder layers over `batch` rows of `states` packed states; return that of matrices and of attention.
+    """Compute the work of decoder layers on `batch` rows of `states` packed states; return that of matrices, then of attention.
 
     Packed attention computes all pairs of a query with its row's prefix and states, also masked pairs. `sparse` layers read the
     experts that any token chooses, and compute for each token only those that it chooses.

@@ -128,7 +128,7 @@ def render_card(
         kind: A key of `folder.KINDS`: "full", "head" or "adapter".
         name: The repository id, or the folder as a user writes it: what the examples load, and the title.
         results: Measurements, as `read_results` returns them.
-        about: A Markdown file that describes the checkpoint: its metadata wins over ours, its text opens the card.
+        about: A Markdown file that describes the checkpoint: its metadata overrides the template's, its text opens the card.
         extra_tags: Tags beside those that every card has.
         base: The base model of a head or an adapter, in place of the one that its config names.
     """

@@ -22,9 +22,9 @@ class DiffusionCollator:
     once a pass. Positions after the end of the text are always masked, as in decoding, with the target `BLANK`. Positions
     between the end of an earlier turn and the end of its block are masked, too, but have no loss.
 
-    A copy of a sample with `reveal_step` shows each block as it was in decoding, without tokens revealed after the end: after
-    the last step with at most n tokens revealed, where n is uniform from 0 to all but one. The n of two copies are half the
-    range apart.
+    A copy of a sample with `reveal_step` shows each block as decoding left it after the last step with at most n tokens
+    revealed, where n is uniform from 0 to all but one; tokens after the end of the text do not count. Two copies have values of
+    n that are half the range apart.
 
     Args:
         block_size: Tokens per block.
@@ -113,7 +113,7 @@ class DiffusionCollator:
         return copies, {**clean, "view": CLEAN_VIEW, "noise_key": key}
 
     def _left_by_decoding(self, sample: Sample, where: np.ndarray, size: int, share: np.ndarray) -> np.ndarray:
-        """Return a mask, [tokens] bool, of tokens hidden before the step that reveals more than a `share` of their block."""
+        """Mask tokens revealed in or after the step that exceeds a `share` of their block's tokens; return [tokens] bool."""
         assert sample.reveal_step is not None
         masked = np.zeros(len(where), dtype=bool)
         end = len(sample.ids) if sample.length is None else sample.length

@@ -8,19 +8,19 @@ from torch import Tensor
 
 
 class Measures:
-    """Running sums and counts by name, kept on the device until they are taken."""
+    """Running sums and counts by name, kept on the device until `take` returns them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, measured: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Add sums and counts (scalars) by name."""
+        """Add measurements, by name a sum and a count (scalars)."""
         for name, (total, count) in measured.items():
             both = torch.stack([total.detach().double(), count.to(total.device).double()])
             self._sums[name] = self._sums.get(name, 0) + both
 
     def take(self, accelerator: Accelerator) -> dict[str, tuple[float, float]]:
-        """Return sums and counts over all processes since the last call. Every process has to call it, with the same names."""
+        """Return sums and counts over all processes since the last call; every process has to call this, with equal names."""
         if not self._sums:
             return {}
         names = sorted(self._sums)

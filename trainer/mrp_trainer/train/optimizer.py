@@ -33,7 +33,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make one step of Muon and AdamW."""
+        """Make one step of Muon and AdamW; return the loss that `closure` computes before, if it is given."""
         loss = closure() if closure is not None else None
         for part in self.parts:
             part.step()

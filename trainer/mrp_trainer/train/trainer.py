@@ -132,8 +132,8 @@ class MRPTrainer(Trainer):
         return output
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Compute numbers of epochs and steps as `Trainer` does, but none is left if the checkpoint is of the last step:
-        the Trainer checks whether it is done only after a step."""
+        """Compute epochs and steps as `Trainer` does, but leave no epoch if the resumed checkpoint is of the last step: the
+        Trainer checks only after a step whether training is done."""
         epochs, steps_per_epoch, *rest, max_steps = super().set_initial_training_values(args, dataloader)
         if self._steps_done >= max_steps:
             epochs = self._steps_done // steps_per_epoch
@@ -360,7 +360,7 @@ def _is_finite(weight: Any) -> bool:
 
 
 def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the means and, where KL(B||A) is above 0, the share of it that A+C removes (`gap_closed`)."""
+    """Return the mean of each measurement (sum, count) and, if KL(B||A) > 0, the share that A+C removes (`gap_closed`)."""
     means = {name: total / count for name, (total, count) in measured.items() if count}
     closed = {}
     for name, value in means.items():
