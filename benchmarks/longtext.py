@@ -203,7 +203,7 @@ class Clock(BaseStreamer):
         self.tokens, self.seconds = [0], [0.0]
 
     def put(self, value: Tensor) -> None:
-        """Note time and length; the first call brings the prompt."""
+        """Note time and length; the first call is for the prompt."""
         self.tokens.append(self.tokens[-1] + value.numel())
         self.seconds.append(time.process_time())
 

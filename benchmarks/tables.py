@@ -184,7 +184,7 @@ def break_even(folder: Path = RESULTS) -> str:
 
 
 def _differ(of: dict[tuple[str, str], Line], families: Sequence[str], target: str) -> int:
-    """Count the texts of a target's drafts that differ from its own."""
+    """Count the drafted texts of some families that differ from those of their target alone."""
     drafts = (line for (family, _), line in of.items() if family in families and line.get("target") == target)
     return sum(line["texts_that_differ"] for line in drafts)
 
@@ -311,7 +311,7 @@ def heldout(folder: Path = RESULTS) -> str:
 
 
 def provenance(folder: Path = RESULTS) -> str:
-    """Tabulate the commits at which each file of results was measured, and whether its decoding code was noted."""
+    """Tabulate the commits at which each file of results was measured, and the noted digests of the decoding code."""
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
         headers = [line for line in map(json.loads, path.read_text().splitlines()) if "benchmark" in line]

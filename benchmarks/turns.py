@@ -100,7 +100,7 @@ class Way:
             return self.clock(self.model.device) - begun
 
     def decode(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """Decode a batch; return its ids, prompts included, and the forwards of all rows."""
+        """Decode a batch; return its ids, prompts included, and its backbone forwards, summed over rows."""
         out = self.model.generate(**inputs, **self.options, return_dict_in_generate=True)
         return out.sequences, int(out.stats.row_forwards.sum())
 

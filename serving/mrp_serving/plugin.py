@@ -136,7 +136,7 @@ def sampling_defaults(original: Callable[[Any], dict[str, Any]], config: Any) ->
 
 
 def with_head(original: Callable[..., None], engine: Any, *args: Any, **more: Any) -> None:
-    """Record the head's CUDA graphs, if it takes part, after the engine has recorded the backbone's."""
+    """Record the head's CUDA graphs, if the head takes part, after the engine has recorded the backbone's."""
     original(engine, *args, **more)
     if (
         get_exec().dllm.dllm_algorithm == ALGORITHM

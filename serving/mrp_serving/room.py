@@ -52,7 +52,7 @@ def fetch_what_fits(original: Callable[[Any], None], scheduler: Any) -> None:
 
 
 def whole_blocks(original: Callable[..., int], adder: Any, req: Any = None) -> int:
-    """Let the engine always schedule a row's whole block, whatever its estimate: admission has made sure of the room."""
+    """Let the engine always schedule a row's whole block, whatever the engine estimates: admission has ensured the room."""
     if adder.dllm_config.algorithm != ALGORITHM:
         return original(adder, req)
     return int(min(adder.rem_dllm_tokens, adder.dllm_config.block_size))

@@ -53,8 +53,8 @@ Row = Sample | Sequence[Sample]
 
 
 class FilledUp(Dataset[Row]):
-    """A dataset filled up with rows without a loss to a multiple of the rows that all processes take at once: accelerate would
-    fill it up with its first rows, which would count twice."""
+    """A dataset with further rows, which have no loss, up to a multiple of the rows that all processes take at once: accelerate
+    would repeat the first rows instead, which would then count twice."""
 
     def __init__(self, rows: Any, multiple: int) -> None:
         self.rows = rows

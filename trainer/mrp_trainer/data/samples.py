@@ -38,7 +38,7 @@ def make_sample(
     capacity: int,
     reveal_step: Sequence[int] | None = None,
 ) -> Sample | None:
-    """Make a sample with index 0 of a text: its ids [n], which of them are learned [n], and the steps that revealed them [n].
+    """Make a text's sample, with index 0, from its ids [n], whether each is learned [n], and the step that revealed it [n].
 
     The last block of a text that `ended` is filled with `pad_token_id`, which is learned, too. A text without an end is cut to
     whole blocks, as the rest of its last block is unknown. A text longer than `capacity`, a number of tokens in whole blocks,

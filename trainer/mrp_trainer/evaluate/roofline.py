@@ -33,7 +33,7 @@ class Shape:
 
     @classmethod
     def of(cls, name: str, config: Any) -> "Shape":
-        """Read the sizes of a config."""
+        """Return the shape `name` with the sizes in a config."""
         sizes = {field.name: getattr(config, field.name, field.default) for field in fields(cls)}
         return cls(**{**sizes, "name": name, "head_layers": config.num_nextn_predict_layers})
 
@@ -148,7 +148,7 @@ def head_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[W
 
 
 def vocabulary_step(shape: Shape, positions: float) -> Work:
-    """Compute the work of picks at `positions` masked positions, from logits that never leave the chip."""
+    """Compute the work of choosing tokens at `positions` masked positions, from logits that never leave the chip."""
     return Work((shape.vocab_size + positions) * shape.hidden_size * BYTES, 2 * positions * shape.vocabulary)
 
 
@@ -169,7 +169,7 @@ def masks_per_state(block_size: int) -> float:
 
 
 def round_seconds(shape: Shape, device: Device, counts: Counts, batch: int, prefix: int) -> float:
-    """Predict the seconds of a round after `prefix` tokens: backbone and picks, and each pass of the head."""
+    """Predict the seconds of a round after `prefix` tokens: the backbone and each pass of the head, with their picks."""
     masks = batch * masks_per_state(shape.block_size)
     backbone = backbone_forward(shape, batch, counts.states_per_forward, prefix)
     head = head_forward(shape, batch, counts.states_per_head_pass, prefix)

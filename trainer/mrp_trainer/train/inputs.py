@@ -102,7 +102,7 @@ def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) 
 
 def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tokenizer: Any, held_out: bool = False) -> Any:
     """Return a dataset as rows of samples: records (see `source_of`) are checked and encoded as `mrp train` does it; any other
-    dataset, or None, is returned as it is. Held-out records keep their order, and `held_out` also takes a mapping of datasets.
+    dataset, or None, is returned as it is. Held-out records keep their order, and may be a mapping of several datasets.
     Errors call the dataset `name`.
 
     Raises:

@@ -161,7 +161,7 @@ def _of_qwen3(options: RunOptions) -> dict[str, Any]:
 
 
 def dry_run(settings: Settings) -> str:
-    """Describe a run's needs: parameters, memory of a process without activations, rows per step; errors as of `meta_model`."""
+    """Describe a run's needs: parameters, memory of a process without activations, rows per step. Errors: see `meta_model`."""
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
     model = meta_model(settings)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

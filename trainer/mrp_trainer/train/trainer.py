@@ -282,7 +282,7 @@ class MRPTrainer(Trainer):
     def push_to_hub(  # fewer arguments than Trainer's: `args` has the rest
         self, commit_message: str | None = "End of training", revision: str | None = None, tags: str | Sequence[str] = ()
     ) -> CommitInfo | None:
-        """Save to the output folder, and push that as `mrp_trainer.publish.push` does, with its errors: in one commit, with a
+        """Save to the output folder, and push it as `mrp_trainer.publish.push` does, with its errors: in one commit, with a
         card, without pickles; the head alone if the backbone has a name on the Hub. Processes other than the first return
         None."""
         if self.hub_model_id is None:
