@@ -1,7 +1,7 @@
-"""Remote code of a repository: this package in one file, generated, since code on the Hub lies flat.
+"""Generator of a repository's remote code: this package's modules in one file, since remote code has no subpackages.
 
-It holds what the model imports, directly or not, and the checkpoint's family, below one section of imports. Modules import each
-other by `from .module import name`, at the top of a file, and no two give one name to different things.
+The file holds all modules that the model imports, directly or not, and its family's module, below one section of imports.
+Modules must import each other by `from .module import name` at the top of a file, and no two may define one name differently.
 ``python -m modeling_mrp.bundle hub_configs/sdar-tiny-mrp`` regenerates it.
 """
 
@@ -16,7 +16,7 @@ from .model.layouts import json_object
 
 
 def add_modules(name: str, found: dict[str, str]) -> None:
-    """Add the text of a module and of all modules of this package that it imports, each after what it imports."""
+    """Add a module's source text to `found`, by name, after the modules of this package that it imports, directly or not."""
     if name in found:
         return
     text = Path(__file__).parent.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8")
@@ -27,7 +27,7 @@ def add_modules(name: str, found: dict[str, str]) -> None:
 
 
 def code_of(text: str, imported: dict[str, set[str]]) -> str:
-    """Return a module's text without imports; add imports of other packages to `imported`, names by `from X import `."""
+    """Return a module's text without imports; add those of other packages to `imported`, by `import ` or `from X import `."""
     imports = [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in imports:
         start = "import " if isinstance(node, ast.Import) else f"from {node.module} import "
@@ -39,7 +39,7 @@ def code_of(text: str, imported: dict[str, set[str]]) -> str:
 
 @cache
 def bundled(family: str = DENSE) -> str:
-    """Generate the code of a repository for models of a family; a family that is registered elsewhere is left out."""
+    """Generate the remote code for models of a family, without the family's module if that lies outside this package."""
     modules: dict[str, str] = {}
     add_modules("modeling", modules)
     home = backbone_of(family).__module__.removeprefix(f"{__package__}.")

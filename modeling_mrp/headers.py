@@ -1,4 +1,4 @@
-"""Comparison of checkpoints with their configs by the headers of their files, before anything is pushed or served."""
+"""Check that a checkpoint's tensors fit its config, by the headers of its files, before it is pushed or served."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """List the tensors of safetensors files by our names; `ValueError` for a file that is damaged or cut short."""
+    """Read the headers of safetensors files; return tensors by this package's names. `ValueError` for a damaged file."""
     found: dict[str, StoredTensor] = {}
     for file in files:
         try:
@@ -35,7 +35,7 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def check_tensors(config: MRPConfig, found: Mapping[str, StoredTensor], prefix: str = "") -> None:
-    """Raise `ValueError` with all differences unless the tensors found, by our names, are a config's under a prefix."""
+    """Raise `ValueError`, listing all differences, unless `found` are the tensors that a config implies below `prefix`."""
     with torch.device("meta"):
         state: Any = MRPForCausalLM(config).state_dict().items()
     needed = {name: tuple(tensor.shape) for name, tensor in state if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""A block-diffusion backbone with the MRP head on top of it, in the symbols of `model/head.py`."""
+"""The model: a block-diffusion backbone with an optional MRP head on top; symbols as in `model/head.py`."""
 
 from typing import Any
 
@@ -23,14 +23,14 @@ from .model.loading import MRPPreTrainedModel
 from .networks.cache import BlockCache
 
 AnyMask = Tensor | BlockMask
-# What callers of transformers' models may pass beside the arguments that all of these have (`return_dict` is one).
+# Keyword arguments that `forward` passes on to the backbone.
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 
 
 class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     """A block-diffusion language model with an optional MRP head.
 
-    A token sees every token of earlier blocks and of its own, and a masked position predicts its own token.
+    A token attends to all tokens of earlier blocks and of its own block; a masked position predicts the token at that position.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -46,7 +46,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         self.post_init()
 
     def backbone(self, input_ids: Tensor, position_ids: Tensor, mask: AnyMask, past_key_values: Cache | None = None) -> Tensor:
-        """The backbone's final-norm hidden states h_A, [batch, length, hidden_size], each where it was computed.
+        """Run the backbone; return its final-norm hidden states h_A, [batch, length, hidden_size], at their inputs' positions.
 
         Args:
             input_ids: [batch, length] long.
@@ -54,7 +54,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex attention.
             past_key_values: A cache that the layers update, or None.
         """
-        # With a cache each call has other lengths, for which what `nn.Module.compile` made would be made anew.
+        # With a cache each call has other lengths, for each of which a module compiled by `nn.Module.compile` would recompile.
         model = self.model if past_key_values is None else self.model._call_impl
         return model(
             input_ids=input_ids,
@@ -72,12 +72,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         mask: AnyMask,
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        """The head's residual h_C = Head(embed(x'), h_A), [batch, length, hidden_size]; `ValueError` for a model without one.
+        """Compute the head's residual h_C = Head(embed(x'), h_A), [batch, length, hidden_size]; `ValueError` without a head.
 
         Args:
-            input_ids: [batch, length] long, x'.
-            hidden_states: [batch, length, hidden_size], h_A or an accumulated estimate.
-            position_ids, mask, past_key_values: As for `backbone`; a cache has room for the head's layers.
+            input_ids: [batch, length] long, the state x' after a reveal.
+            hidden_states: [batch, length, hidden_size], h_A, or an estimate of it: h_A plus earlier residuals.
+            position_ids, mask, past_key_values: As for `backbone`; a cache must have room for the head's layers.
         """
         if self.mrp_head is None:
             raise ValueError(
@@ -105,30 +105,30 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of every position given what is revealed, or the block-diffusion loss when `labels` are given.
+        """Compute the logits of every position given the revealed tokens; with `labels`, the block-diffusion loss, too.
 
-        The loss masks each learned token with probability t ~ U(0, 1], drawn per sequence (in eval mode from a seed that its
-        tokens give, so that it has one loss). One pass holds [x_t | x_0]; the loss is the cross-entropy at the masked positions
-        weighted 1 / t, over the number of learned tokens (SDAR, equation 3), and the logits are those of the noisy copy.
+        With `labels`, each learned token is masked with probability t ~ U(0, 1], drawn per sequence (in eval mode from a seed
+        made of its tokens, for a reproducible loss). One pass holds [x_t | x_0]; the loss is the cross-entropy at masks,
+        weighted 1 / t, divided by the number of learned tokens (SDAR, equation 3). The logits are those of x_t.
 
         Args:
             input_ids: [batch, length] long. Positions that hold `mask_token_id` are predicted.
             attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a boolean or additive
                 [batch, 1, length, past + length] mask that replaces the block-causal one.
             position_ids: [batch, length] long, absolute; by default counted from the first real token.
-            past_key_values: Keys and values of earlier, clean blocks; none in a `shifted` family.
+            past_key_values: Keys and values of earlier, clean blocks; must be empty in a `shifted` family.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
             labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt).
-            noise: With `labels`, [batch, 1 + length] on [0, 1), instead of drawing it: 1 - t, and what t is compared with.
-            num_items_in_batch: With `labels`, what the loss is divided by instead: transformers' Trainer counts the learned
-                tokens of all accumulation steps.
+            noise: With `labels`, [batch, 1 + length] in [0, 1) (default: drawn): 1 - t, then one per token, masked if below t.
+            num_items_in_batch: With `labels`, the divisor of the loss, by default the number of learned tokens; transformers'
+                Trainer passes the number of all accumulation steps.
             use_cache, logits_to_keep, kwargs: As in transformers.
 
         Returns:
-            Float logits [batch, kept, vocab]; with `output_hidden_states=True` hidden states, of which the last are h_A.
+            Logits [batch, kept, vocab]; with `labels`, the loss; with `output_hidden_states=True`, hidden states, h_A the last.
 
         Raises:
-            ValueError: for an argument that has no effect or does not fit the tokens; or for the `BlockCache` of a `generate`.
+            ValueError: for an argument that has no effect or does not fit the tokens, or for a `BlockCache` of `generate`.
         """
         if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON):
             raise ValueError(f"forward has no argument {', '.join(unknown)}: check the spelling, or leave it out")
@@ -190,7 +190,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     def _block_causal(
         self, given: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past_key_values: Cache | None
     ) -> tuple[Tensor, Tensor]:
-        """The mask in the attention implementation's form, and the positions of the new tokens."""
+        """Return the mask, in the form that the chosen attention takes, and the new tokens' positions [batch, length]."""
         batch, length = given.shape[:2]
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         valid = torch.ones(batch, past + length, dtype=torch.bool, device=given.device)
@@ -209,7 +209,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """Give a mask the form that the chosen attention takes: flex and those with `eager_mask` add it to the scores."""
+        """Make a boolean mask additive if the chosen attention adds it to its scores (flex, and those with `eager_mask`)."""
         chosen = self.config._attn_implementation
         adds = chosen == "flex_attention" or ALL_MASK_ATTENTION_FUNCTIONS.get(chosen) is eager_mask
         if isinstance(mask, BlockMask) or not adds or mask.dtype != torch.bool:

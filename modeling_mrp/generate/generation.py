@@ -27,7 +27,7 @@ from .output import MRPGenerateOutput, Progress, Stopping, Streams, output_of
 
 
 class MRPGenerationMixin(GenerationMixin):
-    """`generate` of an MRP model: transformers prepares everything, the loop decodes."""
+    """`generate` of an MRP model: transformers prepares the inputs, this package's loop decodes."""
 
     def generate(
         self,
@@ -39,34 +39,34 @@ class MRPGenerationMixin(GenerationMixin):
         past_key_values: BlockCache | None = None,
         **kwargs: Any,
     ) -> Tensor | MRPGenerateOutput:
-        """Decode as `GenerationMixin.generate` does, block by block, with its arguments and every field of `DecodingOptions`.
+        """Decode block by block; take the arguments of `GenerationMixin.generate` and every field of `DecodingOptions`.
 
-        Logits processors see the scores of masked positions, [positions, vocab], with the ids before each [positions, length]:
-        the row's text, with what is revealed of its block, and `mask_token_id` where nothing is known yet. Stopping criteria
-        see no scores, and the batch as it came with as many tokens behind as the row in question has, masks where a slower row
-        has none yet.
+        Logits processors get the scores of masked positions, [positions, vocab], and the ids before each, [positions, length]:
+        the row's text with the revealed tokens of its block, and `mask_token_id` where none is known yet. Stopping criteria
+        get, as ids, the prompts as given with n tokens behind each, n being the number of tokens of the row that is checked,
+        and masks where a slower row has fewer; as scores, None.
 
         Args:
             inputs: [rows, length] long, the prompts (or `input_ids`); `attention_mask` has 0 at padding, on either side.
-            generation_config: Options, or a dict of them; keyword arguments go before its fields.
-            streamer: Receives the prompt without its padding, then finished blocks in order; of a single row. A list holds one
-                for each row (after `num_return_sequences`), which ends as soon as its row does.
-            custom_generate: As in transformers; the call is then passed on.
-            infill_ids: [rows, n] long, what continues each row's prompt: `mask_token_id` where a token is to be generated, any
-                other id is given and kept. Rows with fewer are filled up with masks. Behind them the text goes on, if
-                `max_new_tokens` (which counts given tokens too) leaves room; without a limit of length it ends there. No eos
-                is generated before the last given token.
-            past_key_values: Those of an earlier call's output, of the same model, weights and head; `input_ids` hold the whole
-                conversation. What both begin with, row by row as far as the ids agree, is not computed again: the text is the
-                one without a cache. It is taken over, in place if it has the room, and used up; with `num_return_sequences` it
-                is copied. The output carries the one to go on from.
+            generation_config: Options, or a dict of them; keyword arguments override its fields.
+            streamer: For a single row: receives its prompt without padding, then finished blocks in order. For several rows
+                (after `num_return_sequences`): a list of one streamer each, which ends as soon as its row does.
+            custom_generate: As in transformers, to which the call is passed on.
+            infill_ids: [rows, n] long, the continuation of each prompt: `mask_token_id` where a token is to be generated; other
+                ids are kept. Fill shorter rows up with masks. Generation goes on behind column n if `max_new_tokens`, which
+                counts given tokens too, leaves room, and ends there if no limit of length is set. No eos is generated before
+                the last given token.
+            past_key_values: The cache in the output of an earlier call, of the same model, weights and head; `input_ids` hold
+                the whole conversation. The prefix on which a row's ids agree with the cache is not computed again; the text is
+                the same as without a cache. The cache is overwritten, or copied if too small or with `num_return_sequences`:
+                continue from the one in the new output instead.
 
         Returns:
             [rows, prompt + generated] long, or an `MRPGenerateOutput` with `return_dict_in_generate=True`.
 
         Raises:
-            ValueError: for what cannot be honoured, before any work; for what a criterion or processor returns wrongly; for a
-                position without a finite score.
+            ValueError: for an argument that cannot be honoured, before any forward; for a malformed result of a criterion or
+                processor; for a position without a finite score.
         """
         if custom_generate is not None:
             kwargs |= set_fields({"infill_ids": infill_ids, "past_key_values": past_key_values})
@@ -97,23 +97,23 @@ class MRPGenerationMixin(GenerationMixin):
             return super().generate(inputs, generation_config=config, custom_generate=decode, **others)
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
-        """Load the generation config as transformers does, in its own class, and make it one of ours."""
+        """Load the generation config as transformers does, and convert it to an `MRPGenerationConfig`."""
         super().adjust_generation_fn(*args, **kwargs)
         config = MRPGenerationConfig.from_dict(self.generation_config.to_dict())
         config._original_object_hash = hash(config)
         self.generation_config: MRPGenerationConfig = config
 
     def _get_stopping_criteria(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
-        """Leave out stop strings of the model's own config: `resolved` has made a criterion of them."""
+        """Make the stopping criteria, except that of stop strings, which `resolved` has made already."""
         generation_config.stop_strings = None
         return super()._get_stopping_criteria(generation_config, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `ValueError`: `generate_batch` feeds a causal cache a token at a time."""
+        """Raise `ValueError`: `generate_batch` decodes one token at a time with a causal cache."""
         raise ValueError("generate_batch makes one token a step: pass all prompts to generate as one padded batch")
 
     def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
-        """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
+        """Make an empty cache for `batch_size` rows of `capacity` tokens, with room to score `scratch` tokens per row.
 
         Raises:
             ValueError: for a `capacity` that is no multiple of the block size, or a head's layers where the model has no head.
@@ -125,7 +125,7 @@ class MRPGenerationMixin(GenerationMixin):
         return BlockCache(self, batch_size, capacity, scratch, with_head)
 
     def release_graphs(self) -> None:
-        """Free the recorded rounds that calls of `generate` on CUDA leave for the next, and the KV cache they write to."""
+        """Free the CUDA graphs that calls of `generate` keep for later calls, and the KV cache that the graphs write to."""
         release_graphs(self)
 
 
@@ -141,7 +141,7 @@ def _decode(
     generation_config: MRPGenerationConfig,
     **others: Any,
 ) -> Tensor | MRPGenerateOutput:
-    """Decode prompts for which `GenerationMixin.generate` has prepared everything."""
+    """Decode prompts; `generate` binds the first four arguments, `GenerationMixin.generate` prepares the others."""
     config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
     input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - input_ids.shape[1]
     picker, real = _picker(model, logits_processor, config, mode), real.to(device)
@@ -160,7 +160,7 @@ def _decode(
         row.counts = Counts(mode.width, mode.drafting is not None)
     progress = Progress(rows, config.output_logits, config.output_scores) if config.return_dict_in_generate else None
     criteria = [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
-    # Whatever `kernels` is: weights that move make caches of earlier calls useless.
+    # Also with kernels=False: packing in a later call would move the weights, and so invalidate caches of earlier calls.
     if picker.dispatch.forced or unusable(model.device, model.dtype) is None:
         pack(model)
     size = (len(rows), max(len(row.text) for row in rows), mode.width * block)
@@ -176,7 +176,7 @@ def _decode(
         watches: list[Any] = [Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []
         watches += [] if progress is None else [progress]
         watches += [] if streamer is None else [Streams(streamer, prompts)]
-        # Rounds of fewer recorded rows would be no faster than reading the weights; adapters of rows are handed out by place.
+        # The batch keeps all rows if adapters go by row; recorded, a round of under 4 rows takes no less time than one of 4.
         fewest = len(rows) if adapters_of_rows(model) else 1 if graphs is None else 4
         decoder = Decoder(mode, networks, budget_of(model, mode), watches, fewest)
         try:
@@ -198,8 +198,8 @@ def _decode(
 def laid_out(
     prompts: list[Tensor], infill_ids: Tensor | None, new: int, config: MRPGenerationConfig, least: int, ours: Any, bans: Any
 ) -> list[Row]:
-    """Lay out every row's text before the first step: its prompt, 1-D long, its part of `infill_ids` [rows, n] long, and masks.
-    Of at most `new` tokens behind a prompt the first `least` are no eos."""
+    """Make the rows, each with its text before the first step: prompt (1-D long), row of `infill_ids` ([rows, n] long), masks.
+    At most `new` tokens follow a prompt, and the first `least` of these are no eos."""
     rows, eos, block_size, mask_id = [], frozenset(config.eos_ids()), ours.block_size, ours.mask_token_id
     given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
     for place, (prompt, infill, seed) in enumerate(zip(prompts, given, config.seeds(len(prompts)), strict=True)):
@@ -215,7 +215,7 @@ def laid_out(
 
 
 def _picker(model: Any, processors: kinds.LogitsProcessorList, config: MRPGenerationConfig, mode: Mode) -> Picker:
-    """Sort transformers' processors: bans, temperature, truncation, others; a `Row` knows its minimum length itself."""
+    """Make the picker from transformers' processors, sorted by kind; minimum lengths are left to each `Row`."""
     temperature, ngram = 1.0, 0
     words: list[tuple[int, ...]] = []
     before, after = kinds.LogitsProcessorList(), kinds.LogitsProcessorList()
@@ -247,7 +247,7 @@ def _picker(model: Any, processors: kinds.LogitsProcessorList, config: MRPGenera
                 )
             before.append(processor)
     weight, sample, dispatch = model.lm_head.weight, bool(config.do_sample), Dispatch(config.kernels)
-    # No shortlist then, which comes from the scores of one state: other tokens may be raised or barred at those that follow.
+    # No shortlist with these: it is made from the scores of one state, and at later states they may raise or bar other tokens.
     shaped = words or ngram or before
     few = mode.drafting.listed(len(weight), sample) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
     return Picker(
@@ -261,8 +261,8 @@ def _picker(model: Any, processors: kinds.LogitsProcessorList, config: MRPGenera
 
 
 def check_weights(model: Any) -> None:
-    """Raise `ValueError` for an active adapter that is more than a change of the layers' weights, and for an `lm_head` of which
-    more than its weight would have to be read: divided, packed or adapted; or that is nowhere."""
+    """Raise `ValueError` for an active adapter that does more than change weights of layers, and for an `lm_head` whose weight
+    cannot be read directly: divided among processes, packed, adapted, or on no device."""
     of_rows = adapters_of_rows(model) or ()
     layers = [one for one in model.modules() if hasattr(one, "merged_adapters") and not one.disable_adapters]
     on = {name for layer in layers for name in (*layer.active_adapters, *of_rows)}
@@ -305,7 +305,7 @@ def check_past(past: Any, model: Any, rows: int) -> None:
 
 
 def mixed_tokens(quantization: Any) -> str | None:
-    """Say how a `quantization_config` lets tokens of one forward change each other's results; None if it does not."""
+    """Return a warning if a `quantization_config` lets a forward's tokens change each other's results; otherwise None."""
     scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)  # of torchao
     of_activations = scales[0] if isinstance(scales, list | tuple) else scales
     if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:

@@ -1,7 +1,7 @@
-"""The options of `generate`, each declared once as a field of `DecodingOptions`; the rules; what is refused of transformers.
+"""The options of `generate`, each declared once as a field of `DecodingOptions`; the rules; unsupported options.
 
-From the fields come those of `MRPGenerationConfig`, `help`, defaults and checks, the flags of command lines, and the table of
-docs/decoding.md. Nothing here imports torch, so that the help of a command line comes at once.
+The fields are also those of `MRPGenerationConfig`; from them come help, defaults, checks, the flags of command lines, and the
+table of docs/decoding.md. Nothing here imports torch, so that a command line prints its help at once.
 """
 
 import difflib
@@ -31,18 +31,18 @@ from ..rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static
 
 
 def _low(options: Any, published: float) -> float:
-    """Choose the log-odds of a rule's lower threshold: the published one unless the option is set."""
+    """Return the log-odds of a rule's lower threshold: of the published probability unless the option is set."""
     return logit(published if options.low_threshold is None else options.low_threshold)
 
 
-# The rules, made from checked options and the block size.
+# By name, the function that makes a reveal rule from checked options and the block size.
 _OURS: dict[str, Callable[[Any, int], RevealRule]] = {
     "static": lambda options, block: Static(schedule_of(block, options.denoising_steps)),
     "dynamic": lambda options, block: Dynamic(logit(options.confidence_threshold)),
     "sequential": lambda options, block: Sequential(schedule_of(block, options.denoising_steps)),
     "entropy_bound": lambda options, block: EntropyBound(options.entropy_threshold),
 }
-# Those from papers (docs/rules.md).
+# The same for rules from papers (docs/rules.md).
 _PUBLISHED: dict[str, Callable[[Any, int], RevealRule]] = {
     "fast_dllm": lambda options, block: FastDLLM(options.factor),
     "eb_sampler": lambda options, block: EBSampler(options.entropy_threshold),
@@ -87,7 +87,7 @@ class Option:
     modes: tuple[str, ...] = DECODINGS
 
     def check(self, value: Any, block_size: int | None) -> None:
-        """Raise `ValueError` for a value of another type or out of range; without a block size none is too large for it."""
+        """Raise `ValueError` for a value of another type or out of range; a `block_size` of None bounds nothing."""
         if value is None:  # it is left to the default
             return
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
@@ -97,10 +97,10 @@ class Option:
             raise ValueError(f"{self.name} is {value!r}{kind}: {remedy}")
 
 
-# Type, range and remedy.
+# An option's type, range and remedy.
 _Values = tuple[Any, Callable[[Any, int], bool], str]
 _COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
-# Of a block of 4, the shortest published, the kernels hold no more states than 256.
+# With blocks of 4, the shortest published, the kernels hold at most 256 states.
 _STATES: _Values = (int | str, lambda v, _: v == "auto" or v in range(1, 257), "it must be 'auto' or an int from 1 to 256")
 _LISTED: _Values = (int, lambda v, _: 0 <= v <= 1024, "it must be an int from 0 to 1024")
 _STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to {block_size}")
@@ -184,9 +184,9 @@ _REASONS = {
     "encoder_repetition_penalty encoder_no_repeat_ngram_size": "there is no encoder; without encoder_ it sees the prompt, too",
     "inputs_embeds position_ids": "pass ids as input_ids; positions are counted from the first token of each row",
 }
-# Options and arguments of transformers that have no meaning here, and why that is.
+# Options and arguments of transformers that are not supported here, and why not.
 UNSUPPORTED = {one: why for several, why in _REASONS.items() for one in several.split()}
-# What switches one off, beside None and False.
+# The value that switches an unsupported option off, besides None and False.
 OFF = {"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1}
 OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
 

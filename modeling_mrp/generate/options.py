@@ -1,4 +1,4 @@
-"""The input of a call of `generate`, checked: options, the config that holds and interprets them, and prompts."""
+"""Checks of the input of `generate`: its config, the options of a call, and prompts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from .refine import Direct, RereadRemask, ResidualRemask, ThresholdRemask
 
 logger = transformers_logging.get_logger(__name__)
 
-# What else `generate` may be given, beside the fields of the generation config.
+# Arguments that `generate` takes besides the fields of the generation config.
 _ARGUMENTS = {"input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus"}
 
 
@@ -25,7 +25,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
     """A `GenerationConfig` with the fields of `DecodingOptions`."""
 
     def validate(self, *args: Any, **kwargs: Any) -> None:
-        """Validate as transformers does, and raise `ValueError` for an option that no model can honour; also on `update`."""
+        """Validate as transformers does, also on `update`; raise `ValueError` for an option that no model can honour."""
         for option in OPTIONS:
             option.check(getattr(self, option.name), None)
         super().validate(*args, **kwargs)
@@ -44,7 +44,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         check_supported(vars(self))
 
     def mode(self, block_size: int, rows: int = 1) -> Mode:
-        """Make the mode of a call with `rows` rows from checked options."""
+        """Make the decoding mode of a call on `rows` rows from checked options."""
         options: Any = self  # none of them None
         name, with_head = options.decoding, options.decoding == "mrp_spec"
         if name == "mrp_direct":
@@ -65,16 +65,16 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         return Mode(RULES[options.target](self, block_size), drafting=drafting)
 
     def eos_ids(self) -> list[int]:
-        """List the ids that end a row, which may be given as one id, several, or a tensor of them."""
+        """List the ids that end a row; `eos_token_id` may be None, one id, several, or a tensor of ids."""
         ids = self.eos_token_id.tolist() if hasattr(self.eos_token_id, "tolist") else self.eos_token_id
         return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
 
     def pad_id(self) -> int:
-        """Choose the id that fills rows after the end of their text."""
+        """Choose the id that pads ended rows: `pad_token_id`, else the first eos id, else 0."""
         return self.pad_token_id if self.pad_token_id is not None else next(iter(self.eos_ids()), 0)
 
     def seeds(self, rows: int) -> list[int]:
-        """Give every row its seed; raise `ValueError` if `seed` lists another number of them."""
+        """Return one seed per row; raise `ValueError` if `seed` is a list of another length."""
         if self.seed is None:
             return torch.randint(1 << 62, (rows,)).tolist() if self.do_sample else [0] * rows
         seeds = self.seed if isinstance(self.seed, list) else [self.seed + row for row in range(rows)]
@@ -92,8 +92,8 @@ def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-    """Resolve the options and other arguments of a call: arguments override a given config, and this the model's own; raise
-    `ValueError` for what `generate` does not know, does not support, or cannot honour."""
+    """Return the config and the other arguments of a call: `kwargs` override the `given` config, which overrides the model's.
+    Raise `ValueError` for anything that `generate` does not know, does not support, or cannot honour."""
     given = vars(given) if isinstance(given, GenerationConfig) else given or {}
     asked = set_fields(given) | set_fields(kwargs)
     if kwargs.get("eos_token_id", 0) is None:  # as an argument it means no eos; left as None, the model's own would come back
@@ -124,7 +124,7 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
 
 
 def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None = None) -> Tensor:
-    """Tell which ids [rows, n] of prompts, or of `infill_ids` for `infilled` rows, are real; `ValueError` for what is no id."""
+    """Check ids of prompts, or of infills for `infilled` rows; return a [rows, n] mask of real ids. `ValueError` if invalid."""
     name = "input_ids" if infilled is None else "infill_ids"
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
         hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
@@ -150,7 +150,7 @@ def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None =
 
 
 def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
-    """Raise `ValueError` for a row without a token or with holes, or more tokens than positions; `real` is [rows, length]."""
+    """Raise `ValueError` if a row of `real` [rows, length] is empty, has holes, or is too long with its new tokens."""
     for row in (~real.any(-1)).nonzero():
         raise ValueError(f"row {int(row)} has no token (its attention_mask is all zeros): drop the row")
     for row in ((real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1).nonzero():

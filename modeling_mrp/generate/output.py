@@ -25,13 +25,13 @@ class MRPGenerateStats(ModelOutput):
             and `denoise` (rounds without drafts), and those of the `head`.
         row_forwards, row_head_forwards: [rows], forwards of the backbone, and of the head, in which each row took part.
         slot_forwards: Rows of the batch summed over backbone forwards, including rows that had ended but not left the batch.
-        drafted, accepted: [rows], drafted states that were submitted, and that were right.
+        drafted, accepted: [rows], drafted states that were submitted, and that were accepted.
         revoked: [rows], reveals that `mrp_remask` took back.
-        accepted_lengths: [rows, n], rounds that accepted 0, 1, 2, ... states: the first, which is no draft, and those that the
-            round before had scored count as well.
+        accepted_lengths: [rows, n], numbers of rounds that accepted 0, 1, 2, ... states, including the first, which is no
+            draft, and states that the round before had scored.
         offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds that accepted at least k - 1 drafts and offered a k-th, a
             draft that could follow the (k - 1)-th. No columns in modes without drafts.
-        accepted_at_depth: [rows, n]: the rounds among these that accepted a k-th draft; their sum over k is `accepted`.
+        accepted_at_depth: [rows, n], by depth: rounds of `offered_at_depth` that accepted that draft; their sum is `accepted`.
         revocations: [n, 3]: row, column of the generated text (as in `reveal_step`; it may lie beyond the end) and token of
             each reveal that `mrp_remask` took back, in order.
         rounds: [1 + rounds, rows] by name, each row's counts after the prefill and each round: `row_forwards`, `drafted`,
@@ -62,9 +62,9 @@ class MRPGenerateOutput(ModelOutput):
         reveal_step: [rows, generated] long, the denoising step of the row that committed each token; -1 in padding and at
             tokens given with `infill_ids`.
         token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0 in padding and where given.
-        scores: With `output_scores=True`, for each new token in the order of positions [rows, vocab] float: what it was drawn
-            from, behind processors, temperature and truncation, -inf where it could not be. Padding and given tokens are
-            certain: 0 at theirs, -inf elsewhere, so that `compute_transition_scores` gives 0 there.
+        scores: With `output_scores=True`, [rows, vocab] float for each new position in order: the scores from which its token
+            was drawn, after processors, temperature and truncation, -inf at excluded tokens. Padding and given tokens have 0
+            at their own id and -inf elsewhere, so that `compute_transition_scores` gives 0 for them.
         logits: With `output_logits=True`, the same before processors, temperature and truncation.
         stats: `MRPGenerateStats`.
         past_key_values: The `BlockCache` to go on from in the next call.
@@ -92,7 +92,7 @@ class Progress:
             row.written = []
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Record the counts of `rows` after a round in which they took part."""
+        """Record all rows' counts after a round, and what was drawn and remasked in `rows`, which took part in it."""
         for row in rows:
             for frontier in row.written or ():
                 said = frontier.state, frontier.scores.hidden
@@ -107,7 +107,7 @@ class Progress:
         self.rounds.append([(c.forwards, r.steps, c.drafted, c.accepted, r.state.start - r.prompt) for c, r in counts])
 
     def distributions(self, picker: Picker, tokens: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """Compute the output's `scores` and `logits`: [rows, vocab] each per new token of `tokens` [rows, generated] long."""
+        """Compute the output's `scores` and `logits`, if wanted: [rows, vocab] by column of `tokens` [rows, generated]."""
         if not any(self.wanted.values()):
             return {}
         before = cache(lambda place, start: self.rows[place].rewound(start))
@@ -128,7 +128,7 @@ class Progress:
 
 
 class Streams:
-    """Feeds one streamer per row: the prompt [1, length], finished blocks in order, and drafts if it has `put_draft`."""
+    """Feeds one streamer per row: the prompt [1, length] and finished blocks; `put_draft`, if any, gets unfinished ones."""
 
     def __init__(self, streamer: Any, prompts: Sequence[Tensor]) -> None:
         streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
@@ -140,7 +140,7 @@ class Streams:
             one.put(prompt[None].cpu())
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Send what a round has finished, and end the streams of rows that have ended."""
+        """Send the text that a round has finished, and end the streams of rows that have ended."""
         for row in rows:
             if (streamer := self.open.get(row.place)) is None:
                 continue
@@ -158,9 +158,9 @@ class Streams:
 class Stopping:
     """The stopping criteria of one `generate` call, asked at every token of a row once it is final (no mask before it).
 
-    A criterion gets the ids that it would get in transformers' loop: [rows, prompt + n], the prompts as given, with padding,
-    then n tokens of every row, in whose place a row with fewer final ones shows the mask id, and one that has ended padding.
-    The answer counts for rows whose n-th token is newly final.
+    A criterion gets ids as in transformers' loop, [rows, prompt + n]: the prompts as given, with padding, then n tokens of
+    every row. A row with fewer final tokens is filled up with the mask id, a row that has ended with padding. The answer
+    counts for rows whose n-th token is newly final.
     """
 
     def __init__(self, criteria: Sequence[StoppingCriteria], rows: Sequence[Row], input_ids: Tensor, pad_id: int) -> None:
@@ -168,7 +168,7 @@ class Stopping:
         self.asked = [0] * len(rows)  # how many tokens of each row have been shown
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Ask about all newly final tokens of the call's rows; set `stop` of a row whose text a criterion ends."""
+        """Ask the criteria about all newly final tokens of the call; set `stop` of each row whose text they end."""
         known = []
         for row in self.rows:
             end = row.limit if row.stop is None else row.stop
@@ -191,7 +191,7 @@ class Stopping:
 def output_of(
     input_ids: Tensor, rows: Sequence[Row], decoder: Decoder, progress: Progress | None, cache: BlockCache, pad: int
 ) -> Tensor | MRPGenerateOutput:
-    """Make the output of `generate` of rows that have ended: texts behind `input_ids` [rows, prompt], padded with `pad`."""
+    """Make the output of `generate` from ended rows: their texts, padded with `pad`, behind `input_ids` [rows, prompt]."""
     device, texts = input_ids.device, [row.text[row.prompt : row.stop] for row in rows]
     width = max(map(len, texts))
 

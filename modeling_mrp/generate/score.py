@@ -1,7 +1,7 @@
 """Log-probabilities of given texts under `sequential`.
 
-A token is revealed at a state that shows everything to its left, and masks from its place to the end of its block. All states
-are known at once: one pass over the text gives the keys and values that they attend to, and they are scored side by side.
+A token is scored at a state that shows all tokens to its left, and masks from its position to the end of its block. A given
+text determines all states: one pass over the text gives the keys and values they attend to, then they are scored side by side.
 """
 
 from dataclasses import dataclass
@@ -56,15 +56,15 @@ class MRPScoringMixin:
     ) -> MRPScoreOutput:
         """Compute the log-probabilities of given texts under `sequential`, without gradients.
 
-        They are those of `generate(decoding="sequential", do_sample=True)`, one token a step, without processors or truncation.
+        `generate(decoding="sequential", do_sample=True)` draws by these, one token a step, without processors or truncation.
 
         Args:
             input_ids: [batch, length] long, whole texts: prompts and what follows them.
             attention_mask: [batch, length], 1 for real tokens, with padding on either side.
             labels: [batch, length] long, `input_ids` where a token is to be scored and -100 elsewhere, for instance in the
-                prompt, which the others still see; None: all real tokens are scored.
+                prompt, which scored tokens still see; None: all real tokens are scored.
             temperature: Divides the logits.
-            tokens_per_forward: Most tokens in a forward of the whole batch, which bounds its memory; at least one block a row.
+            tokens_per_forward: The most tokens in a forward of the batch, to bound memory, but at least one block per row.
 
         Raises:
             ValueError: for arguments that do not fit, a model in training mode, or a token without a log-probability.
@@ -123,8 +123,8 @@ class MRPScoringMixin:
 
 
 def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: BlockCache) -> Tensor:
-    """Compute hidden states [batch, n, hidden_size] of tokens at `places` [batch, n] long, each at a state of its own: the text
-    before the place, and masks to the end of its block."""
+    """Compute hidden states [batch, n, hidden_size] that predict the tokens at `places` [batch, n] long, each at a state of its
+    own: the text before the place, and masks from there to the end of the block."""
     block, (rows, states) = model.config.block_size, places.shape
     where = (places // block * block)[..., None] + torch.arange(block, device=texts.device)
     ids = texts.gather(1, where.flatten(1)).view_as(where).masked_fill(where >= places[..., None], model.config.mask_token_id)

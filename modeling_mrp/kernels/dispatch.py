@@ -1,6 +1,6 @@
 """The choice between a Triton kernel and its plain PyTorch twin. The kernels themselves lie beside their twins.
 
-This is the one place that imports triton, which need not be there: kernels are defined under `if triton is not None`.
+Only this module imports triton, which need not be installed: kernels are defined under `if triton is not None`.
 """
 
 import math
@@ -22,10 +22,10 @@ except ImportError:
 __all__ = ["tl", "triton"]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Of every launch; products and sums in one instruction, which Triton 3.10 will not do by itself, as 3.9 warns.
+# Options of every launch; fused multiply-adds are asked for, as Triton 3.9 warns that 3.10 will not use them by default.
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 _OLDEST = (8, 0)  # compute capability with bfloat16 in the matrix units and asynchronous copies
-# Kinds of devices on which kernels and recordings are compared with what they stand for before they are relied on.
+# Types of devices on which the first results of kernels and recordings are compared with those of the code they replace.
 CHECKED_ON = {"cuda"}
 # (kernel, device) that failed to compile or to launch in this process, or gave wrong results.
 _failed: set[tuple[str, torch.device]] = set()
@@ -53,8 +53,8 @@ class Dispatch:
     forced: bool | None = None
 
     def allows(self, what: str, *tensors: Tensor, obstacle: str | None = None) -> bool:
-        """Tell if kernels are to run on tensors of these devices and dtypes; not for gradients or under autocast, nor if there
-        is an `obstacle`, given with its remedy. Raise `ValueError` if `what` is forced and cannot be used."""
+        """Tell if kernels are to run on tensors of these devices and dtypes; never for gradients, under autocast, or with an
+        `obstacle`, given with its remedy. Raise `ValueError` if kernels, named `what`, are forced and cannot run."""
         if self.forced is False:
             return False
         obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
@@ -63,10 +63,10 @@ class Dispatch:
         return obstacle is None
 
     def run(self, kernel: Kernel, *given: Any) -> Any:
-        """Run a kernel or its twin.
+        """Run a kernel or its twin on the arguments; return the result.
 
         A kernel that does not compile or launch, or whose first results on a GPU differ from its twin's, is reported in one
-        warning per device and not tried again; if kernels are forced, by `RuntimeError`.
+        warning per device and not tried again; if kernels are forced, `RuntimeError` is raised.
         """
         if self.forced is False:
             return kernel.twin(*given)
@@ -101,7 +101,7 @@ PYTORCH = Dispatch(False)
 
 
 def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
-    """Find the tensors among arguments or results."""
+    """Yield the tensors among arguments or results, including those in lists, tuples and modules."""
     for one in given:
         if isinstance(one, Tensor):
             yield one
@@ -112,7 +112,7 @@ def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def relative_error(ours: Tensor, right: Tensor) -> float:
-    """Compute the norm of the difference over that of `right`, or the share of integers that differ; infinite if one is NaN."""
+    """Compute norm(ours - right) / norm(right), or the share of differing integers; infinite if only one of a pair is NaN."""
     if not right.is_floating_point():
         return float((ours != right).double().mean())
     ours, right = ours.double(), right.double()
@@ -122,7 +122,7 @@ def relative_error(ours: Tensor, right: Tensor) -> float:
 
 
 def check_close(what: str, ours: Tensor, right: Tensor) -> None:
-    """Raise `ArithmeticError` where two results differ by more than rounding, which is 2 % with 16 bits and 0.5 % with more."""
+    """Raise `ArithmeticError` if two results differ by more than rounding: 2 % in dtypes of 16 bits, 0.5 % in wider ones."""
     error, allowed = relative_error(ours, right), 2e-2 if right.dtype in (torch.float16, torch.bfloat16) else 5e-3
     if error > allowed:
         raise ArithmeticError(f"{what} by {error:.3g} of their size, where rounding makes {allowed:g} at most")
@@ -146,7 +146,7 @@ def failed_kernels() -> list[str]:
 
 
 def processors(device: torch.device) -> int:
-    """Count the multiprocessors of a GPU; those of an H200 for a device that only stands in for one."""
+    """Return the number of multiprocessors of a GPU; for other devices, on which kernels are interpreted, an H200's."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
@@ -164,7 +164,7 @@ def _obstacle(tensors: Sequence[Tensor], interpreted: bool) -> str | None:
 
 
 def unusable(device: torch.device, dtype: torch.dtype, interpreted: bool = False) -> str | None:
-    """Say why kernels can run neither compiled nor, if that counts, `interpreted` there, with the remedy; None if they can."""
+    """Say why kernels cannot run on a device in a dtype, with the remedy; None if they can, or may run `interpreted`."""
     if triton is None:
         return "triton cannot be imported: install it (pip install triton)"
     if dtype not in KERNEL_DTYPES:

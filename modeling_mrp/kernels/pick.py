@@ -1,7 +1,7 @@
-"""From hidden states to tokens: the distributions of an unembedding, the noise of samples, and the row kernel of the pick.
+"""From hidden states to tokens: the unembedding, the noise for sampling, and the kernel that picks a token for each row.
 
-`pick_rows` goes from logits to a token and its log-odds: a Triton kernel of two launches over the vocabulary, and its PyTorch
-twin. Logits are those of a matrix product: on a GPU in float32, so that no two tie by rounding. Noise is that of a
+`pick_rows` picks tokens and computes their log-odds by a Triton kernel of two launches over the vocabulary; `pick_rows_ref` is
+its PyTorch twin. Logits come from a matrix product, on a GPU in float32, so that no two tie by rounding. Noise comes from a
 counter-based generator, a pure function of (seed, position, masks left, token id).
 """
 
@@ -27,7 +27,7 @@ class Unembedding:
 
     Attributes:
         weight: [vocab, hidden_size], that of `lm_head`.
-        mask_token_id: Outside the softmax.
+        mask_token_id: The id of the mask, whose logit is set to -inf.
         temperature: Divides the logits.
         eos_token_ids: Ids that some positions must not take.
     """
@@ -38,7 +38,7 @@ class Unembedding:
     eos_token_ids: tuple[int, ...] = ()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [n, vocab] of hidden states [n, hidden_size], the mask id at -inf; on a GPU in at least float32."""
+        """Compute logits [n, vocab] of hidden states [n, hidden_size], -inf at the mask id; on a GPU in at least float32."""
         short = hidden.dtype in (torch.bfloat16, torch.float16) and type(self.weight) in (Tensor, torch.nn.Parameter)
         if short and hidden.is_cuda:
             logits = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
@@ -48,7 +48,7 @@ class Unembedding:
         return logits
 
     def barred(self, logits: Tensor, no_eos: Tensor | None, ids: Tensor | None = None) -> Tensor:
-        """Set logits [n, vocab], or those of tokens `ids` [n, m], to -inf at eos tokens where `no_eos` [n] bool is True."""
+        """Return logits [n, vocab], or [n, m] of tokens `ids` [n, m]; eos ids get -inf in rows where `no_eos` [n] is True."""
         if no_eos is not None:
             ids = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
             for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
@@ -61,7 +61,7 @@ class Unembedding:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def chunks(self, rows: int, each: int | None = None) -> list[slice]:
-        """Cut `rows` into slices small enough for their logits, or for `each` numbers a row; no rows give one empty slice."""
+        """Cut `rows` rows into slices whose logits, or `each` numbers per row, fit in memory; 0 rows give one empty slice."""
         step = max(1, _LOGITS_AT_ONCE // (each or self.weight.shape[0]))
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
 
@@ -72,13 +72,13 @@ def upcast(logits: Tensor) -> Tensor:
 
 
 def likeliest_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the `count` largest scores [n, count] of [n, vocab], or all if there are fewer, and their ids."""
+    """Return the `count` largest scores of each row of `scores` [n, vocab], or all if fewer, and their ids: [n, count] each."""
     values, ids = scores.topk(min(count, scores.shape[1]))
     return values, ids
 
 
 def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
-    """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; if `picked`, NaN where a score is not finite."""
+    """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; if `picked`, NaN at non-finite scores."""
     own = scores.gather(1, token[:, None])
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     odds = own - others + 0 * own if picked else own - others
@@ -86,7 +86,7 @@ def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Draw Gumbel noise [n, vocab] of all token ids at keys [n] of `noise_key`: float32 or float64, of the same 32 bits."""
+    """Compute Gumbel noise [n, vocab] of all token ids from keys [n] of `noise_key`; float32 and float64 use the same bits."""
     bits: Tensor = mix_bits(mix_bits(torch.arange(vocab, device=keys.device) * 0x9E3779B1 & _UINT32) ^ keys[:, None])
     # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
     lower = bits < 1 << 31
@@ -95,10 +95,10 @@ def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
 
 
 def pick_rows(unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Pick the token [n] of the largest logit, or of the largest logit plus noise: a sample; return its log-odds [n], too.
+    """Pick each row's token of the largest logit or, to sample, of the largest logit plus noise; return tokens, log-odds [n].
 
-    Of equals it is the first; NaN is larger than any number, as in `torch.argmax`. Where the token's own score is not finite
-    there is nothing to pick: the log-odds are NaN. Probabilities are those among all tokens.
+    Of equal logits the first is picked; NaN is larger than any number, as in `torch.argmax`. Log-odds are NaN where the picked
+    token's own score is not finite; they are computed over all tokens, including those below `least`.
 
     Args:
         unembedding: Gives the temperature.
@@ -124,7 +124,7 @@ def pick_rows(unembedding: Unembedding, logits: Tensor, least: Tensor | None, ke
 def pick_rows_ref(
     unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None, shown: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`pick_rows` in PyTorch; what is `shown`, [n, vocab], is -inf for tokens that must not be picked."""
+    """Pick as `pick_rows` does, in PyTorch; `shown` [n, vocab], if given, are the logits with -inf at barred tokens."""
     scores = unembedding.tempered(logits)
     seen = scores if shown is None else unembedding.tempered(shown)
     if least is not None:
@@ -150,7 +150,7 @@ if triton is not None:
 
     @triton.jit
     def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
-        """Turn uint32 bits into `gumbel_noise`, log1p(-x) being log(1 - x) * x / (1 - (1 - x)), which is as precise."""
+        """Turn uint32 bits into Gumbel noise as `gumbel_noise` does; log1p(-x) is taken as log(1 - x) * x / (1 - (1 - x))."""
         lower = (bits >> 31) == 0
         nearest = (tl.where(lower, bits, ~bits).to(tl.float32) + 0.5) * 2.0**-32
         rest = 1.0 - nearest
@@ -161,22 +161,22 @@ if triton is not None:
 
     @triton.jit
     def _log_add(a, b):  # type: ignore[no-untyped-def]
-        """log(exp(a) + exp(b)), also of infinities; NaN if either is."""
+        """Compute log(exp(a) + exp(b)), also of infinities; NaN if either is NaN."""
         most = tl.maximum(a, b)
         most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
         return most + tl.log(tl.exp(a - most) + tl.exp(b - most))
 
     @triton.jit
     def _log_sum(x):  # type: ignore[no-untyped-def]
-        """log of the sum of exp(x) over a vector, also of infinities; NaN if one of them is."""
+        """Compute the log of the sum of exp(x) over a vector, also of infinities; NaN if an element is NaN."""
         most = tl.max(x, 0)
         most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
         return most + tl.log(tl.sum(tl.exp(x - most), 0))
 
     @triton.jit  # `vocab` and `length` tell of aligned rows
     def _score_slices(logits_in, least, keys, found, places, vocab, length, cooling, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Program (row, slice of the vocabulary): the best score and its place, that token's logit (`own`), and the log-sum-exp
-        of all other logits. None under `least` is the best."""
+        """Store, for a program's row and slice of the vocabulary, the best score and its token, that token's logit (`own`), and
+        the log-sum-exp of all other logits. Tokens with logits under `least` are never the best."""
         row, cells = tl.program_id(0).to(tl.int64), tl.num_programs(0) * tl.num_programs(1)
         begin = tl.program_id(1) * length
         end = tl.minimum(begin + length, vocab)
@@ -208,7 +208,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["slices"])
     def _merge_slices(found, places, token_out, odds_out, slices, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Program (row): its result from those of its slices; the losers' own logits join the others."""
+        """Merge the slices of a program's row into its token and log-odds; the losers' own logits join the others."""
         row, cells, piece = tl.program_id(0).to(tl.int64), tl.num_programs(0) * slices, tl.arange(0, TILE)
         valid, at = piece < slices, row * slices + piece
         best = tl.load(found + at, mask=valid, other=float("-inf"))

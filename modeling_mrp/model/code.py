@@ -16,7 +16,7 @@ AUTO_MAP = {
 
 
 def code_files(family: str = DENSE) -> dict[str, str]:
-    """Collect the remote code of a repository, by path: this file if it is a bundle, else what `bundle` makes for a family."""
+    """Return the remote code of a repository, text by path: this file if it is a bundle, else a bundle made for a family."""
     own = Path(__file__)
     if own.name == MODELING:
         text = own.read_text(encoding="utf-8")
@@ -26,7 +26,7 @@ def code_files(family: str = DENSE) -> dict[str, str]:
 
 
 def write_code(folder: Path, family: str = DENSE) -> None:
-    """Put the remote code beside a checkpoint of that family."""
+    """Write a family's remote code into a checkpoint's folder."""
     for name, text in code_files(family).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
@@ -38,11 +38,11 @@ def model_tags(family: str) -> list[str]:
 
 
 def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
-    """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in, as
-    `sdar.generate(custom_generate="org/head", trust_remote_code=True)` does; an MRP model decodes with its own.
+    """Decode with a stock SDAR model and the head of the Hub repository that holds this file, called as
+    `sdar.generate(custom_generate="org/head", trust_remote_code=True)`; an MRP model decodes with its own head.
 
-    The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
-    repository and its commit by where transformers keeps the file. `ValueError` if the head does not fit, or for a folder.
+    `custom_generate/generate.py` holds this function alone, which so imports all it needs. The path at which transformers
+    caches the file gives the repository and commit. `ValueError` if the head does not fit, or the repository is a folder.
     """
     import re
     from pathlib import Path

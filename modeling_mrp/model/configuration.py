@@ -15,10 +15,10 @@ _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
 def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
-    """Translate a config's fields for `MRPConfig`: ours stay; of a published config, the known ones, under our model type.
+    """Translate a config's fields for `MRPConfig`: those of this package as they are, of others the known ones.
 
     Raises:
-        ValueError: for another kind of model, as its config or the name of its repository, `source`, says; or another head.
+        ValueError: for an unsupported head, or kind of model, by its fields or the name of its repository, `source`.
     """
     for name, ours in (("head_predicts", "residual"), ("num_mrp_heads", 1)):
         if (value := fields.get(name, ours)) != ours:
@@ -47,13 +47,13 @@ def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
 
 
 class MRPConfig(Qwen3Config):
-    """A `Qwen3Config` plus what block diffusion and the MRP head need (SDAR, arXiv 2510.06303; MRP, arXiv 2605.18817).
+    """A `Qwen3Config` plus fields of block diffusion and of the MRP head (SDAR, arXiv 2510.06303; MRP, arXiv 2605.18817).
 
-    The published configs load too; fields of theirs that mean nothing here are dropped. `ValueError` for values that no model
-    here can have.
+    Published configs load too, without their fields that have no meaning here. `ValueError` for values that are out of range or
+    not supported.
 
     Args:
-        family: Which layers the backbone has (`modeling_mrp/model/families`), which may have fields of their own.
+        family: The family of the backbone (`modeling_mrp/model/families`); some families have further fields.
         block_size: Tokens per diffusion block, counted from absolute position 0.
         mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
         num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
@@ -61,7 +61,7 @@ class MRPConfig(Qwen3Config):
     """
 
     model_type = "sdar_mrp"
-    # As transformers' classes of layers spell it; no config of a family without experts has either.
+    # transformers' layers read the number of experts by this name; families without experts have neither field.
     attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
 
     block_size: int = 16
@@ -92,17 +92,17 @@ class MRPConfig(Qwen3Config):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read the fields of a `config.json` as transformers does, in our spelling."""
+        """Read the fields of a `config.json` as transformers does; return them translated by `our_fields`."""
         found, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return our_fields(found, str(pretrained_model_name_or_path)), kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make a config from its fields, ours or those of a published config."""
+        """Make a config from fields of this package or of a published config."""
         return super().from_dict(our_fields(config_dict), **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Save the config as transformers does, which names the remote code, and the code beside it."""
+        """Save the config, with an `auto_map` that names the remote code, and write this code beside it."""
         self.auto_map = dict(AUTO_MAP)
         super().save_pretrained(save_directory, *args, **kwargs)
         write_code(Path(save_directory), self.family)

@@ -1,7 +1,7 @@
 """The MRP head, and the check that it fits a backbone.
 
-Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x, x' the state after a
-reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
+Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x (text with masks),
+x' the state after a reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 from .configuration import MRPConfig
 
-# What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
+# Fields in which a head's config must agree with its backbone's.
 _SHARED = [
     *("family", "hidden_size", "vocab_size", "block_size", "mask_token_id", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "intermediate_size", "hidden_act", "rms_norm_eps", "rope_parameters"),
@@ -24,7 +24,7 @@ _SHARED = [
 class MRPHead(nn.Module):
     """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
 
-    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``, with Qwen3's layers. A new head adds nothing.
+    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``, with Qwen3's layers. A new head returns 0.
     """
 
     def __init__(self, config: MRPConfig) -> None:
@@ -39,7 +39,7 @@ class MRPHead(nn.Module):
         nn.init.zeros_(self.norm.weight)
 
     def place_behind(self: Any, backbone: MRPConfig) -> None:
-        """Let the layers keep their KV behind that of a backbone's, and attend as it does."""
+        """Give the layers the cache indices behind a backbone's layers, and its config, which chooses their attention."""
         for index, layer in enumerate(self.layers):
             layer.self_attn.layer_idx, layer.self_attn.config = backbone.num_hidden_layers + index, backbone
 
@@ -51,11 +51,11 @@ class MRPHead(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        """Predict h_C [batch, length, hidden_size]; in a round `Networks` runs the layers between `joined` and `norm`.
+        """Predict h_C, [batch, length, hidden_size]. With fused layers, `Networks` calls `joined` and the layers instead.
 
         Args:
             inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
-            hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
+            hidden_states: [batch, length, hidden_size], h_A, or an estimate of it: h_A plus earlier residuals.
             attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys].
             position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
         """
@@ -71,13 +71,13 @@ class MRPHead(nn.Module):
         return self.norm(hidden)
 
     def joined(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
-        """Join embeddings of x' and hidden states to the input of the layers, [batch, length, hidden_size]."""
+        """Project the normed embeddings of x' and hidden states to the layers' input, [batch, length, hidden_size]."""
         joined: Tensor = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
         return joined
 
 
 def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Widen cos and sin [batch, length, turned] to [batch, length, head_dim] by pairs of dimensions that are rotated by 0."""
+    """Pad cos and sin [batch, length, rotated dimensions] to [batch, length, head_dim] with rotations by 0."""
     cos, sin = rotary
     turned = cos.shape[-1] // 2
     if 2 * turned == head_dim:
@@ -88,7 +88,7 @@ def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Ten
 
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
-    """Raise `ValueError` if settings that a head and its backbone share differ; it lists them all with both values."""
+    """Raise `ValueError`, listing all differences, unless the configs of a head and a backbone agree on shared fields."""
     pairs = ((name, getattr(head, name), getattr(backbone, name)) for name in _SHARED)
     if differences := [f"{name} is {own!r}, the backbone's {its!r}" for name, own, its in pairs if own != its]:
         raise ValueError(

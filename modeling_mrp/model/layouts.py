@@ -1,4 +1,4 @@
-"""The layouts that checkpoints come in: names of heads' tensors, and the files of a folder or a repository."""
+"""Layouts of checkpoints: names of a head's tensors, and the files of a folder or a repository."""
 
 import json
 import os
@@ -15,12 +15,12 @@ HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "local_files_only", "to
 
 
 def our_name(name: str) -> str:
-    """Translate a tensor's name into our layout."""
+    """Translate the name of a published head's tensor into this package's; return other names as they are."""
     return HEAD + name.removeprefix(PUBLISHED_HEAD) if name.startswith(PUBLISHED_HEAD) else name
 
 
 def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the keyword arguments that say where and how a file is fetched."""
+    """Select the keyword arguments that say how a file is fetched from the Hub, if not None."""
     return {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
 
 
@@ -36,7 +36,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[dict[str, Any], str | None]:
-    """Read a JSON file of a checkpoint, fetched if needed, and find its commit, None for a folder's; `OSError` without one."""
+    """Read a checkpoint's JSON file, fetched if needed; return it and its commit (of a folder, None). `OSError` if missing."""
     try:
         if (path := cached_file(source, name, **hub)) is None:
             raise OSError(f"there is no {name}; an adapter is loaded with model.load_adapter, on its base")
@@ -48,7 +48,7 @@ def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[dict[
 
 
 def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
-    """Find a checkpoint's safetensors files, fetched if needed, or those with tensors of some prefixes; or `ValueError`."""
+    """Find a checkpoint's safetensors files (of shards, those with tensors under `prefixes`); `ValueError` without any."""
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     there = (cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub) for name in names)
     if (found := next(filter(None, there), None)) is None:
@@ -65,7 +65,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def backbone_location(name: str, source: str) -> str:
-    """Check and return the backbone's name in the config of the head repository `source`; `ValueError` if it may not be."""
+    """Return the backbone `name` that a head repository's config gives; `ValueError` if `source` may not name it."""
     allowed = is_hub_id(name) and not os.path.exists(name)
     if not allowed and not (os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name)):
         raise ValueError(

@@ -30,7 +30,7 @@ except ImportError:  # then no model is spread over devices
 log = logging.getLogger(__name__)
 
 _KEY_MAPPING = {f"^{re.escape(PUBLISHED_HEAD)}": HEAD}  # transformers renames by it while it loads
-# The MRP model of each stock model that is still in use, and where its head came from.
+# By stock transformers model, while it is in use: the source of a head, and the MRP model made from both.
 _MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
@@ -45,21 +45,21 @@ class MRPPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
-    # What a head names: a repository's id and its commit, or a folder's absolute path and None; of a loaded model, its source.
+    # Source of the backbone, as a head saved alone names it: a repository's id and commit, or a folder's absolute path, None.
     backbone_source: tuple[str, str | None] | None = None
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Let `experts_implementation` choose how transformers computes experts; it looks for them in the model's own file."""
+        """Return True, to allow `experts_implementation`: transformers looks for experts in the model's own file only."""
         return True
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load as transformers does: a full checkpoint of this package, one in the published layouts, or a head repository.
 
-        A head repository's backbone is loaded by the name and revision in its config; `revision` and `subfolder` are a head's.
-        Only safetensors are read, and no code but this package's runs. `ValueError` for another kind of model, tensors that
-        do not fit the config (it lists them), or a backbone that may not be followed.
+        A head repository's config names the backbone to load and its revision; `revision` and `subfolder` are the head's.
+        Only safetensors are read, and no code but this package's runs. `ValueError` for another kind of model, for tensors
+        that do not fit the config (all are listed), or for a backbone that the config may not name (`backbone_location`).
         """
         kwargs["key_mapping"] = {**_KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
         if pretrained_model_name_or_path is None:  # from a config and a state dict
@@ -101,10 +101,10 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Load a backbone and a head from different places.
 
         Args:
-            backbone: A folder or id that `from_pretrained` takes, except a head repository; or that of an autoregressive Qwen3
-                checkpoint, with `block_size` and `mask_token_id`, which becomes a block-diffusion model only by training.
-            head: What `attach_head` takes, in place of a head that the backbone has.
-            kwargs: As for `from_pretrained`; `revision` is the backbone's (a head's: `attach_head`).
+            backbone: A folder or id of a checkpoint with a backbone that `from_pretrained` takes, or of an autoregressive Qwen3
+                checkpoint, given `block_size` and `mask_token_id`, which then has to be trained for block diffusion.
+            head: A head as `attach_head` takes it, which replaces the checkpoint's own.
+            kwargs: As for `from_pretrained`; `revision` is the backbone's (for a head's, call `attach_head`).
         """
         source = os.fspath(backbone)
         found, _ = stored_json(source, **hub_options(kwargs))
@@ -124,10 +124,10 @@ class MRPPreTrainedModel(PreTrainedModel):
         return model
 
     def attach_head(self: Any, head: Any, **hub: Any) -> None:
-        """Give the model a head, in place of its own if it has one; `ValueError`, and the model as before, if it does not fit.
+        """Attach a head, replacing one that the model has; if it does not fit, raise `ValueError` and leave the model as it is.
 
         Args:
-            head: A folder or id, of which the head is read and nothing else, in whatever layout; or an `MRPHead`.
+            head: A folder or repository id, in any layout, from which only the head is read; or an `MRPHead`.
             hub: `revision`, `token`, ... for an id.
         """
         if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
@@ -159,7 +159,7 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
-        """Make an MRP model that shares a stock Qwen3 model's parameters, with a repository's head; later calls reuse it."""
+        """Make an MRP model that shares a stock Qwen3 model's parameters and has a repository's head; reuse an earlier one."""
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         like = parameters["lm_head.weight"]
         source = (repository, download.get("revision"), like.dtype, like.device, *map(id, parameters.values()))
@@ -186,8 +186,8 @@ class MRPPreTrainedModel(PreTrainedModel):
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *, head_only: bool = False, **more: Any
     ) -> None:
-        """Save weights, both configs and the remote code as transformers does; with `head_only` the head alone, which names
-        `backbone_source` as its backbone and loads it. `ValueError` for a head that cannot be saved alone."""
+        """Save weights, both configs and the remote code as transformers does; with `head_only`, only the head's weights, and a
+        config that names `backbone_source` as the backbone to load. `ValueError` for a head that cannot be saved alone."""
         folder = Path(save_directory)
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
@@ -212,7 +212,7 @@ class MRPPreTrainedModel(PreTrainedModel):
             init.zeros_(module.weight)
 
     def _take_head(self: Any, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
-        """Attach a head, and take over its repository's options unless others were given."""
+        """Attach a head, and adopt its repository's generation config, if any, unless `kwargs` hold one."""
         self.attach_head(head, **hub)
         if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
             with contextlib.suppress(OSError):  # it comes with none
@@ -241,7 +241,7 @@ class MRPPreTrainedModel(PreTrainedModel):
 
 
 def device_of(module: Any) -> torch.device:
-    """Find the device of a module's weight, or the one to which its hook fetches it; `ValueError` if the weight is nowhere."""
+    """Find the device of a module's weight, or, if offloaded, that to which a hook fetches it; `ValueError` without a hook."""
     device = module.weight.device
     if device.type == "meta":
         device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
@@ -254,7 +254,7 @@ def device_of(module: Any) -> torch.device:
 
 
 def head_to_save(model: Any, state_dict: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], MRPConfig]:
-    """Select the tensors and the config of a head repository; `ValueError` for a head that cannot be saved alone."""
+    """Return a head repository's tensors, by name, and its config; `ValueError` for a head that cannot be saved alone."""
     if model.mrp_head is None:
         raise ValueError("head_only=True: the model has no MRP head. Give it one with attach_head, or save it whole")
     if model.backbone_source is None:

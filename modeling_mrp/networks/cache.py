@@ -1,4 +1,4 @@
-"""Keys and values of committed blocks by absolute position and, beyond the longest text, of the states being scored."""
+"""The KV cache: committed blocks by absolute position and, beyond the longest text, the states being scored."""
 
 import weakref
 from collections import Counter
@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from ..model.loading import device_of
 
-# Slots that attention reads beyond the texts are a power of two of at least so many where shapes have to stay the same.
+# Where shapes have to stay the same, attention reads the texts' slots rounded up to a power of two, at least this one.
 LEAST_BUCKET = 256
 
 
@@ -29,8 +29,8 @@ class PassingReference(weakref.ref[Any]):
 
 
 def weights_seen(module: nn.Module) -> list[Any]:
-    """Note a module's parameters and active adapters; a later list is equal if none was replaced, moved or written to since
-    (other than by `.data`, which autograd does not count)."""
+    """Record a module's parameters and active adapters; a later record is equal if none was replaced, moved or written to
+    since (except through `.data`, whose writes autograd does not count)."""
     weights = []
     for weight in module.parameters():
         if not weight.is_meta:  # those that are offloaded come anew each time
@@ -46,14 +46,14 @@ def weights_seen(module: nn.Module) -> list[Any]:
 
 
 def adapters_of_rows(module: nn.Module) -> list[str] | None:
-    """Read peft's `adapter_names`, one for each row of a batch, from the last hooks: a call that failed left its own behind."""
+    """Return peft's `adapter_names`, one per row of a batch, or None; from the newest hooks, as failed calls leave theirs."""
     hooks = (hook for part in module.modules() for hook in reversed(part._forward_pre_hooks.values()))
     names = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
     return next((list(of_rows) for of_rows in names if of_rows is not None), None)
 
 
 def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
-    """List the devices on which a model's layers compute, the backbone's first, then with the head's."""
+    """List the devices on which a model's layers compute: the backbone's, then, if `with_head`, the head's."""
     layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
     return tuple(device_of(layer.self_attn.k_proj) for layer in layers)
 
@@ -61,28 +61,28 @@ def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
 class BlockCache(Cache):
     """KV memory of fixed size, one buffer per device, `[rows, slots, layers, 2, kv_heads, head_dim]`, written in place.
 
-    A committed token lives in the slot of its absolute position, so padding takes no room. The states of a round are written
-    behind the longest text, so that what attention reads is one slice; when one turns out clean, `move` copies its keys and
-    values to its row's text. A call of `generate` takes over the cache it is given and starts behind what that holds of the new
-    prompt; the rest is gone (`copy.deepcopy` keeps it).
+    A committed token lies in the slot of its absolute position, so padding takes no slots. The states of a round are written
+    behind the longest text, so that attention reads one slice; `move` copies keys and values of an accepted clean state to its
+    row's text. A call of `generate` overwrites the cache passed to it, behind the prefix that the cache shares with the new
+    prompt (pass a `copy.deepcopy` to keep it).
 
     Args:
-        model, rows: The model, and how many rows of a batch.
+        model, rows: The model, and the number of rows of a batch.
         capacity: Committed slots per row, a multiple of the block size.
-        scratch: Tokens that can be scored at once per row.
-        with_head: Whether there are layers of the head, behind the backbone's, and hidden states for it to read later.
-        fixed: Whether attention reads a power of two of slots before what is scored, as recordings need fixed shapes.
+        scratch: Slots per row for tokens being scored.
+        with_head: Whether to hold the head's layers, behind the backbone's, and hidden states that the head reads later.
+        fixed: Whether attention reads the texts' slots rounded up to a power of two, since CUDA graphs need fixed shapes.
 
     Attributes:
-        hidden: [rows, slots, hidden_size], the kept hidden states; if `shifted`, those of the position after the slot's.
+        hidden: [rows, slots, hidden_size], hidden states by position; if `shifted`, a slot holds that of the position before.
         ids: By row, the text whose tokens the slots hold.
-        held, head_held: By row, how many of its first tokens have keys and values in all layers of the backbone, of the head.
-        hidden_held: By row, how many have hidden states that the head may still read, if it has not read them.
-        owner, weights: The model whose keys and values these are, weakly, and its parts' `weights_seen` then, by name.
-        active: Rows that take part: the first ones.
+        held, head_held: By row, the number of its first tokens with keys and values in all layers of the backbone; of the head.
+        hidden_held: By row, the number of its first tokens that the head has read or can still read from `hidden`.
+        owner, weights: A weak reference to the model that filled the cache, and `weights_seen` of its parts then, by name.
+        active: The number of rows that take part in forwards: the first ones.
         begin, end: The target, the slots that the next forward writes.
         written: By layer, keys and values of the target, [rows, heads, new, head_dim] each.
-        read: By layer, what attention reads once the target is written, [rows, heads, seen, head_dim] each.
+        read: By layer, the keys and values that attention reads, including the target, [rows, heads, seen, head_dim] each.
     """
 
     def __init__(self, model: Any, rows: int, capacity: int, scratch: int, with_head: bool, fixed: bool = False) -> None:
@@ -99,7 +99,7 @@ class BlockCache(Cache):
             heads = len(key.to_local()) // width
         self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
         slots = scratch + (bucket(capacity) if fixed else capacity)
-        # Elsewhere no slot is read that was not written before: rows are prefilled and scored together.
+        # Unless `fixed`, no slot is read that was not written before: rows are prefilled and scored together.
         made = torch.zeros if fixed else torch.empty
         self._buffers = {
             device: made((rows, slots, layers, 2, heads, width), dtype=self.dtype, device=device)
@@ -116,14 +116,14 @@ class BlockCache(Cache):
         return sum(buffer.nbytes for buffer in (*self._buffers.values(), self.hidden))
 
     def target(self, used: int, width: int, prefill: bool = False) -> None:
-        """Set the slots that the next forward uses: it writes `width` a row behind the first `used`, or behind `bucket(used)`
+        """Set the slots that the next forward uses: it writes `width` slots per row from `used` on, or from `bucket(used)`
         if `fixed` and not `prefill`, and reads all slots up to the last one written."""
         self.begin = bucket(used) if self.fixed and not prefill else used
         self.end = self.begin + width
         self.written, self.read = self._views(self.begin), self._views(0)
 
     def _views(self, begin: int) -> list[tuple[Tensor, Tensor]]:
-        """Select keys and values from a slot to the end of the target, [rows, heads, slots, head_dim], of every layer."""
+        """View each layer's keys and values, [rows, heads, slots, head_dim], from slot `begin` to the end of the target."""
         views = {
             device: buffer[: self.active, begin : self.end].permute(2, 3, 0, 4, 1, 5).flatten(0, 1).unbind(0)
             for device, buffer in self._buffers.items()
@@ -134,14 +134,14 @@ class BlockCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values, [rows, heads, new, head_dim] each, to the target; return what attention reads."""
+        """Write new keys and values, [rows, heads, new, head_dim] each, to the target; return all that attention reads."""
         keys, values = self.written[layer_idx]
         keys.copy_(key_states)
         values.copy_(value_states)
         return self.read[layer_idx]
 
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
-        """Copy, for each `(row, source, target)`, `length` slots from `source` on to those from `target` on, in some layers."""
+        """Copy `length` slots of a row, from `source` on to `target` on, in some layers, for each `(row, source, target)`."""
         row, source, target = torch.tensor(moves).unbind(1)
         offsets = torch.arange(length)
         source, target = source[:, None] + offsets, target[:, None] + offsets
@@ -152,7 +152,7 @@ class BlockCache(Cache):
             part[at, to] = part[at, of]
 
     def blank(self, layers: range, row: int, begin: int, end: int) -> None:
-        """Zero slots of a row in some layers: where they are masked, attention gives weight 0, but 0 times NaN is NaN."""
+        """Zero slots of a row in some layers: attention multiplies masked slots by weight 0, but 0 times NaN is NaN."""
         for part in self._of(layers):
             part[row, begin:end] = 0
 
@@ -169,15 +169,15 @@ class BlockCache(Cache):
         self.written, self.read = [], []  # a copy of the cache needs no copies of views
 
     def empty(self) -> None:
-        """Record that it holds nothing."""
+        """Record that the cache holds nothing."""
         nothing = [0] * self.rows
         self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
     def cut(self, texts: list[list[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
-        """Cut what is held to the first tokens of each row's text, in whole blocks and at most `upto`; return their numbers.
+        """Cut each row's held tokens to their common prefix with its text, in whole blocks, at most `upto`; return its lengths.
 
-        If `with_head`, the head's layers must hold them too, or be able to read them still. What lies behind is overwritten
-        from here on, also by a call that does not come to its end.
+        If `with_head`, only tokens count that the head has read or can still read. The slots behind the prefix may be
+        overwritten from here on, even by a call that fails.
         """
         found = []
         for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
@@ -189,13 +189,13 @@ class BlockCache(Cache):
         return found
 
     def fits(self, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
-        """Tell if it can be written to, for so many rows, tokens of each, and the head's layers if they are needed."""
+        """Tell if the cache can be written to, has `rows` rows and enough slots, and has the head's layers if needed."""
         writable = torch.is_inference_mode_enabled() or not self.hidden.is_inference()
         room = capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
         return writable and rows == self.rows and room
 
     def fill_from(self, other: "BlockCache") -> None:
-        """Copy the content of another cache with as many layers; its rows, a divisor of this one's, are each repeated."""
+        """Copy the content of a cache with as many layers, and repeat each of its rows `self.rows // other.rows` times."""
         copies, used = self.rows // other.rows, max(other.held)
         records: tuple[list[Any], ...] = (other.ids, other.held, other.head_held, other.hidden_held)
         self.hold(*([one for one in record for _ in range(copies)] for record in records))
@@ -203,16 +203,16 @@ class BlockCache(Cache):
             ours.copy_(theirs.repeat_interleave(copies, 0))
 
     def detach(self) -> None:
-        """Replace memory that is shared, as after `copy.copy`, by a copy."""
+        """Copy the memory that this cache shares with another since `copy.copy`, so that it has its own."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
         self.hidden = self.hidden.clone()
 
     def _held_parts(self, used: int) -> list[Tensor]:
-        """Select the content of the first slots: keys and values, and hidden states, [rows, ...]."""
+        """View the content of the first `used` slots: keys and values of each device, and hidden states, [rows, slots, ...]."""
         return [*(one[:, :used] for one in self._buffers.values()), self.hidden[:, : used + self.shifted]]
 
     def _of(self, layers: range) -> Iterator[Tensor]:
-        """Select the memory of some layers on each device: [rows, slots, layers, 2, heads, head_dim]."""
+        """Yield a view of the memory of some layers on each device, [rows, slots, layers, 2, heads, head_dim]."""
         for device, buffer in self._buffers.items():
             held = [self._index[layer] for layer in layers if self.layer_devices[layer] == device]
             if held:
@@ -220,5 +220,5 @@ class BlockCache(Cache):
 
 
 def bucket(used: int) -> int:
-    """Round a number of slots up to a power of two, at least the least bucket."""
+    """Round a number of slots up to a power of two, at least `LEAST_BUCKET`."""
     return max(LEAST_BUCKET, 1 << (used - 1).bit_length())

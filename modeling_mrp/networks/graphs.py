@@ -1,11 +1,11 @@
 """CUDA graphs: a network that runs again and again on the same cache is recorded once, and then replayed with one launch.
 
-There is a recording for each network by rows, states and length bucket. Recordings are dear, so they outlive the call of
-`generate` that made them, together with the cache that they write to: one for a model, until its weights lie elsewhere,
+Each network has recordings by numbers of rows and states and by length bucket. Recordings are costly, so they outlive the call
+of `generate` that made them, together with the cache that they write to. A model has one such cache, until its weights move,
 `release_graphs` is called, or a call needs another size.
 
-The first run of a kind is an ordinary one, on the side stream that will record: it warms up libraries and compilers. The second
-is recorded. On a GPU the first replays are compared with ordinary runs; where they differ nothing is recorded any more.
+A first, ordinary run on the side stream that will record warms up libraries and compilers; the second run is recorded. On a GPU
+the first replays are compared with ordinary runs; if they differ, nothing is recorded any more.
 """
 
 import copy
@@ -27,18 +27,18 @@ from .cache import BlockCache, adapters_of_rows
 _RECORDING = threading.Lock()
 # Replays of a recording that are compared: the first with the inputs it was made from, the next with others.
 _COMPARED = 2
-# Tokens of the smallest cache that is kept. Others have twice as many, four times, ..., so that growing prompts find the same.
+# Tokens of the smallest cache that is kept. Larger ones double that, repeatedly, so that growing prompts seldom need another.
 LEAST_CAPACITY = 1024
 
 
 class CudaRecorder:
-    """CUDA graphs of one device that share a pool of memory: a graph's results may be overwritten by the next one's."""
+    """Recorder of CUDA graphs that share a device's memory pool: a graph's output may be overwritten by the next graph."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream, self.pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def first(self, step: Callable[[], Tensor]) -> Tensor:
-        """Run a step so that it can be recorded later."""
+        """Run a step on the recording stream, as a warm-up for recording it; return its output."""
         main = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
@@ -68,15 +68,15 @@ class CudaRecorder:
         return replay
 
 
-# What records on which kind of device.
+# By type of device, the class of its recorder.
 RECORDERS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaRecorder}
 
 
 class Graphs:
-    """The recorded forwards of one model, with the `fingerprint` of its weights, on one cache, which stays where it is.
+    """The recorded forwards of one model on one cache, which stays in place; `weights` is the `fingerprint` they depend on.
 
     Attributes:
-        inputs, recorded, compared: By key, where a recording reads its inputs, what replays it, how often that was compared.
+        inputs, recorded, compared: By key, the tensors a recording reads, its replay function, how many replays were compared.
         failed: Whether a forward could not be recorded or gave wrong results, so that no more are tried.
         busy: Whether a call is using them.
     """
@@ -92,7 +92,7 @@ class Graphs:
         self._lent: Callable[[], BlockCache | None] = lambda: None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
-        """Lend the cache, filled with the content of `past`; an earlier borrower keeps its content in memory of its own."""
+        """Return the cache, filled with the content of `past` if given; an earlier borrower first gets a copy of its own."""
         cache = past
         if cache is None or cache.hidden is not self.cache.hidden:
             if (holder := self._lent()) is not None:
@@ -104,8 +104,8 @@ class Graphs:
         return cache
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Compute `function(*inputs)` by a recording if there is one; the result belongs to the caller. It must depend only on
-        the inputs, which may lie on the host, the key and the cache."""
+        """Return `function(*inputs)`, by a recording if there is one; no replay overwrites the result. `function` must depend
+        on nothing but the inputs (which may lie on the host), the key and the cache."""
         key = key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         fixed, replay = self.inputs.get(key), self.recorded.get(key)
         if fixed is None or self.failed or (replay is None and not hasattr(self._thread, "warm")):
@@ -161,10 +161,10 @@ def recording_report(model: nn.Module) -> dict[str, int]:
 def cache_for(
     model: Any, graphs: bool | None, past: BlockCache | None, rows: int, capacity: int, scratch: int, with_head: bool
 ) -> Iterator[tuple[BlockCache, Graphs | None]]:
-    """Choose the cache of a call and the recordings of its forwards: those kept from earlier calls, or new ones.
+    """Yield the cache of a call and the recordings of its forwards, or None: kept from earlier calls, or new.
 
-    A cache `past` to continue from is taken over, if it has the head's layers where these are needed. Forwards are recorded
-    where possible if `graphs` is None, or `ValueError` is raised if it is True; never if it is False.
+    The cache continues `past`, if that is given and has the head's layers where needed. With `graphs` None, forwards are
+    recorded if possible; with True, `ValueError` is raised if not; with False they are never recorded.
     """
     if past is not None and with_head and not past.head_layers:
         past = None
@@ -189,7 +189,7 @@ def cache_for(
 
 
 def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: bool) -> Graphs | None:
-    """Find or make what is kept for a model, with room for a call, and mark it busy; None if another call is using it."""
+    """Find or make the kept `Graphs` of a model, with room for a call, and mark them busy; None if another call uses them."""
     weights = fingerprint(model)
     with _LOCK:
         kept = _KEPT.get(model)

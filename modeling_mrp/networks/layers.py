@@ -1,8 +1,8 @@
-"""Which layers of a model are fused in a round, and the packing of their weights.
+"""The choice of layers to run fused in a round, and the packing of their weights.
 
-Fused, a Qwen3 layer is four matrix products, the round's attention, and five launches more (`run_fused`). Products with the
-same input are one where `pack` has put their weights together; else each `nn.Linear`, or what stands there (LoRA, quantised
-weights), is called. Where a module does more than its class, the layers are called as modules, under a dense mask.
+A fused Qwen3 layer is four matrix products, the round's attention, and five more launches (`run_fused`). Products with the same
+input are one if `pack` has made their weights adjacent; else each `nn.Linear` or its replacement (LoRA, quantised weights) is
+called. If any module does more than its class, all layers are called as modules, under a dense mask.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,15 +17,15 @@ from ..kernels.round_layers import Plans, product
 from ..model.families.sdar import MRPBackbone
 from ..model.head import MRPHead
 
-# Whose hooks only note what a model was asked to hand out: hidden states of its own forward.
+# The module whose hooks only record outputs that a model was asked for, such as hidden states.
 _NOTES_ONLY = "transformers.utils.output_capturing"
-# Where the classes are defined that kernels stand for.
+# Packages with the classes that kernels replace.
 _OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
 
 
 def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None:
-    """Plan the fused layers of a decode: backbone's, and head's if it takes part; None: some are to be called as modules, for
-    which `ValueError` is raised if kernels are forced."""
+    """Plan the fused layers of the backbone, and of the head if `with_head`; return None if layers must be called as modules,
+    or raise `ValueError` in that case if kernels are forced."""
     layers: dict[Any, list[Any]] = {model.model: list(model.model.layers)[: model.config.num_hidden_layers]}
     if with_head:
         layers[model.mrp_head] = list(model.mrp_head.layers)
@@ -45,21 +45,21 @@ def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Say what a module does, global hooks aside, beyond its class `kind` (of torch, transformers or this package); or None."""
+    """Say how a module deviates, global hooks aside, from the class `kind`, with the remedy; None if not at all."""
     found = type(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         if any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):
             return f"a {found.__name__} carries hooks: remove them"
     if "forward" in module.__dict__ or found.forward is not kind.forward or not issubclass(found, kind):
         return f"a {found.__name__} is wrapped or no {kind.__name__}: use plain modules"
-    # Others may have put classes or methods of their own in these places (Liger does).
+    # Other packages may have replaced the class or its methods by their own (Liger does).
     if not found.forward.__module__.startswith(_OWN):
         return f"the forward of a {found.__name__} was replaced by one of {found.forward.__module__}: leave it as it was"
     return None
 
 
 def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type[nn.Module]]]:
-    """Iterate over the modules that fused layers replace, each with its class; one of another need not have what follows."""
+    """Yield the modules that fused layers replace and their classes, parents first: one of another class may lack parts."""
     yield model.model, MRPBackbone
     if model.mrp_head in layers:
         yield model.mrp_head, MRPHead
@@ -74,7 +74,7 @@ def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type
 
 
 def _of_one_input(layer: Any) -> tuple[list[Any], list[Any]]:
-    """Group a layer's linear layers that have one input: those before attention, and those before the MLP's gate."""
+    """Group a layer's linear layers that share an input: those of queries, keys and values, and the MLP's gate and up."""
     attention, mlp = layer.self_attn, layer.mlp
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
@@ -82,10 +82,10 @@ def _of_one_input(layer: Any) -> tuple[list[Any], list[Any]]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def pack(model: nn.Module) -> None:
-    """Lay weights that are multiplied with the same input behind one another in memory.
+    """Make the weights of linear layers that share an input adjacent in memory.
 
-    They stay the parameters that they are, now parts of a larger storage: nothing is held twice. Left as they are: layers that
-    are more than a plain `nn.Linear` (adapters, quantised weights, hooks), or that lie elsewhere than their neighbours.
+    The parameters stay the same objects, now parts of a larger storage: nothing is held twice. Layers are left as they are if
+    one is more than a plain `nn.Linear` (adapters, quantised weights, hooks), or lies on another device than the others.
     """
     moved = None
     for layer in model.modules():

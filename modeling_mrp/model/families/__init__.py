@@ -1,1 +1,1 @@
-"""Families of backbones, a file each: how a published config is read, which layers it has, how its tensors are named."""
+"""Families of backbones, a file each: how published configs are read, which layers are used, how tensors are converted."""

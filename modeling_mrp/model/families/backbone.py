@@ -1,4 +1,4 @@
-"""Backbones with other layers than Qwen3's: a family is a subclass that says what differs."""
+"""The base class of backbones with other layers than Qwen3's; each family is a subclass that sets what differs."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -13,14 +13,14 @@ from .sdar import FAMILIES, MRPBackbone
 
 
 class FamilyBackbone(MRPBackbone):
-    """A backbone of transformers' decoder layers other than Qwen3's: a subclass names them, and is registered as its `family`.
+    """A backbone of transformers' decoder layers other than Qwen3's: a subclass names its layers, and registers its `family`.
 
-    Layers have a `self_attn` with `k_proj`, and put keys of `num_key_value_heads` heads of `head_dim` into the cache.
+    Each layer must have a `self_attn.k_proj`, and write keys of `num_key_value_heads` heads of `head_dim` to the cache.
 
     Attributes:
         unsaid: Fields that its published configs leave out, with their values.
-        renamed: Fields of its published configs that have another name here, with that.
-        conversions: How transformers makes the model's tensors of published ones.
+        renamed: Names of fields in its published configs, mapped to their names here.
+        conversions: transformers' conversions of published tensors into the model's.
     """
 
     unsaid: ClassVar[dict[str, Any]] = {}
@@ -32,7 +32,7 @@ class FamilyBackbone(MRPBackbone):
     conversions: ClassVar[Sequence[Any]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Register the family, and tell transformers how tensors translate, what splits over devices and what can be noted."""
+        """Register the family, and tell transformers its tensor conversions, unsplittable modules and recordable outputs."""
         super().__init_subclass__(**kwargs)
         if "family" not in vars(cls):  # such as the class that FSDP makes of a family's
             return
@@ -45,7 +45,7 @@ class FamilyBackbone(MRPBackbone):
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Translate those fields of a published config that are not null into those of `MRPConfig`; others are dropped."""
+        """Translate a published config's fields, none of them null, into those of `MRPConfig`; add `family` and `unsaid`."""
         if "hidden_size" in fields and "num_attention_heads" in fields:
             fields = {"head_dim": fields["hidden_size"] // fields["num_attention_heads"], **fields}
         ours = {cls.renamed.get(name, name): value for name, value in fields.items()}
@@ -63,7 +63,7 @@ class FamilyBackbone(MRPBackbone):
         self.post_init()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As `MRPBackbone.forward`; in float64 by a loop over experts, since torch's grouped products lack that dtype."""
+        """Run `MRPBackbone.forward`; in float64 loop over experts, since torch's grouped products lack that dtype."""
         if "num_experts" in self.fields and self.dtype == torch.float64 and self.config._experts_implementation == "grouped_mm":
             self.set_experts_implementation("eager")
         return super().forward(*args, **kwargs)

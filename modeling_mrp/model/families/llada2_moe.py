@@ -1,7 +1,7 @@
-"""LLaDA2.0-mini and -flash (`llada2_moe`, arXiv 2512.15745): layers as transformers' GLM-4-MoE has them, under other names.
+"""LLaDA2.0-mini and -flash (`llada2_moe`, arXiv 2512.15745): transformers' GLM-4-MoE layers, under other names.
 
-256 experts behind a sigmoid router that corrects its choice by a bias, and looks at the best groups of experts only; one shared
-expert; rotation of a part of each head. Checkpoints hold queries, keys and values in one matrix, and experts singly.
+256 experts, chosen among the best groups of experts by a sigmoid router with a correction bias; one shared expert; rotary
+embedding of a part of each head. Checkpoints hold queries', keys' and values' projections in one matrix, but each expert apart.
 """
 
 import logging
@@ -15,7 +15,7 @@ from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
 
 from .backbone import FamilyBackbone
 
-# What published configs say of parts that there is one kind of here.
+# Fields of published configs that choose between variants of a part, with the one value supported here.
 _FIXED = {"use_bias": False, "use_qkv_bias": False, "use_qk_norm": True, "norm_head": False, "score_function": "sigmoid"}
 _FIXED |= {"moe_router_enable_expert_bias": True, "use_sliding_window": False}
 # Published names of modules, and ours.
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class _SplitHeads(ConversionOps):
-    """A split of the rows of one matrix into those of queries, keys and values, by a config's numbers of heads."""
+    """Conversion that splits a fused projection's rows into those of queries, keys and values, by the numbers of heads."""
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: list[str], **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class LLaDA2Backbone(FamilyBackbone):
 
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """As in the base; `ValueError` for layers that have other parts than those of the published models."""
+        """Translate as the base class does; `ValueError` for variants of layers that no published model has."""
         if wrong := {name: fields[name] for name, value in _FIXED.items() if fields.get(name, value) != value}:
             raise ValueError(f"the config has {wrong}: published models of the family 'llada2_moe' do not, nor does this")
         return super().translated({**fields, "num_nextn_predict_layers": 0})  # theirs are no head

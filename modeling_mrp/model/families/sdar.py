@@ -1,4 +1,4 @@
-"""SDAR's backbone (`sdar`): Qwen3, and a mask that has to be given. The other families begin here, and are found here."""
+"""SDAR's backbone (`sdar`): Qwen3 under a mask that callers pass; the base class of all families, and their registry."""
 
 from importlib import import_module
 from pathlib import Path
@@ -11,14 +11,14 @@ FAMILIES: dict[str, Any] = {}  # classes of backbones, which register themselves
 
 
 class MRPBackbone(Qwen3Model):
-    """transformers' `Qwen3Model` with a mask that must be given, since its own is causal: the backbone of dense SDAR.
+    """The backbone of dense SDAR: transformers' `Qwen3Model`, but callers must pass the mask, as the default one is causal.
 
     Attributes:
         family: The family's name, the value of `MRPConfig.family`.
-        models, paper: Names of its published models, and where they are described.
-        published: Fields that tell its published configs; `model_type` is the family's name unless it is among them.
-        fields: Fields of the config beyond those of `MRPConfig`, with their values where a config leaves them out.
-        shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
+        models, paper: The name of its published models, and their paper's arXiv id, or None.
+        published: Fields that identify its published configs; `model_type` is the family's name unless set here.
+        fields: Fields of the config beyond those of `MRPConfig`, with their defaults.
+        shifted: Whether the hidden state at position i gives the logits of the token at i + 1, instead of the one at i.
     """
 
     _tp_plan: ClassVar[Any] = {"embed_tokens": "replicate"}  # rows of lm_head, with which it may be tied, are read
@@ -34,7 +34,7 @@ class MRPBackbone(Qwen3Model):
         return True
 
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """As `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as where a trainer computes a next-token loss."""
+        """Run `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as when a trainer computes a next-token loss."""
         if not isinstance(attention_mask, dict):
             raise ValueError(
                 "the backbone was called without the model around it, and would see a causal mask instead of its own. "
@@ -48,7 +48,7 @@ FAMILIES[DENSE] = MRPBackbone
 
 
 def families() -> dict[str, Any]:
-    """Find the backbone class of every family, in this folder and elsewhere; a repository's code has only its checkpoint's."""
+    """Import all families of this folder; return all registered backbone classes by name (remote code has only its own)."""
     here = Path(__file__)
     for file in sorted(here.parent.glob("[a-z]*.py")) if here.stem == DENSE else ():
         import_module(f"{__package__}.{file.stem}")

@@ -1,4 +1,4 @@
-"""SDAR-30B-A3B (`sdar_moe`): Qwen3-MoE layers (SDAR, arXiv 2510.06303). Checkpoints hold each expert's matrices singly."""
+"""SDAR-30B-A3B (`sdar_moe`): Qwen3-MoE layers (SDAR, arXiv 2510.06303). Checkpoints hold each expert's matrices apart."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from .backbone import FamilyBackbone
 
 
 class SDARMoeBackbone(FamilyBackbone):
-    """transformers' Qwen3-MoE layers under a given mask."""
+    """A backbone of transformers' Qwen3-MoE layers."""
 
     family = "sdar_moe"
     fields: ClassVar[dict[str, Any]] = {

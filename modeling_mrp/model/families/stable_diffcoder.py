@@ -1,4 +1,4 @@
-"""Stable-DiffCoder-8B (ByteDance Seed): Llama layers. The config declares `llama`; its architecture tells it from others."""
+"""Stable-DiffCoder-8B (ByteDance Seed): Llama layers. Configs have the model type `llama`, and `architectures` of their own."""
 
 from typing import Any, ClassVar
 
@@ -8,7 +8,7 @@ from .backbone import FamilyBackbone
 
 
 class StableDiffCoderBackbone(FamilyBackbone):
-    """transformers' Llama layers under a given mask: no norms of queries and keys."""
+    """A backbone of transformers' Llama layers, without norms of queries and keys."""
 
     family, models, paper = "stable_diffcoder", "Stable-DiffCoder", None
     fields: ClassVar[dict[str, Any]] = {"mlp_bias": False}
