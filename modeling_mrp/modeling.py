@@ -54,7 +54,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex attention.
             past_key_values: A cache that the layers update, or None.
         """
-        # With a cache each call has other lengths, for each of which a module compiled by `nn.Module.compile` would recompile.
+        # With a cache the length differs from call to call, and a module compiled by `nn.Module.compile` would recompile.
         model = self.model if past_key_values is None else self.model._call_impl
         return model(
             input_ids=input_ids,

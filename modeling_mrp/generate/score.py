@@ -43,7 +43,7 @@ class MRPScoreOutput(ModelOutput):
 
 
 class MRPScoringMixin:
-    """`score` of an MRP model."""
+    """The method `score` of an MRP model."""
 
     @torch.no_grad()
     def score(

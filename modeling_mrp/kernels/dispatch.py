@@ -141,7 +141,7 @@ def _check(kernel: Kernel, given: tuple[Any, ...], made: Any) -> None:
 
 
 def failed_kernels() -> list[str]:
-    """Name the kernels, with their devices, that failed in this process: their PyTorch twins are used in their place."""
+    """Name the kernels, with their devices, that failed in this process and are replaced by their PyTorch twins."""
     return sorted(f"{name} on {device}" for name, device in _failed)
 
 

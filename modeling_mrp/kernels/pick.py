@@ -67,7 +67,7 @@ class Unembedding:
 
 
 def upcast(logits: Tensor) -> Tensor:
-    """Widen logits to float32 at least."""
+    """Convert logits to float32 unless their dtype is wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

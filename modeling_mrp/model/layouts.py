@@ -25,7 +25,7 @@ def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file; `ValueError` if it holds no object."""
+    """Read a JSON file and return its object; `ValueError` if the file holds none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):

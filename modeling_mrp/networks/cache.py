@@ -112,7 +112,7 @@ class BlockCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, fixed at construction."""
+        """The size of all buffers in bytes, fixed at construction."""
         return sum(buffer.nbytes for buffer in (*self._buffers.values(), self.hidden))
 
     def target(self, used: int, width: int, prefill: bool = False) -> None:

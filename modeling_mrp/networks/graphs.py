@@ -208,7 +208,7 @@ def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: boo
 
 
 def fingerprint(model: Any) -> Hashable:
-    """Collect all that recordings of a model depend on: where weights lie, modes and hooks of modules, the attention."""
+    """Collect all that recordings of a model depend on: addresses of weights, modules' settings and hooks, the attention."""
     tensors = (*model.parameters(), *model.buffers())
     places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
     settings: list[Hashable] = []

@@ -43,7 +43,7 @@ class _SplitHeads(ConversionOps):
 
 
 class LLaDA2Backbone(FamilyBackbone):
-    """transformers' GLM-4-MoE layers under a given mask."""
+    """A backbone of transformers' GLM-4-MoE layers."""
 
     family, models, paper = "llada2_moe", "LLaDA2.0", "2512.15745"
     fields: ClassVar[dict[str, Any]] = {
