@@ -54,7 +54,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, get_
 
 """The choice between a Triton kernel and its plain PyTorch twin. The kernels themselves lie beside their twins.
 
-This is the one place that imports triton, which need not be there: kernels are defined under `if triton is not None`.
+Only this module imports triton, which need not be installed: kernels are defined under `if triton is not None`.
 """
 
 
@@ -68,10 +68,10 @@ except ImportError:
 __all__ = ["tl", "triton"]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Of every launch; products and sums in one instruction, which Triton 3.10 will not do by itself, as 3.9 warns.
+# Options of every launch; fused multiply-adds are asked for, as Triton 3.9 warns that 3.10 will not use them by default.
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 _OLDEST = (8, 0)  # compute capability with bfloat16 in the matrix units and asynchronous copies
-# Kinds of devices on which kernels and recordings are compared with what they stand for before they are relied on.
+# Types of devices on which the first results of kernels and recordings are compared with those of the code they replace.
 CHECKED_ON = {"cuda"}
 # (kernel, device) that failed to compile or to launch in this process, or gave wrong results.
 _failed: set[tuple[str, torch.device]] = set()
@@ -99,8 +99,8 @@ class Dispatch:
     forced: bool | None = None
 
     def allows(self, what: str, *tensors: Tensor, obstacle: str | None = None) -> bool:
-        """Tell if kernels are to run on tensors of these devices and dtypes; not for gradients or under autocast, nor if there
-        is an `obstacle`, given with its remedy. Raise `ValueError` if `what` is forced and cannot be used."""
+        """Tell if kernels are to run on tensors of these devices and dtypes; never for gradients, under autocast, or with an
+        `obstacle`, given with its remedy. Raise `ValueError` if kernels, named `what`, are forced and cannot run."""
         if self.forced is False:
             return False
         obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
@@ -109,10 +109,10 @@ class Dispatch:
         return obstacle is None
 
     def run(self, kernel: Kernel, *given: Any) -> Any:
-        """Run a kernel or its twin.
+        """Run a kernel or its twin on the arguments; return the result.
 
         A kernel that does not compile or launch, or whose first results on a GPU differ from its twin's, is reported in one
-        warning per device and not tried again; if kernels are forced, by `RuntimeError`.
+        warning per device and not tried again; if kernels are forced, `RuntimeError` is raised.
         """
         if self.forced is False:
             return kernel.twin(*given)
@@ -147,7 +147,7 @@ PYTORCH = Dispatch(False)
 
 
 def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
-    """Find the tensors among arguments or results."""
+    """Yield the tensors among arguments or results, including those in lists, tuples and modules."""
     for one in given:
         if isinstance(one, Tensor):
             yield one
@@ -158,7 +158,7 @@ def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def relative_error(ours: Tensor, right: Tensor) -> float:
-    """Compute the norm of the difference over that of `right`, or the share of integers that differ; infinite if one is NaN."""
+    """Compute norm(ours - right) / norm(right), or the share of differing integers; infinite if only one of a pair is NaN."""
     if not right.is_floating_point():
         return float((ours != right).double().mean())
     ours, right = ours.double(), right.double()
@@ -168,14 +168,14 @@ def relative_error(ours: Tensor, right: Tensor) -> float:
 
 
 def check_close(what: str, ours: Tensor, right: Tensor) -> None:
-    """Raise `ArithmeticError` where two results differ by more than rounding, which is 2 % with 16 bits and 0.5 % with more."""
+    """Raise `ArithmeticError` if two results differ by more than rounding: 2 % in dtypes of 16 bits, 0.5 % in wider ones."""
     error, allowed = relative_error(ours, right), 2e-2 if right.dtype in (torch.float16, torch.bfloat16) else 5e-3
     if error > allowed:
         raise ArithmeticError(f"{what} by {error:.3g} of their size, where rounding makes {allowed:g} at most")
 
 
 def _check(kernel: Kernel, given: tuple[Any, ...], made: Any) -> None:
-    """Compare what a kernel made with its twin's result, once for each device, dtype and kind of arguments."""
+    """Raise `ArithmeticError` if a kernel's result differs from its twin's; once per device, dtype and types of arguments."""
     kind = (kernel.name, *dict.fromkeys((tensor.device, tensor.dtype) for tensor in _tensors(given)), *map(type, given))
     if kind in _checked:
         return
@@ -187,12 +187,12 @@ def _check(kernel: Kernel, given: tuple[Any, ...], made: Any) -> None:
 
 
 def failed_kernels() -> list[str]:
-    """Name the kernels, with their devices, that failed in this process: their PyTorch twins are used in their place."""
+    """Name the kernels, with their devices, that failed in this process and are replaced by their PyTorch twins."""
     return sorted(f"{name} on {device}" for name, device in _failed)
 
 
 def processors(device: torch.device) -> int:
-    """Count the multiprocessors of a GPU; those of an H200 for a device that only stands in for one."""
+    """Return the number of multiprocessors of a GPU; for other devices, on which kernels are interpreted, an H200's."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
@@ -210,7 +210,7 @@ def _obstacle(tensors: Sequence[Tensor], interpreted: bool) -> str | None:
 
 
 def unusable(device: torch.device, dtype: torch.dtype, interpreted: bool = False) -> str | None:
-    """Say why kernels can run neither compiled nor, if that counts, `interpreted` there, with the remedy; None if they can."""
+    """Say why kernels cannot run on a device in a dtype, with the remedy; None if they can, or may run `interpreted`."""
     if triton is None:
         return "triton cannot be imported: install it (pip install triton)"
     if dtype not in KERNEL_DTYPES:
@@ -226,7 +226,7 @@ def unusable(device: torch.device, dtype: torch.dtype, interpreted: bool = False
 
 # ---------------------------------------------------------------------------------------------------- model.families.sdar
 
-"""SDAR's backbone (`sdar`): Qwen3, and a mask that has to be given. The other families begin here, and are found here."""
+"""SDAR's backbone (`sdar`): Qwen3 under a mask that callers pass; the base class of all families, and their registry."""
 
 
 
@@ -235,14 +235,14 @@ FAMILIES: dict[str, Any] = {}  # classes of backbones, which register themselves
 
 
 class MRPBackbone(Qwen3Model):
-    """transformers' `Qwen3Model` with a mask that must be given, since its own is causal: the backbone of dense SDAR.
+    """The backbone of dense SDAR: transformers' `Qwen3Model`, but callers must pass the mask, as the default one is causal.
 
     Attributes:
         family: The family's name, the value of `MRPConfig.family`.
-        models, paper: Names of its published models, and where they are described.
-        published: Fields that tell its published configs; `model_type` is the family's name unless it is among them.
-        fields: Fields of the config beyond those of `MRPConfig`, with their values where a config leaves them out.
-        shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
+        models, paper: The name of its published models, and their paper's arXiv id, or None.
+        published: Fields that identify its published configs; `model_type` is the family's name unless set here.
+        fields: Fields of the config beyond those of `MRPConfig`, with their defaults.
+        shifted: Whether the hidden state at position i gives the logits of the token at i + 1, instead of the one at i.
     """
 
     _tp_plan: ClassVar[Any] = {"embed_tokens": "replicate"}  # rows of lm_head, with which it may be tied, are read
@@ -258,7 +258,7 @@ class MRPBackbone(Qwen3Model):
         return True
 
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """As `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as where a trainer computes a next-token loss."""
+        """Run `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as when a trainer computes a next-token loss."""
         if not isinstance(attention_mask, dict):
             raise ValueError(
                 "the backbone was called without the model around it, and would see a causal mask instead of its own. "
@@ -272,7 +272,7 @@ FAMILIES[DENSE] = MRPBackbone
 
 
 def families() -> dict[str, Any]:
-    """Find the backbone class of every family, in this folder and elsewhere; a repository's code has only its checkpoint's."""
+    """Import all families of this folder; return all registered backbone classes by name (remote code has only its own)."""
     here = Path(__file__)
     for file in sorted(here.parent.glob("[a-z]*.py")) if here.stem == DENSE else ():
         import_module(f"{__package__}.{file.stem}")
@@ -304,7 +304,7 @@ AUTO_MAP = {
 
 
 def code_files(family: str = DENSE) -> dict[str, str]:
-    """Collect the remote code of a repository, by path: this file if it is a bundle, else what `bundle` makes for a family."""
+    """Return the remote code of a repository, text by path: this file if it is a bundle, else a bundle made for a family."""
     own = Path(__file__)
     if own.name == MODELING:
         text = own.read_text(encoding="utf-8")
@@ -314,7 +314,7 @@ def code_files(family: str = DENSE) -> dict[str, str]:
 
 
 def write_code(folder: Path, family: str = DENSE) -> None:
-    """Put the remote code beside a checkpoint of that family."""
+    """Write a family's remote code into a checkpoint's folder."""
     for name, text in code_files(family).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
@@ -326,11 +326,11 @@ def model_tags(family: str) -> list[str]:
 
 
 def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
-    """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in, as
-    `sdar.generate(custom_generate="org/head", trust_remote_code=True)` does; an MRP model decodes with its own.
+    """Decode with a stock SDAR model and the head of the Hub repository that holds this file, called as
+    `sdar.generate(custom_generate="org/head", trust_remote_code=True)`; an MRP model decodes with its own head.
 
-    The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
-    repository and its commit by where transformers keeps the file. `ValueError` if the head does not fit, or for a folder.
+    `custom_generate/generate.py` holds this function alone, which so imports all it needs. The path at which transformers
+    caches the file gives the repository and commit. `ValueError` if the head does not fit, or the repository is a folder.
     """
     import re
     from pathlib import Path
@@ -366,10 +366,10 @@ _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
 def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
-    """Translate a config's fields for `MRPConfig`: ours stay; of a published config, the known ones, under our model type.
+    """Translate a config's fields for `MRPConfig`: those of this package as they are, of others the known ones.
 
     Raises:
-        ValueError: for another kind of model, as its config or the name of its repository, `source`, says; or another head.
+        ValueError: for an unsupported head, or kind of model, by its fields or the name of its repository, `source`.
     """
     for name, ours in (("head_predicts", "residual"), ("num_mrp_heads", 1)):
         if (value := fields.get(name, ours)) != ours:
@@ -398,13 +398,13 @@ def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
 
 
 class MRPConfig(Qwen3Config):
-    """A `Qwen3Config` plus what block diffusion and the MRP head need (SDAR, arXiv 2510.06303; MRP, arXiv 2605.18817).
+    """A `Qwen3Config` plus fields of block diffusion and of the MRP head (SDAR, arXiv 2510.06303; MRP, arXiv 2605.18817).
 
-    The published configs load too; fields of theirs that mean nothing here are dropped. `ValueError` for values that no model
-    here can have.
+    Published configs load too, without their fields that have no meaning here. `ValueError` for values that are out of range or
+    not supported.
 
     Args:
-        family: Which layers the backbone has (`modeling_mrp/model/families`), which may have fields of their own.
+        family: The family of the backbone (`modeling_mrp/model/families`); some families have further fields.
         block_size: Tokens per diffusion block, counted from absolute position 0.
         mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
         num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
@@ -412,7 +412,7 @@ class MRPConfig(Qwen3Config):
     """
 
     model_type = "sdar_mrp"
-    # As transformers' classes of layers spell it; no config of a family without experts has either.
+    # transformers' layers read the number of experts by this name; families without experts have neither field.
     attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
 
     block_size: int = 16
@@ -443,17 +443,17 @@ class MRPConfig(Qwen3Config):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read the fields of a `config.json` as transformers does, in our spelling."""
+        """Read the fields of a `config.json` as transformers does; return them translated by `our_fields`."""
         found, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return our_fields(found, str(pretrained_model_name_or_path)), kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make a config from its fields, ours or those of a published config."""
+        """Make a config from fields of this package or of a published config."""
         return super().from_dict(our_fields(config_dict), **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Save the config as transformers does, which names the remote code, and the code beside it."""
+        """Save the config, with an `auto_map` that names the remote code, and write this code beside it."""
         self.auto_map = dict(AUTO_MAP)
         super().save_pretrained(save_directory, *args, **kwargs)
         write_code(Path(save_directory), self.family)
@@ -468,14 +468,14 @@ class MRPConfig(Qwen3Config):
 
 """The MRP head, and the check that it fits a backbone.
 
-Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x, x' the state after a
-reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
+Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x (text with masks),
+x' the state after a reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
 """
 
 
 
 
-# What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
+# Fields in which a head's config must agree with its backbone's.
 _SHARED = [
     *("family", "hidden_size", "vocab_size", "block_size", "mask_token_id", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "intermediate_size", "hidden_act", "rms_norm_eps", "rope_parameters"),
@@ -485,7 +485,7 @@ _SHARED = [
 class MRPHead(nn.Module):
     """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
 
-    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``, with Qwen3's layers. A new head adds nothing.
+    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``, with Qwen3's layers. A new head returns 0.
     """
 
     def __init__(self, config: MRPConfig) -> None:
@@ -500,7 +500,7 @@ class MRPHead(nn.Module):
         nn.init.zeros_(self.norm.weight)
 
     def place_behind(self: Any, backbone: MRPConfig) -> None:
-        """Let the layers keep their KV behind that of a backbone's, and attend as it does."""
+        """Give the layers the cache indices behind a backbone's layers, and its config, which chooses their attention."""
         for index, layer in enumerate(self.layers):
             layer.self_attn.layer_idx, layer.self_attn.config = backbone.num_hidden_layers + index, backbone
 
@@ -512,11 +512,11 @@ class MRPHead(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        """Predict h_C [batch, length, hidden_size]; in a round `Networks` runs the layers between `joined` and `norm`.
+        """Predict h_C, [batch, length, hidden_size]. With fused layers, `Networks` calls `joined` and the layers instead.
 
         Args:
             inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
-            hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
+            hidden_states: [batch, length, hidden_size], h_A, or an estimate of it: h_A plus earlier residuals.
             attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys].
             position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
         """
@@ -532,13 +532,13 @@ class MRPHead(nn.Module):
         return self.norm(hidden)
 
     def joined(self, inputs_embeds: Tensor, hidden_states: Tensor) -> Tensor:
-        """Join embeddings of x' and hidden states to the input of the layers, [batch, length, hidden_size]."""
+        """Project the normed embeddings of x' and hidden states to the layers' input, [batch, length, hidden_size]."""
         joined: Tensor = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
         return joined
 
 
 def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Widen cos and sin [batch, length, turned] to [batch, length, head_dim] by pairs of dimensions that are rotated by 0."""
+    """Pad cos and sin [batch, length, rotated dimensions] to [batch, length, head_dim] with rotations by 0."""
     cos, sin = rotary
     turned = cos.shape[-1] // 2
     if 2 * turned == head_dim:
@@ -549,7 +549,7 @@ def turned_as(rotary: tuple[Tensor, Tensor], head_dim: int) -> tuple[Tensor, Ten
 
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
-    """Raise `ValueError` if settings that a head and its backbone share differ; it lists them all with both values."""
+    """Raise `ValueError`, listing all differences, unless the configs of a head and a backbone agree on shared fields."""
     pairs = ((name, getattr(head, name), getattr(backbone, name)) for name in _SHARED)
     if differences := [f"{name} is {own!r}, the backbone's {its!r}" for name, own, its in pairs if own != its]:
         raise ValueError(
@@ -560,7 +560,7 @@ def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> Non
 
 # ---------------------------------------------------------------------------------------------------- model.layouts
 
-"""The layouts that checkpoints come in: names of heads' tensors, and the files of a folder or a repository."""
+"""Layouts of checkpoints: names of a head's tensors, and the files of a folder or a repository."""
 
 
 
@@ -570,17 +570,17 @@ HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "local_files_only", "to
 
 
 def our_name(name: str) -> str:
-    """Translate a tensor's name into our layout."""
+    """Translate the name of a published head's tensor into this package's; return other names as they are."""
     return HEAD + name.removeprefix(PUBLISHED_HEAD) if name.startswith(PUBLISHED_HEAD) else name
 
 
 def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the keyword arguments that say where and how a file is fetched."""
+    """Select the keyword arguments that say how a file is fetched from the Hub, if not None."""
     return {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file; `ValueError` if it holds no object."""
+    """Read a JSON file and return its object; `ValueError` if the file holds none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -591,7 +591,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[dict[str, Any], str | None]:
-    """Read a JSON file of a checkpoint, fetched if needed, and find its commit, None for a folder's; `OSError` without one."""
+    """Read a checkpoint's JSON file, fetched if needed; return it and its commit (of a folder, None). `OSError` if missing."""
     try:
         if (path := cached_file(source, name, **hub)) is None:
             raise OSError(f"there is no {name}; an adapter is loaded with model.load_adapter, on its base")
@@ -603,7 +603,7 @@ def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[dict[
 
 
 def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
-    """Find a checkpoint's safetensors files, fetched if needed, or those with tensors of some prefixes; or `ValueError`."""
+    """Find a checkpoint's safetensors files (of shards, those with tensors under `prefixes`); `ValueError` without any."""
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     there = (cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub) for name in names)
     if (found := next(filter(None, there), None)) is None:
@@ -620,7 +620,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def backbone_location(name: str, source: str) -> str:
-    """Check and return the backbone's name in the config of the head repository `source`; `ValueError` if it may not be."""
+    """Return the backbone `name` that a head repository's config gives; `ValueError` if `source` may not name it."""
     allowed = is_hub_id(name) and not os.path.exists(name)
     if not allowed and not (os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name)):
         raise ValueError(
@@ -646,7 +646,7 @@ except ImportError:  # then no model is spread over devices
 log = logging.getLogger(__name__)
 
 _KEY_MAPPING = {f"^{re.escape(PUBLISHED_HEAD)}": HEAD}  # transformers renames by it while it loads
-# The MRP model of each stock model that is still in use, and where its head came from.
+# By stock transformers model, while it is in use: the source of a head, and the MRP model made from both.
 _MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
@@ -661,21 +661,21 @@ class MRPPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
-    # What a head names: a repository's id and its commit, or a folder's absolute path and None; of a loaded model, its source.
+    # Source of the backbone, as a head saved alone names it: a repository's id and commit, or a folder's absolute path, None.
     backbone_source: tuple[str, str | None] | None = None
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Let `experts_implementation` choose how transformers computes experts; it looks for them in the model's own file."""
+        """Return True, to allow `experts_implementation`: transformers looks for experts in the model's own file only."""
         return True
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load as transformers does: a full checkpoint of this package, one in the published layouts, or a head repository.
 
-        A head repository's backbone is loaded by the name and revision in its config; `revision` and `subfolder` are a head's.
-        Only safetensors are read, and no code but this package's runs. `ValueError` for another kind of model, tensors that
-        do not fit the config (it lists them), or a backbone that may not be followed.
+        A head repository's config names the backbone to load and its revision; `revision` and `subfolder` are the head's.
+        Only safetensors are read, and no code but this package's runs. `ValueError` for another kind of model, for tensors
+        that do not fit the config (all are listed), or for a backbone that the config may not name (`backbone_location`).
         """
         kwargs["key_mapping"] = {**_KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
         if pretrained_model_name_or_path is None:  # from a config and a state dict
@@ -717,10 +717,10 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Load a backbone and a head from different places.
 
         Args:
-            backbone: A folder or id that `from_pretrained` takes, except a head repository; or that of an autoregressive Qwen3
-                checkpoint, with `block_size` and `mask_token_id`, which becomes a block-diffusion model only by training.
-            head: What `attach_head` takes, in place of a head that the backbone has.
-            kwargs: As for `from_pretrained`; `revision` is the backbone's (a head's: `attach_head`).
+            backbone: A folder or id of a checkpoint with a backbone that `from_pretrained` takes, or of an autoregressive Qwen3
+                checkpoint, given `block_size` and `mask_token_id`, which then has to be trained for block diffusion.
+            head: A head as `attach_head` takes it, which replaces the checkpoint's own.
+            kwargs: As for `from_pretrained`; `revision` is the backbone's (for a head's, call `attach_head`).
         """
         source = os.fspath(backbone)
         found, _ = stored_json(source, **hub_options(kwargs))
@@ -740,10 +740,10 @@ class MRPPreTrainedModel(PreTrainedModel):
         return model
 
     def attach_head(self: Any, head: Any, **hub: Any) -> None:
-        """Give the model a head, in place of its own if it has one; `ValueError`, and the model as before, if it does not fit.
+        """Attach a head, replacing one that the model has; if it does not fit, raise `ValueError` and leave the model as it is.
 
         Args:
-            head: A folder or id, of which the head is read and nothing else, in whatever layout; or an `MRPHead`.
+            head: A folder or repository id, in any layout, from which only the head is read; or an `MRPHead`.
             hub: `revision`, `token`, ... for an id.
         """
         if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
@@ -775,7 +775,7 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
-        """Make an MRP model that shares a stock Qwen3 model's parameters, with a repository's head; later calls reuse it."""
+        """Make an MRP model that shares a stock Qwen3 model's parameters and has a repository's head; reuse an earlier one."""
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         like = parameters["lm_head.weight"]
         source = (repository, download.get("revision"), like.dtype, like.device, *map(id, parameters.values()))
@@ -802,8 +802,8 @@ class MRPPreTrainedModel(PreTrainedModel):
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *, head_only: bool = False, **more: Any
     ) -> None:
-        """Save weights, both configs and the remote code as transformers does; with `head_only` the head alone, which names
-        `backbone_source` as its backbone and loads it. `ValueError` for a head that cannot be saved alone."""
+        """Save weights, both configs and the remote code as transformers does; with `head_only`, only the head's weights, and a
+        config that names `backbone_source` as the backbone to load. `ValueError` for a head that cannot be saved alone."""
         folder = Path(save_directory)
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
@@ -828,7 +828,7 @@ class MRPPreTrainedModel(PreTrainedModel):
             init.zeros_(module.weight)
 
     def _take_head(self: Any, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
-        """Attach a head, and take over its repository's options unless others were given."""
+        """Attach a head, and adopt its repository's generation config, if any, unless `kwargs` hold one."""
         self.attach_head(head, **hub)
         if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
             with contextlib.suppress(OSError):  # it comes with none
@@ -857,7 +857,7 @@ class MRPPreTrainedModel(PreTrainedModel):
 
 
 def device_of(module: Any) -> torch.device:
-    """Find the device of a module's weight, or the one to which its hook fetches it; `ValueError` if the weight is nowhere."""
+    """Find the device of a module's weight, or, if offloaded, that to which a hook fetches it; `ValueError` without a hook."""
     device = module.weight.device
     if device.type == "meta":
         device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
@@ -870,7 +870,7 @@ def device_of(module: Any) -> torch.device:
 
 
 def head_to_save(model: Any, state_dict: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], MRPConfig]:
-    """Select the tensors and the config of a head repository; `ValueError` for a head that cannot be saved alone."""
+    """Return a head repository's tensors, by name, and its config; `ValueError` for a head that cannot be saved alone."""
     if model.mrp_head is None:
         raise ValueError("head_only=True: the model has no MRP head. Give it one with attach_head, or save it whole")
     if model.backbone_source is None:
@@ -898,12 +898,12 @@ def head_to_save(model: Any, state_dict: dict[str, Tensor] | None) -> tuple[dict
 
 # ---------------------------------------------------------------------------------------------------- networks.cache
 
-"""Keys and values of committed blocks by absolute position and, beyond the longest text, of the states being scored."""
+"""The KV cache: committed blocks by absolute position and, beyond the longest text, the states being scored."""
 
 
 
 
-# Slots that attention reads beyond the texts are a power of two of at least so many where shapes have to stay the same.
+# Where shapes have to stay the same, attention reads the texts' slots rounded up to a power of two, at least this one.
 LEAST_BUCKET = 256
 
 
@@ -921,8 +921,8 @@ class PassingReference(weakref.ref[Any]):
 
 
 def weights_seen(module: nn.Module) -> list[Any]:
-    """Note a module's parameters and active adapters; a later list is equal if none was replaced, moved or written to since
-    (other than by `.data`, which autograd does not count)."""
+    """Record a module's parameters and active adapters; a later record is equal if none was replaced, moved or written to
+    since (except through `.data`, whose writes autograd does not count)."""
     weights = []
     for weight in module.parameters():
         if not weight.is_meta:  # those that are offloaded come anew each time
@@ -938,14 +938,14 @@ def weights_seen(module: nn.Module) -> list[Any]:
 
 
 def adapters_of_rows(module: nn.Module) -> list[str] | None:
-    """Read peft's `adapter_names`, one for each row of a batch, from the last hooks: a call that failed left its own behind."""
+    """Return peft's `adapter_names`, one per row of a batch, or None; from the newest hooks, as failed calls leave theirs."""
     hooks = (hook for part in module.modules() for hook in reversed(part._forward_pre_hooks.values()))
     names = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
     return next((list(of_rows) for of_rows in names if of_rows is not None), None)
 
 
 def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
-    """List the devices on which a model's layers compute, the backbone's first, then with the head's."""
+    """List the devices on which a model's layers compute: the backbone's, then, if `with_head`, the head's."""
     layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
     return tuple(device_of(layer.self_attn.k_proj) for layer in layers)
 
@@ -953,28 +953,28 @@ def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
 class BlockCache(Cache):
     """KV memory of fixed size, one buffer per device, `[rows, slots, layers, 2, kv_heads, head_dim]`, written in place.
 
-    A committed token lives in the slot of its absolute position, so padding takes no room. The states of a round are written
-    behind the longest text, so that what attention reads is one slice; when one turns out clean, `move` copies its keys and
-    values to its row's text. A call of `generate` takes over the cache it is given and starts behind what that holds of the new
-    prompt; the rest is gone (`copy.deepcopy` keeps it).
+    A committed token lies in the slot of its absolute position, so padding takes no slots. The states of a round are written
+    behind the longest text, so that attention reads one slice; `move` copies keys and values of an accepted clean state to its
+    row's text. A call of `generate` overwrites the cache passed to it, behind the prefix that the cache shares with the new
+    prompt (pass a `copy.deepcopy` to keep it).
 
     Args:
-        model, rows: The model, and how many rows of a batch.
+        model, rows: The model, and the number of rows of a batch.
         capacity: Committed slots per row, a multiple of the block size.
-        scratch: Tokens that can be scored at once per row.
-        with_head: Whether there are layers of the head, behind the backbone's, and hidden states for it to read later.
-        fixed: Whether attention reads a power of two of slots before what is scored, as recordings need fixed shapes.
+        scratch: Slots per row for tokens being scored.
+        with_head: Whether to hold the head's layers, behind the backbone's, and hidden states that the head reads later.
+        fixed: Whether attention reads the texts' slots rounded up to a power of two, since CUDA graphs need fixed shapes.
 
     Attributes:
-        hidden: [rows, slots, hidden_size], the kept hidden states; if `shifted`, those of the position after the slot's.
+        hidden: [rows, slots, hidden_size], hidden states by position; if `shifted`, a slot holds that of the position before.
         ids: By row, the text whose tokens the slots hold.
-        held, head_held: By row, how many of its first tokens have keys and values in all layers of the backbone, of the head.
-        hidden_held: By row, how many have hidden states that the head may still read, if it has not read them.
-        owner, weights: The model whose keys and values these are, weakly, and its parts' `weights_seen` then, by name.
-        active: Rows that take part: the first ones.
+        held, head_held: By row, the number of its first tokens with keys and values in all layers of the backbone; of the head.
+        hidden_held: By row, the number of its first tokens that the head has read or can still read from `hidden`.
+        owner, weights: A weak reference to the model that filled the cache, and `weights_seen` of its parts then, by name.
+        active: The number of rows that take part in forwards: the first ones.
         begin, end: The target, the slots that the next forward writes.
         written: By layer, keys and values of the target, [rows, heads, new, head_dim] each.
-        read: By layer, what attention reads once the target is written, [rows, heads, seen, head_dim] each.
+        read: By layer, the keys and values that attention reads, including the target, [rows, heads, seen, head_dim] each.
     """
 
     def __init__(self, model: Any, rows: int, capacity: int, scratch: int, with_head: bool, fixed: bool = False) -> None:
@@ -991,7 +991,7 @@ class BlockCache(Cache):
             heads = len(key.to_local()) // width
         self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
         slots = scratch + (bucket(capacity) if fixed else capacity)
-        # Elsewhere no slot is read that was not written before: rows are prefilled and scored together.
+        # Unless `fixed`, no slot is read that was not written before: rows are prefilled and scored together.
         made = torch.zeros if fixed else torch.empty
         self._buffers = {
             device: made((rows, slots, layers, 2, heads, width), dtype=self.dtype, device=device)
@@ -1004,18 +1004,18 @@ class BlockCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, fixed at construction."""
+        """The size of all buffers in bytes, fixed at construction."""
         return sum(buffer.nbytes for buffer in (*self._buffers.values(), self.hidden))
 
     def target(self, used: int, width: int, prefill: bool = False) -> None:
-        """Let the next forward write `width` tokens a row behind the first `used` slots and read all slots up to there. Where
-        shapes are fixed, it writes behind a power of two of slots; not in a prefill."""
+        """Set the slots that the next forward uses: it writes `width` slots per row from `used` on, or from `bucket(used)`
+        if `fixed` and not `prefill`, and reads all slots up to the last one written."""
         self.begin = bucket(used) if self.fixed and not prefill else used
         self.end = self.begin + width
         self.written, self.read = self._views(self.begin), self._views(0)
 
     def _views(self, begin: int) -> list[tuple[Tensor, Tensor]]:
-        """Select keys and values from a slot to the end of the target, [rows, heads, slots, head_dim], of every layer."""
+        """View each layer's keys and values, [rows, heads, slots, head_dim], from slot `begin` to the end of the target."""
         views = {
             device: buffer[: self.active, begin : self.end].permute(2, 3, 0, 4, 1, 5).flatten(0, 1).unbind(0)
             for device, buffer in self._buffers.items()
@@ -1026,14 +1026,14 @@ class BlockCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values, [rows, heads, new, head_dim] each, to the target; return what attention reads."""
+        """Write new keys and values, [rows, heads, new, head_dim] each, to the target; return all that attention reads."""
         keys, values = self.written[layer_idx]
         keys.copy_(key_states)
         values.copy_(value_states)
         return self.read[layer_idx]
 
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
-        """Copy, for each `(row, source, target)`, `length` slots from `source` on to those from `target` on, in some layers."""
+        """Copy `length` slots of a row, from `source` on to `target` on, in some layers, for each `(row, source, target)`."""
         row, source, target = torch.tensor(moves).unbind(1)
         offsets = torch.arange(length)
         source, target = source[:, None] + offsets, target[:, None] + offsets
@@ -1044,7 +1044,7 @@ class BlockCache(Cache):
             part[at, to] = part[at, of]
 
     def blank(self, layers: range, row: int, begin: int, end: int) -> None:
-        """Zero slots of a row in some layers: where they are masked, attention gives weight 0, but 0 times NaN is NaN."""
+        """Zero slots of a row in some layers: attention multiplies masked slots by weight 0, but 0 times NaN is NaN."""
         for part in self._of(layers):
             part[row, begin:end] = 0
 
@@ -1061,15 +1061,15 @@ class BlockCache(Cache):
         self.written, self.read = [], []  # a copy of the cache needs no copies of views
 
     def empty(self) -> None:
-        """Record that it holds nothing."""
+        """Record that the cache holds nothing."""
         nothing = [0] * self.rows
         self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
     def cut(self, texts: list[list[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
-        """Cut what is held to the first tokens of each row's text, in whole blocks and at most `upto`; return their numbers.
+        """Cut each row's held tokens to their common prefix with its text, in whole blocks, at most `upto`; return its lengths.
 
-        If `with_head`, the head's layers must hold them too, or be able to read them still. What lies behind is overwritten
-        from here on, also by a call that does not come to its end.
+        If `with_head`, only tokens count that the head has read or can still read. The slots behind the prefix may be
+        overwritten from here on, even by a call that fails.
         """
         found = []
         for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
@@ -1081,13 +1081,13 @@ class BlockCache(Cache):
         return found
 
     def fits(self, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
-        """Tell if it can be written to, for so many rows, tokens of each, and the head's layers if they are needed."""
+        """Tell if the cache can be written to, has `rows` rows and enough slots, and has the head's layers if needed."""
         writable = torch.is_inference_mode_enabled() or not self.hidden.is_inference()
         room = capacity <= self.capacity and scratch <= self.scratch and self.head_layers >= with_head
         return writable and rows == self.rows and room
 
     def fill_from(self, other: "BlockCache") -> None:
-        """Copy the content of another cache with as many layers; its rows, a divisor of this one's, are each repeated."""
+        """Copy the content of a cache with as many layers, and repeat each of its rows `self.rows // other.rows` times."""
         copies, used = self.rows // other.rows, max(other.held)
         records: tuple[list[Any], ...] = (other.ids, other.held, other.head_held, other.hidden_held)
         self.hold(*([one for one in record for _ in range(copies)] for record in records))
@@ -1095,16 +1095,16 @@ class BlockCache(Cache):
             ours.copy_(theirs.repeat_interleave(copies, 0))
 
     def detach(self) -> None:
-        """Replace memory that is shared, as after `copy.copy`, by a copy."""
+        """Copy the memory that this cache shares with another since `copy.copy`, so that it has its own."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
         self.hidden = self.hidden.clone()
 
     def _held_parts(self, used: int) -> list[Tensor]:
-        """Select the content of the first slots: keys and values, and hidden states, [rows, ...]."""
+        """View the content of the first `used` slots: keys and values of each device, and hidden states, [rows, slots, ...]."""
         return [*(one[:, :used] for one in self._buffers.values()), self.hidden[:, : used + self.shifted]]
 
     def _of(self, layers: range) -> Iterator[Tensor]:
-        """Select the memory of some layers on each device: [rows, slots, layers, 2, heads, head_dim]."""
+        """Yield a view of the memory of some layers on each device, [rows, slots, layers, 2, heads, head_dim]."""
         for device, buffer in self._buffers.items():
             held = [self._index[layer] for layer in layers if self.layer_devices[layer] == device]
             if held:
@@ -1112,7 +1112,7 @@ class BlockCache(Cache):
 
 
 def bucket(used: int) -> int:
-    """Round a number of slots up to a power of two, at least the least bucket."""
+    """Round a number of slots up to a power of two, at least `LEAST_BUCKET`."""
     return max(LEAST_BUCKET, 1 << (used - 1).bit_length())
 
 
@@ -1120,12 +1120,12 @@ def bucket(used: int) -> int:
 
 """CUDA graphs: a network that runs again and again on the same cache is recorded once, and then replayed with one launch.
 
-There is a recording for each network by rows, states and length bucket. Recordings are dear, so they outlive the call of
-`generate` that made them, together with the cache that they write to: one for a model, until its weights lie elsewhere,
+Each network has recordings by numbers of rows and states and by length bucket. Recordings are costly, so they outlive the call
+of `generate` that made them, together with the cache that they write to. A model has one such cache, until its weights move,
 `release_graphs` is called, or a call needs another size.
 
-The first run of a kind is an ordinary one, on the side stream that will record: it warms up libraries and compilers. The second
-is recorded. On a GPU the first replays are compared with ordinary runs; where they differ nothing is recorded any more.
+A first, ordinary run on the side stream that will record warms up libraries and compilers; the second run is recorded. On a GPU
+the first replays are compared with ordinary runs; if they differ, nothing is recorded any more.
 """
 
 
@@ -1135,18 +1135,18 @@ is recorded. On a GPU the first replays are compared with ordinary runs; where t
 _RECORDING = threading.Lock()
 # Replays of a recording that are compared: the first with the inputs it was made from, the next with others.
 _COMPARED = 2
-# Tokens of the smallest cache that is kept. Others have twice as many, four times, ..., so that growing prompts find the same.
+# Tokens of the smallest cache that is kept. Larger ones double that, repeatedly, so that growing prompts seldom need another.
 LEAST_CAPACITY = 1024
 
 
 class CudaRecorder:
-    """CUDA graphs of one device that share a pool of memory: a graph's results may be overwritten by the next one's."""
+    """Recorder of CUDA graphs that share a device's memory pool: a graph's output may be overwritten by the next graph."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream, self.pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def first(self, step: Callable[[], Tensor]) -> Tensor:
-        """Run a step so that it can be recorded later."""
+        """Run a step on the recording stream, as a warm-up for recording it; return its output."""
         main = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
@@ -1176,15 +1176,15 @@ class CudaRecorder:
         return replay
 
 
-# What records on which kind of device.
+# By type of device, the class of its recorder.
 RECORDERS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaRecorder}
 
 
 class Graphs:
-    """The recorded forwards of one model, with the `fingerprint` of its weights, on one cache, which stays where it is.
+    """The recorded forwards of one model on one cache, which stays in place; `weights` is the `fingerprint` they depend on.
 
     Attributes:
-        inputs, recorded, compared: By key, where a recording reads its inputs, what replays it, how often that was compared.
+        inputs, recorded, compared: By key, the tensors a recording reads, its replay function, how many replays were compared.
         failed: Whether a forward could not be recorded or gave wrong results, so that no more are tried.
         busy: Whether a call is using them.
     """
@@ -1200,7 +1200,7 @@ class Graphs:
         self._lent: Callable[[], BlockCache | None] = lambda: None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
-        """Lend the cache, filled with the content of `past`; an earlier borrower keeps its content in memory of its own."""
+        """Return the cache, filled with the content of `past` if given; an earlier borrower first gets a copy of its own."""
         cache = past
         if cache is None or cache.hidden is not self.cache.hidden:
             if (holder := self._lent()) is not None:
@@ -1212,8 +1212,8 @@ class Graphs:
         return cache
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Compute `function(*inputs)` by a recording if there is one; the result belongs to the caller. It must depend only on
-        the inputs, which may lie on the host, the key and the cache."""
+        """Return `function(*inputs)`, by a recording if there is one; no replay overwrites the result. `function` must depend
+        on nothing but the inputs (which may lie on the host), the key and the cache."""
         key = key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         fixed, replay = self.inputs.get(key), self.recorded.get(key)
         if fixed is None or self.failed or (replay is None and not hasattr(self._thread, "warm")):
@@ -1269,10 +1269,10 @@ def recording_report(model: nn.Module) -> dict[str, int]:
 def cache_for(
     model: Any, graphs: bool | None, past: BlockCache | None, rows: int, capacity: int, scratch: int, with_head: bool
 ) -> Iterator[tuple[BlockCache, Graphs | None]]:
-    """Choose the cache of a call and the recordings of its forwards: those kept from earlier calls, or new ones.
+    """Yield the cache of a call and the recordings of its forwards, or None: kept from earlier calls, or new.
 
-    A cache `past` to continue from is taken over, if it has the head's layers where these are needed. Forwards are recorded
-    where possible if `graphs` is None, or `ValueError` is raised if it is True; never if it is False.
+    The cache continues `past`, if that is given and has the head's layers where needed. With `graphs` None, forwards are
+    recorded if possible; with True, `ValueError` is raised if not; with False they are never recorded.
     """
     if past is not None and with_head and not past.head_layers:
         past = None
@@ -1297,7 +1297,7 @@ def cache_for(
 
 
 def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: bool) -> Graphs | None:
-    """Find or make what is kept for a model, with room for a call, and mark it busy; None if another call is using it."""
+    """Find or make the kept `Graphs` of a model, with room for a call, and mark them busy; None if another call uses them."""
     weights = fingerprint(model)
     with _LOCK:
         kept = _KEPT.get(model)
@@ -1316,7 +1316,7 @@ def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: boo
 
 
 def fingerprint(model: Any) -> Hashable:
-    """Collect all that recordings of a model depend on: where weights lie, modes and hooks of modules, the attention."""
+    """Collect all that recordings of a model depend on: addresses of weights, modules' settings and hooks, the attention."""
     tensors = (*model.parameters(), *model.buffers())
     places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
     settings: list[Hashable] = []
@@ -1614,7 +1614,7 @@ if triton is not None:
         PADDED: tl.constexpr,
         HEADS: tl.constexpr,
     ):
-        """Rotate a tile of heads per program; heads are ordered by token, and within it queries, then keys, then values."""
+        """See `rotated`: a program takes HEADS heads, ordered by token, and within a token queries, then keys, then values."""
         every = heads + 2 * kv_heads
         at = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
         token, head = at // every, at % every
@@ -1744,25 +1744,25 @@ if triton is not None:
 
 # ---------------------------------------------------------------------------------------------------- networks.layers
 
-"""Which layers of a model are fused in a round, and the packing of their weights.
+"""The choice of layers to run fused in a round, and the packing of their weights.
 
-Fused, a Qwen3 layer is four matrix products, the round's attention, and five launches more (`run_fused`). Products with the
-same input are one where `pack` has put their weights together; else each `nn.Linear`, or what stands there (LoRA, quantised
-weights), is called. Where a module does more than its class, the layers are called as modules, under a dense mask.
+A fused Qwen3 layer is four matrix products, the round's attention, and five more launches (`run_fused`). Products with the same
+input are one if `pack` has made their weights adjacent; else each `nn.Linear` or its replacement (LoRA, quantised weights) is
+called. If any module does more than its class, all layers are called as modules, under a dense mask.
 """
 
 
 
 
-# Whose hooks only note what a model was asked to hand out: hidden states of its own forward.
+# The module whose hooks only record outputs that a model was asked for, such as hidden states.
 _NOTES_ONLY = "transformers.utils.output_capturing"
-# Where the classes are defined that kernels stand for.
+# Packages with the classes that kernels replace.
 _OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
 
 
 def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None:
-    """Plan the fused layers of a decode: backbone's, and head's if it takes part; None: some are to be called as modules, for
-    which `ValueError` is raised if kernels are forced."""
+    """Plan the fused layers of the backbone, and of the head if `with_head`; return None if layers must be called as modules,
+    or raise `ValueError` in that case if kernels are forced."""
     layers: dict[Any, list[Any]] = {model.model: list(model.model.layers)[: model.config.num_hidden_layers]}
     if with_head:
         layers[model.mrp_head] = list(model.mrp_head.layers)
@@ -1782,21 +1782,21 @@ def plan_layers(model: Any, with_head: bool, dispatch: Dispatch) -> Plans | None
 
 
 def deviation(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Say what a module does, global hooks aside, beyond its class `kind` (of torch, transformers or this package); or None."""
+    """Say how a module deviates, global hooks aside, from the class `kind`, with the remedy; None if not at all."""
     found = type(module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         if any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):
             return f"a {found.__name__} carries hooks: remove them"
     if "forward" in module.__dict__ or found.forward is not kind.forward or not issubclass(found, kind):
         return f"a {found.__name__} is wrapped or no {kind.__name__}: use plain modules"
-    # Others may have put classes or methods of their own in these places (Liger does).
+    # Other packages may have replaced the class or its methods by their own (Liger does).
     if not found.forward.__module__.startswith(_OWN):
         return f"the forward of a {found.__name__} was replaced by one of {found.forward.__module__}: leave it as it was"
     return None
 
 
 def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type[nn.Module]]]:
-    """Iterate over the modules that fused layers replace, each with its class; one of another need not have what follows."""
+    """Yield the modules that fused layers replace and their classes, parents first: one of another class may lack parts."""
     yield model.model, MRPBackbone
     if model.mrp_head in layers:
         yield model.mrp_head, MRPHead
@@ -1811,7 +1811,7 @@ def _parts(model: Any, layers: dict[Any, list[Any]]) -> Iterator[tuple[Any, type
 
 
 def _of_one_input(layer: Any) -> tuple[list[Any], list[Any]]:
-    """Group a layer's linear layers that have one input: those before attention, and those before the MLP's gate."""
+    """Group a layer's linear layers that share an input: those of queries, keys and values, and the MLP's gate and up."""
     attention, mlp = layer.self_attn, layer.mlp
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
@@ -1819,10 +1819,10 @@ def _of_one_input(layer: Any) -> tuple[list[Any], list[Any]]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def pack(model: nn.Module) -> None:
-    """Lay weights that are multiplied with the same input behind one another in memory.
+    """Make the weights of linear layers that share an input adjacent in memory.
 
-    They stay the parameters that they are, now parts of a larger storage: nothing is held twice. Left as they are: layers that
-    are more than a plain `nn.Linear` (adapters, quantised weights, hooks), or that lie elsewhere than their neighbours.
+    The parameters stay the same objects, now parts of a larger storage: nothing is held twice. Layers are left as they are if
+    one is more than a plain `nn.Linear` (adapters, quantised weights, hooks), or lies on another device than the others.
     """
     moved = None
     for layer in model.modules():
@@ -1863,7 +1863,7 @@ def _plain(linear: Any) -> bool:
 
 # ---------------------------------------------------------------------------------------------------- model.diffusion
 
-"""Block diffusion: attention masks (True where a query may look at a key), and the noise of a text with its loss.
+"""Block diffusion: attention masks (True where a query sees a key), shifted hidden states, and the noise of the loss.
 
 Positions are absolute, from 0 at a sequence's first real token; the block of a position is ``position // block_size``.
 """
@@ -1872,7 +1872,7 @@ Positions are absolute, from 0 at a sequence's first real token; the block of a 
 
 
 def block_causal_mask(query_positions: Tensor, key_positions: Tensor, key_valid: Tensor, block_size: int) -> Tensor:
-    """Let every token see the earlier blocks and the whole of its own block (SDAR, section 3).
+    """Make the mask by which every token sees the earlier blocks and the whole of its own block (SDAR, section 3).
 
     Positions are [batch, queries] and [batch, keys], `key_valid` [batch, keys] bool, False for padding; the mask is
     [batch, 1, queries, keys] bool.
@@ -1882,11 +1882,11 @@ def block_causal_mask(query_positions: Tensor, key_positions: Tensor, key_valid:
 
 
 def noisy_and_clean_mask(positions: Tensor, valid: Tensor, block_size: int) -> Tensor:
-    """Let a noisy copy x_t and the clean text x_0 see each other in one pass [x_t | x_0] (SDAR, section 3).
+    """Make the mask of one pass over a noisy copy x_t and the clean text x_0, packed as [x_t | x_0] (SDAR, section 3).
 
     A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token sees the clean tokens of its
-    own and earlier blocks. Padding, where `valid` [batch, length] is False, sees only itself. The mask is
-    [batch, 1, 2 * length, 2 * length] bool.
+    own and earlier blocks. Padding, where `valid` is False, sees only itself. `positions` and `valid` are [batch, length], the
+    mask [batch, 1, 2 * length, 2 * length] bool.
     """
     query, key = (positions // block_size)[:, :, None], (positions // block_size)[:, None, :]
     own, earlier = key == query, key < query
@@ -1897,13 +1897,13 @@ def noisy_and_clean_mask(positions: Tensor, valid: Tensor, block_size: int) -> T
 
 
 def taken_from(hidden: Tensor, previous: Tensor) -> Tensor:
-    """Take hidden states [batch, length, size] from other columns, by index [batch, n]; zeros where that is -1."""
+    """Gather hidden states [batch, length, size] by column `previous` [batch, n]; return [batch, n, size], zeros at -1."""
     taken = hidden.gather(1, previous.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1]))
     return taken.masked_fill(previous[..., None] < 0, 0)
 
 
 def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
-    """Draw [batch, 1 + length] float32 on [0, 1), from torch's generator or, outside training, a seed given by each text."""
+    """Draw uniform noise [batch, 1 + length] float32: a text's level, then its tokens'; outside training seeded by its text."""
     if training:
         return torch.rand(len(ids), 1 + ids.shape[1], device=ids.device)
     drawn = torch.zeros(len(ids), 1 + ids.shape[1])
@@ -2650,7 +2650,7 @@ def mix_bits(x: Any) -> Any:
 
 
 def noise_key(seed: Any, position: Any, masks: Any) -> Any:
-    """Compute the noise's key at an absolute position in a state with `masks` masks, from ints or elementwise from tensors."""
+    """Hash seed, absolute position and a state's number of masks to a key of sampling noise; ints, or tensors elementwise."""
     key = mix_bits(seed & _MASK)
     key = mix_bits(key ^ (seed >> 32 & _MASK))
     key = mix_bits(key ^ (position & _MASK))
@@ -2802,10 +2802,10 @@ def follows(state: State, last: State, mask_id: int) -> bool:
 
 # ---------------------------------------------------------------------------------------------------- kernels.pick
 
-"""From hidden states to tokens: the distributions of an unembedding, the noise of samples, and the row kernel of the pick.
+"""From hidden states to tokens: the unembedding, the noise for sampling, and the kernel that picks a token for each row.
 
-`pick_rows` goes from logits to a token and its log-odds: a Triton kernel of two launches over the vocabulary, and its PyTorch
-twin. Logits are those of a matrix product: on a GPU in float32, so that no two tie by rounding. Noise is that of a
+`pick_rows` picks tokens and computes their log-odds by a Triton kernel of two launches over the vocabulary; `pick_rows_ref` is
+its PyTorch twin. Logits come from a matrix product, on a GPU in float32, so that no two tie by rounding. Noise comes from a
 counter-based generator, a pure function of (seed, position, masks left, token id).
 """
 
@@ -2825,7 +2825,7 @@ class Unembedding:
 
     Attributes:
         weight: [vocab, hidden_size], that of `lm_head`.
-        mask_token_id: Outside the softmax.
+        mask_token_id: The id of the mask, whose logit is set to -inf.
         temperature: Divides the logits.
         eos_token_ids: Ids that some positions must not take.
     """
@@ -2836,7 +2836,7 @@ class Unembedding:
     eos_token_ids: tuple[int, ...] = ()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [n, vocab] of hidden states [n, hidden_size], the mask id at -inf; on a GPU in at least float32."""
+        """Compute logits [n, vocab] of hidden states [n, hidden_size], -inf at the mask id; on a GPU in at least float32."""
         short = hidden.dtype in (torch.bfloat16, torch.float16) and type(self.weight) in (Tensor, torch.nn.Parameter)
         if short and hidden.is_cuda:
             logits = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
@@ -2846,7 +2846,7 @@ class Unembedding:
         return logits
 
     def barred(self, logits: Tensor, no_eos: Tensor | None, ids: Tensor | None = None) -> Tensor:
-        """Set logits [n, vocab], or those of tokens `ids` [n, m], to -inf at eos tokens where `no_eos` [n] bool is True."""
+        """Return logits [n, vocab], or [n, m] of tokens `ids` [n, m]; eos ids get -inf in rows where `no_eos` [n] is True."""
         if no_eos is not None:
             ids = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
             for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
@@ -2859,24 +2859,24 @@ class Unembedding:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def chunks(self, rows: int, each: int | None = None) -> list[slice]:
-        """Cut `rows` into slices small enough for their logits, or for `each` numbers a row; no rows give one empty slice."""
+        """Cut `rows` rows into slices whose logits, or `each` numbers per row, fit in memory; 0 rows give one empty slice."""
         step = max(1, _LOGITS_AT_ONCE // (each or self.weight.shape[0]))
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
 
 
 def upcast(logits: Tensor) -> Tensor:
-    """Widen logits to float32 at least."""
+    """Convert logits to float32 unless their dtype is wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def likeliest_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the `count` largest scores [n, count] of [n, vocab], or all if there are fewer, and their ids."""
+    """Return the `count` largest scores of each row of `scores` [n, vocab], or all if fewer, and their ids: [n, count] each."""
     values, ids = scores.topk(min(count, scores.shape[1]))
     return values, ids
 
 
 def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
-    """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; if `picked`, NaN where a score is not finite."""
+    """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; if `picked`, NaN at non-finite scores."""
     own = scores.gather(1, token[:, None])
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     odds = own - others + 0 * own if picked else own - others
@@ -2884,7 +2884,7 @@ def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Draw Gumbel noise [n, vocab] of all token ids at keys [n] of `noise_key`: float32 or float64, of the same 32 bits."""
+    """Compute Gumbel noise [n, vocab] of all token ids from keys [n] of `noise_key`; float32 and float64 use the same bits."""
     bits: Tensor = mix_bits(mix_bits(torch.arange(vocab, device=keys.device) * 0x9E3779B1 & _UINT32) ^ keys[:, None])
     # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
     lower = bits < 1 << 31
@@ -2893,10 +2893,10 @@ def gumbel_noise(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
 
 
 def pick_rows(unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Pick the token [n] of the largest logit, or of the largest logit plus noise: a sample; return its log-odds [n], too.
+    """Pick each row's token of the largest logit or, to sample, of the largest logit plus noise; return tokens, log-odds [n].
 
-    Of equals it is the first; NaN is larger than any number, as in `torch.argmax`. Where the token's own score is not finite
-    there is nothing to pick: the log-odds are NaN. Probabilities are those among all tokens.
+    Of equal logits the first is picked; NaN is larger than any number, as in `torch.argmax`. Log-odds are NaN where the picked
+    token's own score is not finite; they are computed over all tokens, including those below `least`.
 
     Args:
         unembedding: Gives the temperature.
@@ -2922,7 +2922,7 @@ def pick_rows(unembedding: Unembedding, logits: Tensor, least: Tensor | None, ke
 def pick_rows_ref(
     unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None, shown: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`pick_rows` in PyTorch; what is `shown`, [n, vocab], is -inf for tokens that must not be picked."""
+    """Pick as `pick_rows` does, in PyTorch; `shown` [n, vocab], if given, are the logits with -inf at barred tokens."""
     scores = unembedding.tempered(logits)
     seen = scores if shown is None else unembedding.tempered(shown)
     if least is not None:
@@ -2948,7 +2948,7 @@ if triton is not None:
 
     @triton.jit
     def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
-        """Turn uint32 bits into `gumbel_noise`, log1p(-x) being log(1 - x) * x / (1 - (1 - x)), which is as precise."""
+        """Turn uint32 bits into Gumbel noise as `gumbel_noise` does; log1p(-x) is taken as log(1 - x) * x / (1 - (1 - x))."""
         lower = (bits >> 31) == 0
         nearest = (tl.where(lower, bits, ~bits).to(tl.float32) + 0.5) * 2.0**-32
         rest = 1.0 - nearest
@@ -2959,22 +2959,22 @@ if triton is not None:
 
     @triton.jit
     def _log_add(a, b):  # type: ignore[no-untyped-def]
-        """log(exp(a) + exp(b)), also of infinities; NaN if either is."""
+        """Compute log(exp(a) + exp(b)), also of infinities; NaN if either is NaN."""
         most = tl.maximum(a, b)
         most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
         return most + tl.log(tl.exp(a - most) + tl.exp(b - most))
 
     @triton.jit
     def _log_sum(x):  # type: ignore[no-untyped-def]
-        """log of the sum of exp(x) over a vector, also of infinities; NaN if one of them is."""
+        """Compute the log of the sum of exp(x) over a vector, also of infinities; NaN if an element is NaN."""
         most = tl.max(x, 0)
         most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
         return most + tl.log(tl.sum(tl.exp(x - most), 0))
 
     @triton.jit  # `vocab` and `length` tell of aligned rows
     def _score_slices(logits_in, least, keys, found, places, vocab, length, cooling, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Program (row, slice of the vocabulary): the best score and its place, that token's logit (`own`), and the log-sum-exp
-        of all other logits. None under `least` is the best."""
+        """Store, for a program's row and slice of the vocabulary, the best score and its token, that token's logit (`own`), and
+        the log-sum-exp of all other logits. Tokens with logits under `least` are never the best."""
         row, cells = tl.program_id(0).to(tl.int64), tl.num_programs(0) * tl.num_programs(1)
         begin = tl.program_id(1) * length
         end = tl.minimum(begin + length, vocab)
@@ -3006,7 +3006,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["slices"])
     def _merge_slices(found, places, token_out, odds_out, slices, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Program (row): its result from those of its slices; the losers' own logits join the others."""
+        """Merge the slices of a program's row into its token and log-odds; the losers' own logits join the others."""
         row, cells, piece = tl.program_id(0).to(tl.int64), tl.num_programs(0) * slices, tl.arange(0, TILE)
         valid, at = piece < slices, row * slices + piece
         best = tl.load(found + at, mask=valid, other=float("-inf"))
@@ -4361,7 +4361,7 @@ class Hierarchy(Dynamic):
     so tokens revealed together are rarely neighbours.
 
     Attributes:
-        low: The low threshold.
+        low: The low threshold, in log-odds like `threshold`.
     """
 
     low: float
@@ -4515,7 +4515,7 @@ class BoundedAdaptive(Dynamic):
     confident column. Drafts suppose that it is `threshold`.
 
     Attributes:
-        low: The lower threshold.
+        low: The lower threshold, in log-odds like `threshold`.
     """
 
     low: float
@@ -4538,7 +4538,7 @@ class SlowFast(Dynamic):
     while exploring, anywhere from the span's begin on; then only within the span, until no mask is left in it.
 
     Attributes:
-        low: The lower threshold.
+        low: The lower threshold, in log-odds like `threshold`.
         explores: Steps of exploration, at most.
     """
 
@@ -4662,28 +4662,28 @@ def divergence(odds: float, before: float) -> float:
 
 # ---------------------------------------------------------------------------------------------------- generate.option_table
 
-"""The options of `generate`, each declared once as a field of `DecodingOptions`; the rules; what is refused of transformers.
+"""The options of `generate`, each declared once as a field of `DecodingOptions`; the rules; unsupported options.
 
-From the fields come those of `MRPGenerationConfig`, `help`, defaults and checks, the flags of command lines, and the table of
-docs/decoding.md. Nothing here imports torch, so that the help of a command line comes at once.
+The fields are also those of `MRPGenerationConfig`; from them come help, defaults, checks, the flags of command lines, and the
+table of docs/decoding.md. Nothing here imports torch, so that a command line prints its help at once.
 """
 
 
 
 
 def _low(options: Any, published: float) -> float:
-    """Choose the log-odds of a rule's lower threshold: the published one unless the option is set."""
+    """Return the log-odds of a rule's lower threshold: of the published probability unless the option is set."""
     return logit(published if options.low_threshold is None else options.low_threshold)
 
 
-# The rules, made from checked options and the block size.
+# By name, the function that makes a reveal rule from checked options and the block size.
 _OURS: dict[str, Callable[[Any, int], RevealRule]] = {
     "static": lambda options, block: Static(schedule_of(block, options.denoising_steps)),
     "dynamic": lambda options, block: Dynamic(logit(options.confidence_threshold)),
     "sequential": lambda options, block: Sequential(schedule_of(block, options.denoising_steps)),
     "entropy_bound": lambda options, block: EntropyBound(options.entropy_threshold),
 }
-# Those from papers (docs/rules.md).
+# The same for rules from papers (docs/rules.md).
 _PUBLISHED: dict[str, Callable[[Any, int], RevealRule]] = {
     "fast_dllm": lambda options, block: FastDLLM(options.factor),
     "eb_sampler": lambda options, block: EBSampler(options.entropy_threshold),
@@ -4728,7 +4728,7 @@ class Option:
     modes: tuple[str, ...] = DECODINGS
 
     def check(self, value: Any, block_size: int | None) -> None:
-        """Raise `ValueError` for a value of another type or out of range; without a block size none is too large for it."""
+        """Raise `ValueError` for a value of another type or out of range; a `block_size` of None bounds nothing."""
         if value is None:  # it is left to the default
             return
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
@@ -4738,10 +4738,10 @@ class Option:
             raise ValueError(f"{self.name} is {value!r}{kind}: {remedy}")
 
 
-# Type, range and remedy.
+# An option's type, range and remedy.
 _Values = tuple[Any, Callable[[Any, int], bool], str]
 _COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
-# Of a block of 4, the shortest published, the kernels hold no more states than 256.
+# With blocks of 4, the shortest published, the kernels hold at most 256 states.
 _STATES: _Values = (int | str, lambda v, _: v == "auto" or v in range(1, 257), "it must be 'auto' or an int from 1 to 256")
 _LISTED: _Values = (int, lambda v, _: 0 <= v <= 1024, "it must be an int from 0 to 1024")
 _STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to {block_size}")
@@ -4825,9 +4825,9 @@ _REASONS = {
     "encoder_repetition_penalty encoder_no_repeat_ngram_size": "there is no encoder; without encoder_ it sees the prompt, too",
     "inputs_embeds position_ids": "pass ids as input_ids; positions are counted from the first token of each row",
 }
-# Options and arguments of transformers that have no meaning here, and why that is.
+# Options and arguments of transformers that are not supported here, and why not.
 UNSUPPORTED = {one: why for several, why in _REASONS.items() for one in several.split()}
-# What switches one off, beside None and False.
+# The value that switches an unsupported option off, besides None and False.
 OFF = {"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1}
 OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
 
@@ -4847,14 +4847,14 @@ def closest_name(name: str, names: Iterable[str]) -> str:
 
 # ---------------------------------------------------------------------------------------------------- generate.options
 
-"""The input of a call of `generate`, checked: options, the config that holds and interprets them, and prompts."""
+"""Checks of the input of `generate`: its config, the options of a call, and prompts."""
 
 
 
 
 logger = transformers_logging.get_logger(__name__)
 
-# What else `generate` may be given, beside the fields of the generation config.
+# Arguments that `generate` takes besides the fields of the generation config.
 _ARGUMENTS = {"input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus"}
 
 
@@ -4862,7 +4862,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
     """A `GenerationConfig` with the fields of `DecodingOptions`."""
 
     def validate(self, *args: Any, **kwargs: Any) -> None:
-        """Validate as transformers does, and raise `ValueError` for an option that no model can honour; also on `update`."""
+        """Validate as transformers does, also on `update`; raise `ValueError` for an option that no model can honour."""
         for option in OPTIONS:
             option.check(getattr(self, option.name), None)
         super().validate(*args, **kwargs)
@@ -4881,7 +4881,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         check_supported(vars(self))
 
     def mode(self, block_size: int, rows: int = 1) -> Mode:
-        """Make the mode of a call with `rows` rows from checked options."""
+        """Make the decoding mode of a call on `rows` rows from checked options."""
         options: Any = self  # none of them None
         name, with_head = options.decoding, options.decoding == "mrp_spec"
         if name == "mrp_direct":
@@ -4902,16 +4902,16 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         return Mode(RULES[options.target](self, block_size), drafting=drafting)
 
     def eos_ids(self) -> list[int]:
-        """List the ids that end a row, which may be given as one id, several, or a tensor of them."""
+        """List the ids that end a row; `eos_token_id` may be None, one id, several, or a tensor of ids."""
         ids = self.eos_token_id.tolist() if hasattr(self.eos_token_id, "tolist") else self.eos_token_id
         return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
 
     def pad_id(self) -> int:
-        """Choose the id that fills rows after the end of their text."""
+        """Choose the id that pads ended rows: `pad_token_id`, else the first eos id, else 0."""
         return self.pad_token_id if self.pad_token_id is not None else next(iter(self.eos_ids()), 0)
 
     def seeds(self, rows: int) -> list[int]:
-        """Give every row its seed; raise `ValueError` if `seed` lists another number of them."""
+        """Return one seed per row; raise `ValueError` if `seed` is a list of another length."""
         if self.seed is None:
             return torch.randint(1 << 62, (rows,)).tolist() if self.do_sample else [0] * rows
         seeds = self.seed if isinstance(self.seed, list) else [self.seed + row for row in range(rows)]
@@ -4929,8 +4929,8 @@ def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-    """Resolve the options and other arguments of a call: arguments override a given config, and this the model's own; raise
-    `ValueError` for what `generate` does not know, does not support, or cannot honour."""
+    """Return the config and the other arguments of a call: `kwargs` override the `given` config, which overrides the model's.
+    Raise `ValueError` for anything that `generate` does not know, does not support, or cannot honour."""
     given = vars(given) if isinstance(given, GenerationConfig) else given or {}
     asked = set_fields(given) | set_fields(kwargs)
     if kwargs.get("eos_token_id", 0) is None:  # as an argument it means no eos; left as None, the model's own would come back
@@ -4961,7 +4961,7 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
 
 
 def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None = None) -> Tensor:
-    """Tell which ids [rows, n] of prompts, or of `infill_ids` for `infilled` rows, are real; `ValueError` for what is no id."""
+    """Check ids of prompts, or of infills for `infilled` rows; return a [rows, n] mask of real ids. `ValueError` if invalid."""
     name = "input_ids" if infilled is None else "infill_ids"
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
         hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
@@ -4987,7 +4987,7 @@ def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None =
 
 
 def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
-    """Raise `ValueError` for a row without a token or with holes, or more tokens than positions; `real` is [rows, length]."""
+    """Raise `ValueError` if a row of `real` [rows, length] is empty, has holes, or is too long with its new tokens."""
     for row in (~real.any(-1)).nonzero():
         raise ValueError(f"row {int(row)} has no token (its attention_mask is all zeros): drop the row")
     for row in ((real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1).nonzero():
@@ -5017,13 +5017,13 @@ class MRPGenerateStats(ModelOutput):
             and `denoise` (rounds without drafts), and those of the `head`.
         row_forwards, row_head_forwards: [rows], forwards of the backbone, and of the head, in which each row took part.
         slot_forwards: Rows of the batch summed over backbone forwards, including rows that had ended but not left the batch.
-        drafted, accepted: [rows], drafted states that were submitted, and that were right.
+        drafted, accepted: [rows], drafted states that were submitted, and that were accepted.
         revoked: [rows], reveals that `mrp_remask` took back.
-        accepted_lengths: [rows, n], rounds that accepted 0, 1, 2, ... states: the first, which is no draft, and those that the
-            round before had scored count as well.
+        accepted_lengths: [rows, n], numbers of rounds that accepted 0, 1, 2, ... states, including the first, which is no
+            draft, and states that the round before had scored.
         offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds that accepted at least k - 1 drafts and offered a k-th, a
             draft that could follow the (k - 1)-th. No columns in modes without drafts.
-        accepted_at_depth: [rows, n]: the rounds among these that accepted a k-th draft; their sum over k is `accepted`.
+        accepted_at_depth: [rows, n], by depth: rounds of `offered_at_depth` that accepted that draft; their sum is `accepted`.
         revocations: [n, 3]: row, column of the generated text (as in `reveal_step`; it may lie beyond the end) and token of
             each reveal that `mrp_remask` took back, in order.
         rounds: [1 + rounds, rows] by name, each row's counts after the prefill and each round: `row_forwards`, `drafted`,
@@ -5054,9 +5054,9 @@ class MRPGenerateOutput(ModelOutput):
         reveal_step: [rows, generated] long, the denoising step of the row that committed each token; -1 in padding and at
             tokens given with `infill_ids`.
         token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0 in padding and where given.
-        scores: With `output_scores=True`, for each new token in the order of positions [rows, vocab] float: what it was drawn
-            from, behind processors, temperature and truncation, -inf where it could not be. Padding and given tokens are
-            certain: 0 at theirs, -inf elsewhere, so that `compute_transition_scores` gives 0 there.
+        scores: With `output_scores=True`, [rows, vocab] float for each new position in order: the scores from which its token
+            was drawn, after processors, temperature and truncation, -inf at excluded tokens. Padding and given tokens have 0
+            at their own id and -inf elsewhere, so that `compute_transition_scores` gives 0 for them.
         logits: With `output_logits=True`, the same before processors, temperature and truncation.
         stats: `MRPGenerateStats`.
         past_key_values: The `BlockCache` to go on from in the next call.
@@ -5084,7 +5084,7 @@ class Progress:
             row.written = []
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Record the counts of `rows` after a round in which they took part."""
+        """Record all rows' counts after a round, and what was drawn and remasked in `rows`, which took part in it."""
         for row in rows:
             for frontier in row.written or ():
                 said = frontier.state, frontier.scores.hidden
@@ -5099,7 +5099,7 @@ class Progress:
         self.rounds.append([(c.forwards, r.steps, c.drafted, c.accepted, r.state.start - r.prompt) for c, r in counts])
 
     def distributions(self, picker: Picker, tokens: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """Compute the output's `scores` and `logits`: [rows, vocab] each per new token of `tokens` [rows, generated] long."""
+        """Compute the output's `scores` and `logits`, if wanted: [rows, vocab] by column of `tokens` [rows, generated]."""
         if not any(self.wanted.values()):
             return {}
         before = cache(lambda place, start: self.rows[place].rewound(start))
@@ -5120,7 +5120,7 @@ class Progress:
 
 
 class Streams:
-    """Feeds one streamer per row: the prompt [1, length], finished blocks in order, and drafts if it has `put_draft`."""
+    """Feeds one streamer per row: the prompt [1, length] and finished blocks; `put_draft`, if any, gets unfinished ones."""
 
     def __init__(self, streamer: Any, prompts: Sequence[Tensor]) -> None:
         streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
@@ -5132,7 +5132,7 @@ class Streams:
             one.put(prompt[None].cpu())
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Send what a round has finished, and end the streams of rows that have ended."""
+        """Send the text that a round has finished, and end the streams of rows that have ended."""
         for row in rows:
             if (streamer := self.open.get(row.place)) is None:
                 continue
@@ -5150,9 +5150,9 @@ class Streams:
 class Stopping:
     """The stopping criteria of one `generate` call, asked at every token of a row once it is final (no mask before it).
 
-    A criterion gets the ids that it would get in transformers' loop: [rows, prompt + n], the prompts as given, with padding,
-    then n tokens of every row, in whose place a row with fewer final ones shows the mask id, and one that has ended padding.
-    The answer counts for rows whose n-th token is newly final.
+    A criterion gets ids as in transformers' loop, [rows, prompt + n]: the prompts as given, with padding, then n tokens of
+    every row. A row with fewer final tokens is filled up with the mask id, a row that has ended with padding. The answer
+    counts for rows whose n-th token is newly final.
     """
 
     def __init__(self, criteria: Sequence[StoppingCriteria], rows: Sequence[Row], input_ids: Tensor, pad_id: int) -> None:
@@ -5160,7 +5160,7 @@ class Stopping:
         self.asked = [0] * len(rows)  # how many tokens of each row have been shown
 
     def __call__(self, rows: Sequence[Row]) -> None:
-        """Ask about all newly final tokens of the call's rows; set `stop` of a row whose text a criterion ends."""
+        """Ask the criteria about all newly final tokens of the call; set `stop` of each row whose text they end."""
         known = []
         for row in self.rows:
             end = row.limit if row.stop is None else row.stop
@@ -5183,7 +5183,7 @@ class Stopping:
 def output_of(
     input_ids: Tensor, rows: Sequence[Row], decoder: Decoder, progress: Progress | None, cache: BlockCache, pad: int
 ) -> Tensor | MRPGenerateOutput:
-    """Make the output of `generate` of rows that have ended: texts behind `input_ids` [rows, prompt], padded with `pad`."""
+    """Make the output of `generate` from ended rows: their texts, padded with `pad`, behind `input_ids` [rows, prompt]."""
     device, texts = input_ids.device, [row.text[row.prompt : row.stop] for row in rows]
     width = max(map(len, texts))
 
@@ -5231,7 +5231,7 @@ def output_of(
 
 
 class MRPGenerationMixin(GenerationMixin):
-    """`generate` of an MRP model: transformers prepares everything, the loop decodes."""
+    """`generate` of an MRP model: transformers prepares the inputs, this package's loop decodes."""
 
     def generate(
         self,
@@ -5243,34 +5243,34 @@ class MRPGenerationMixin(GenerationMixin):
         past_key_values: BlockCache | None = None,
         **kwargs: Any,
     ) -> Tensor | MRPGenerateOutput:
-        """Decode as `GenerationMixin.generate` does, block by block, with its arguments and every field of `DecodingOptions`.
+        """Decode block by block; take the arguments of `GenerationMixin.generate` and every field of `DecodingOptions`.
 
-        Logits processors see the scores of masked positions, [positions, vocab], with the ids before each [positions, length]:
-        the row's text, with what is revealed of its block, and `mask_token_id` where nothing is known yet. Stopping criteria
-        see no scores, and the batch as it came with as many tokens behind as the row in question has, masks where a slower row
-        has none yet.
+        Logits processors get the scores of masked positions, [positions, vocab], and the ids before each, [positions, length]:
+        the row's text with the revealed tokens of its block, and `mask_token_id` where none is known yet. Stopping criteria
+        get, as ids, the prompts as given with n tokens behind each, n being the number of tokens of the row that is checked,
+        and masks where a slower row has fewer; as scores, None.
 
         Args:
             inputs: [rows, length] long, the prompts (or `input_ids`); `attention_mask` has 0 at padding, on either side.
-            generation_config: Options, or a dict of them; keyword arguments go before its fields.
-            streamer: Receives the prompt without its padding, then finished blocks in order; of a single row. A list holds one
-                for each row (after `num_return_sequences`), which ends as soon as its row does.
-            custom_generate: As in transformers; the call is then passed on.
-            infill_ids: [rows, n] long, what continues each row's prompt: `mask_token_id` where a token is to be generated, any
-                other id is given and kept. Rows with fewer are filled up with masks. Behind them the text goes on, if
-                `max_new_tokens` (which counts given tokens too) leaves room; without a limit of length it ends there. No eos
-                is generated before the last given token.
-            past_key_values: Those of an earlier call's output, of the same model, weights and head; `input_ids` hold the whole
-                conversation. What both begin with, row by row as far as the ids agree, is not computed again: the text is the
-                one without a cache. It is taken over, in place if it has the room, and used up; with `num_return_sequences` it
-                is copied. The output carries the one to go on from.
+            generation_config: Options, or a dict of them; keyword arguments override its fields.
+            streamer: For a single row: receives its prompt without padding, then finished blocks in order. For several rows
+                (after `num_return_sequences`): a list of one streamer each, which ends as soon as its row does.
+            custom_generate: As in transformers, to which the call is passed on.
+            infill_ids: [rows, n] long, the continuation of each prompt: `mask_token_id` where a token is to be generated; other
+                ids are kept. Fill shorter rows up with masks. Generation goes on behind column n if `max_new_tokens`, which
+                counts given tokens too, leaves room, and ends there if no limit of length is set. No eos is generated before
+                the last given token.
+            past_key_values: The cache in the output of an earlier call, of the same model, weights and head; `input_ids` hold
+                the whole conversation. The prefix on which a row's ids agree with the cache is not computed again; the text is
+                the same as without a cache. The cache is overwritten, or copied if too small or with `num_return_sequences`:
+                continue from the one in the new output instead.
 
         Returns:
             [rows, prompt + generated] long, or an `MRPGenerateOutput` with `return_dict_in_generate=True`.
 
         Raises:
-            ValueError: for what cannot be honoured, before any work; for what a criterion or processor returns wrongly; for a
-                position without a finite score.
+            ValueError: for an argument that cannot be honoured, before any forward; for a malformed result of a criterion or
+                processor; for a position without a finite score.
         """
         if custom_generate is not None:
             kwargs |= set_fields({"infill_ids": infill_ids, "past_key_values": past_key_values})
@@ -5301,23 +5301,23 @@ class MRPGenerationMixin(GenerationMixin):
             return super().generate(inputs, generation_config=config, custom_generate=decode, **others)
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
-        """Load the generation config as transformers does, in its own class, and make it one of ours."""
+        """Load the generation config as transformers does, and convert it to an `MRPGenerationConfig`."""
         super().adjust_generation_fn(*args, **kwargs)
         config = MRPGenerationConfig.from_dict(self.generation_config.to_dict())
         config._original_object_hash = hash(config)
         self.generation_config: MRPGenerationConfig = config
 
     def _get_stopping_criteria(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
-        """Leave out stop strings of the model's own config: `resolved` has made a criterion of them."""
+        """Make the stopping criteria, except that of stop strings, which `resolved` has made already."""
         generation_config.stop_strings = None
         return super()._get_stopping_criteria(generation_config, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `ValueError`: `generate_batch` feeds a causal cache a token at a time."""
+        """Raise `ValueError`: `generate_batch` decodes one token at a time with a causal cache."""
         raise ValueError("generate_batch makes one token a step: pass all prompts to generate as one padded batch")
 
     def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
-        """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
+        """Make an empty cache for `batch_size` rows of `capacity` tokens, with room to score `scratch` tokens per row.
 
         Raises:
             ValueError: for a `capacity` that is no multiple of the block size, or a head's layers where the model has no head.
@@ -5329,7 +5329,7 @@ class MRPGenerationMixin(GenerationMixin):
         return BlockCache(self, batch_size, capacity, scratch, with_head)
 
     def release_graphs(self) -> None:
-        """Free the recorded rounds that calls of `generate` on CUDA leave for the next, and the KV cache they write to."""
+        """Free the CUDA graphs that calls of `generate` keep for later calls, and the KV cache that the graphs write to."""
         release_graphs(self)
 
 
@@ -5345,7 +5345,7 @@ def _decode(
     generation_config: MRPGenerationConfig,
     **others: Any,
 ) -> Tensor | MRPGenerateOutput:
-    """Decode prompts for which `GenerationMixin.generate` has prepared everything."""
+    """Decode prompts; `generate` binds the first four arguments, `GenerationMixin.generate` prepares the others."""
     config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
     input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - input_ids.shape[1]
     picker, real = _picker(model, logits_processor, config, mode), real.to(device)
@@ -5364,7 +5364,7 @@ def _decode(
         row.counts = Counts(mode.width, mode.drafting is not None)
     progress = Progress(rows, config.output_logits, config.output_scores) if config.return_dict_in_generate else None
     criteria = [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
-    # Whatever `kernels` is: weights that move make caches of earlier calls useless.
+    # Also with kernels=False: packing in a later call would move the weights, and so invalidate caches of earlier calls.
     if picker.dispatch.forced or unusable(model.device, model.dtype) is None:
         pack(model)
     size = (len(rows), max(len(row.text) for row in rows), mode.width * block)
@@ -5380,7 +5380,7 @@ def _decode(
         watches: list[Any] = [Stopping(criteria, rows, input_ids, config.pad_token_id)] if criteria else []
         watches += [] if progress is None else [progress]
         watches += [] if streamer is None else [Streams(streamer, prompts)]
-        # Rounds of fewer recorded rows would be no faster than reading the weights; adapters of rows are handed out by place.
+        # The batch keeps all rows if adapters go by row; recorded, a round of under 4 rows takes no less time than one of 4.
         fewest = len(rows) if adapters_of_rows(model) else 1 if graphs is None else 4
         decoder = Decoder(mode, networks, budget_of(model, mode), watches, fewest)
         try:
@@ -5402,8 +5402,8 @@ def _decode(
 def laid_out(
     prompts: list[Tensor], infill_ids: Tensor | None, new: int, config: MRPGenerationConfig, least: int, ours: Any, bans: Any
 ) -> list[Row]:
-    """Lay out every row's text before the first step: its prompt, 1-D long, its part of `infill_ids` [rows, n] long, and masks.
-    Of at most `new` tokens behind a prompt the first `least` are no eos."""
+    """Make the rows, each with its text before the first step: prompt (1-D long), row of `infill_ids` ([rows, n] long), masks.
+    At most `new` tokens follow a prompt, and the first `least` of these are no eos."""
     rows, eos, block_size, mask_id = [], frozenset(config.eos_ids()), ours.block_size, ours.mask_token_id
     given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
     for place, (prompt, infill, seed) in enumerate(zip(prompts, given, config.seeds(len(prompts)), strict=True)):
@@ -5419,7 +5419,7 @@ def laid_out(
 
 
 def _picker(model: Any, processors: kinds.LogitsProcessorList, config: MRPGenerationConfig, mode: Mode) -> Picker:
-    """Sort transformers' processors: bans, temperature, truncation, others; a `Row` knows its minimum length itself."""
+    """Make the picker from transformers' processors, sorted by kind; minimum lengths are left to each `Row`."""
     temperature, ngram = 1.0, 0
     words: list[tuple[int, ...]] = []
     before, after = kinds.LogitsProcessorList(), kinds.LogitsProcessorList()
@@ -5451,7 +5451,7 @@ def _picker(model: Any, processors: kinds.LogitsProcessorList, config: MRPGenera
                 )
             before.append(processor)
     weight, sample, dispatch = model.lm_head.weight, bool(config.do_sample), Dispatch(config.kernels)
-    # No shortlist then, which comes from the scores of one state: other tokens may be raised or barred at those that follow.
+    # No shortlist with these: it is made from the scores of one state, and at later states they may raise or bar other tokens.
     shaped = words or ngram or before
     few = mode.drafting.listed(len(weight), sample) if mode.drafting and type(weight) in (Tensor, nn.Parameter) else 0
     return Picker(
@@ -5465,8 +5465,8 @@ def _picker(model: Any, processors: kinds.LogitsProcessorList, config: MRPGenera
 
 
 def check_weights(model: Any) -> None:
-    """Raise `ValueError` for an active adapter that is more than a change of the layers' weights, and for an `lm_head` of which
-    more than its weight would have to be read: divided, packed or adapted; or that is nowhere."""
+    """Raise `ValueError` for an active adapter that does more than change weights of layers, and for an `lm_head` whose weight
+    cannot be read directly: divided among processes, packed, adapted, or on no device."""
     of_rows = adapters_of_rows(model) or ()
     layers = [one for one in model.modules() if hasattr(one, "merged_adapters") and not one.disable_adapters]
     on = {name for layer in layers for name in (*layer.active_adapters, *of_rows)}
@@ -5509,7 +5509,7 @@ def check_past(past: Any, model: Any, rows: int) -> None:
 
 
 def mixed_tokens(quantization: Any) -> str | None:
-    """Say how a `quantization_config` lets tokens of one forward change each other's results; None if it does not."""
+    """Return a warning if a `quantization_config` lets a forward's tokens change each other's results; otherwise None."""
     scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)  # of torchao
     of_activations = scales[0] if isinstance(scales, list | tuple) else scales
     if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
@@ -5528,8 +5528,8 @@ def mixed_tokens(quantization: Any) -> str | None:
 
 """Log-probabilities of given texts under `sequential`.
 
-A token is revealed at a state that shows everything to its left, and masks from its place to the end of its block. All states
-are known at once: one pass over the text gives the keys and values that they attend to, and they are scored side by side.
+A token is scored at a state that shows all tokens to its left, and masks from its position to the end of its block. A given
+text determines all states: one pass over the text gives the keys and values they attend to, then they are scored side by side.
 """
 
 
@@ -5559,7 +5559,7 @@ class MRPScoreOutput(ModelOutput):
 
 
 class MRPScoringMixin:
-    """`score` of an MRP model."""
+    """The method `score` of an MRP model."""
 
     @torch.no_grad()
     def score(
@@ -5572,15 +5572,15 @@ class MRPScoringMixin:
     ) -> MRPScoreOutput:
         """Compute the log-probabilities of given texts under `sequential`, without gradients.
 
-        They are those of `generate(decoding="sequential", do_sample=True)`, one token a step, without processors or truncation.
+        `generate(decoding="sequential", do_sample=True)` draws by these, one token a step, without processors or truncation.
 
         Args:
             input_ids: [batch, length] long, whole texts: prompts and what follows them.
             attention_mask: [batch, length], 1 for real tokens, with padding on either side.
             labels: [batch, length] long, `input_ids` where a token is to be scored and -100 elsewhere, for instance in the
-                prompt, which the others still see; None: all real tokens are scored.
+                prompt, which scored tokens still see; None: all real tokens are scored.
             temperature: Divides the logits.
-            tokens_per_forward: Most tokens in a forward of the whole batch, which bounds its memory; at least one block a row.
+            tokens_per_forward: The most tokens in a forward of the batch, to bound memory, but at least one block per row.
 
         Raises:
             ValueError: for arguments that do not fit, a model in training mode, or a token without a log-probability.
@@ -5639,8 +5639,8 @@ class MRPScoringMixin:
 
 
 def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: BlockCache) -> Tensor:
-    """Compute hidden states [batch, n, hidden_size] of tokens at `places` [batch, n] long, each at a state of its own: the text
-    before the place, and masks to the end of its block."""
+    """Compute hidden states [batch, n, hidden_size] that predict the tokens at `places` [batch, n] long, each at a state of its
+    own: the text before the place, and masks from there to the end of the block."""
     block, (rows, states) = model.config.block_size, places.shape
     where = (places // block * block)[..., None] + torch.arange(block, device=texts.device)
     ids = texts.gather(1, where.flatten(1)).view_as(where).masked_fill(where >= places[..., None], model.config.mask_token_id)
@@ -5659,20 +5659,20 @@ def _hidden_at(model: Any, texts: Tensor, places: Tensor, length: int, cache: Bl
 
 # ---------------------------------------------------------------------------------------------------- modeling
 
-"""A block-diffusion backbone with the MRP head on top of it, in the symbols of `model/head.py`."""
+"""The model: a block-diffusion backbone with an optional MRP head on top; symbols as in `model/head.py`."""
 
 
 
 
 AnyMask = Tensor | BlockMask
-# What callers of transformers' models may pass beside the arguments that all of these have (`return_dict` is one).
+# Keyword arguments that `forward` passes on to the backbone.
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 
 
 class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     """A block-diffusion language model with an optional MRP head.
 
-    A token sees every token of earlier blocks and of its own, and a masked position predicts its own token.
+    A token attends to all tokens of earlier blocks and of its own block; a masked position predicts the token at that position.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -5688,7 +5688,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         self.post_init()
 
     def backbone(self, input_ids: Tensor, position_ids: Tensor, mask: AnyMask, past_key_values: Cache | None = None) -> Tensor:
-        """The backbone's final-norm hidden states h_A, [batch, length, hidden_size], each where it was computed.
+        """Run the backbone; return its final-norm hidden states h_A, [batch, length, hidden_size], at their inputs' positions.
 
         Args:
             input_ids: [batch, length] long.
@@ -5696,7 +5696,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex attention.
             past_key_values: A cache that the layers update, or None.
         """
-        # With a cache each call has other lengths, for which what `nn.Module.compile` made would be made anew.
+        # With a cache the length differs from call to call, and a module compiled by `nn.Module.compile` would recompile.
         model = self.model if past_key_values is None else self.model._call_impl
         return model(
             input_ids=input_ids,
@@ -5714,12 +5714,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         mask: AnyMask,
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        """The head's residual h_C = Head(embed(x'), h_A), [batch, length, hidden_size]; `ValueError` for a model without one.
+        """Compute the head's residual h_C = Head(embed(x'), h_A), [batch, length, hidden_size]; `ValueError` without a head.
 
         Args:
-            input_ids: [batch, length] long, x'.
-            hidden_states: [batch, length, hidden_size], h_A or an accumulated estimate.
-            position_ids, mask, past_key_values: As for `backbone`; a cache has room for the head's layers.
+            input_ids: [batch, length] long, the state x' after a reveal.
+            hidden_states: [batch, length, hidden_size], h_A, or an estimate of it: h_A plus earlier residuals.
+            position_ids, mask, past_key_values: As for `backbone`; a cache must have room for the head's layers.
         """
         if self.mrp_head is None:
             raise ValueError(
@@ -5747,30 +5747,30 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of every position given what is revealed, or the block-diffusion loss when `labels` are given.
+        """Compute the logits of every position given the revealed tokens; with `labels`, the block-diffusion loss, too.
 
-        The loss masks each learned token with probability t ~ U(0, 1], drawn per sequence (in eval mode from a seed that its
-        tokens give, so that it has one loss). One pass holds [x_t | x_0]; the loss is the cross-entropy at the masked positions
-        weighted 1 / t, over the number of learned tokens (SDAR, equation 3), and the logits are those of the noisy copy.
+        With `labels`, each learned token is masked with probability t ~ U(0, 1], drawn per sequence (in eval mode from a seed
+        made of its tokens, for a reproducible loss). One pass holds [x_t | x_0]; the loss is the cross-entropy at masks,
+        weighted 1 / t, divided by the number of learned tokens (SDAR, equation 3). The logits are those of x_t.
 
         Args:
             input_ids: [batch, length] long. Positions that hold `mask_token_id` are predicted.
             attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a boolean or additive
                 [batch, 1, length, past + length] mask that replaces the block-causal one.
             position_ids: [batch, length] long, absolute; by default counted from the first real token.
-            past_key_values: Keys and values of earlier, clean blocks; none in a `shifted` family.
+            past_key_values: Keys and values of earlier, clean blocks; must be empty in a `shifted` family.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
             labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt).
-            noise: With `labels`, [batch, 1 + length] on [0, 1), instead of drawing it: 1 - t, and what t is compared with.
-            num_items_in_batch: With `labels`, what the loss is divided by instead: transformers' Trainer counts the learned
-                tokens of all accumulation steps.
+            noise: With `labels`, [batch, 1 + length] in [0, 1) (default: drawn): 1 - t, then one per token, masked if below t.
+            num_items_in_batch: With `labels`, the divisor of the loss, by default the number of learned tokens; transformers'
+                Trainer passes the number of all accumulation steps.
             use_cache, logits_to_keep, kwargs: As in transformers.
 
         Returns:
-            Float logits [batch, kept, vocab]; with `output_hidden_states=True` hidden states, of which the last are h_A.
+            Logits [batch, kept, vocab]; with `labels`, the loss; with `output_hidden_states=True`, hidden states, h_A the last.
 
         Raises:
-            ValueError: for an argument that has no effect or does not fit the tokens; or for the `BlockCache` of a `generate`.
+            ValueError: for an argument that has no effect or does not fit the tokens, or for a `BlockCache` of `generate`.
         """
         if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON):
             raise ValueError(f"forward has no argument {', '.join(unknown)}: check the spelling, or leave it out")
@@ -5832,7 +5832,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     def _block_causal(
         self, given: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past_key_values: Cache | None
     ) -> tuple[Tensor, Tensor]:
-        """The mask in the attention implementation's form, and the positions of the new tokens."""
+        """Return the mask, in the form that the chosen attention takes, and the new tokens' positions [batch, length]."""
         batch, length = given.shape[:2]
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         valid = torch.ones(batch, past + length, dtype=torch.bool, device=given.device)
@@ -5851,7 +5851,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """Give a mask the form that the chosen attention takes: flex and those with `eager_mask` add it to the scores."""
+        """Make a boolean mask additive if the chosen attention adds it to its scores (flex, and those with `eager_mask`)."""
         chosen = self.config._attn_implementation
         adds = chosen == "flex_attention" or ALL_MASK_ATTENTION_FUNCTIONS.get(chosen) is eager_mask
         if isinstance(mask, BlockMask) or not adds or mask.dtype != torch.bool:

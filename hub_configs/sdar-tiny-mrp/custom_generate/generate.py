@@ -2,11 +2,11 @@ from typing import Any
 
 
 def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
-    """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in, as
-    `sdar.generate(custom_generate="org/head", trust_remote_code=True)` does; an MRP model decodes with its own.
+    """Decode with a stock SDAR model and the head of the Hub repository that holds this file, called as
+    `sdar.generate(custom_generate="org/head", trust_remote_code=True)`; an MRP model decodes with its own head.
 
-    The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
-    repository and its commit by where transformers keeps the file. `ValueError` if the head does not fit, or for a folder.
+    `custom_generate/generate.py` holds this function alone, which so imports all it needs. The path at which transformers
+    caches the file gives the repository and commit. `ValueError` if the head does not fit, or the repository is a folder.
     """
     import re
     from pathlib import Path
