@@ -254,7 +254,7 @@ def lines(
 
 
 def problems_of(family: Family, split: Split, count: int, seed: int) -> list[Problem]:
-    """Return `count` problems of a family, split and seed; seeds other than 0 leave out prompts of the tables' problems."""
+    """Return up to `count` problems of a family, split and seed; seeds but 0 leave out the `USED` prompts of the tables."""
     used = {problem.prompt for problem in problems(family, split, USED)} if seed else set()
     found = problems(family, split, 2 * count if seed else count, seed)
     return [problem for problem in found if problem.prompt not in used][:count]

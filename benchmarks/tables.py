@@ -151,7 +151,7 @@ AIMS = {
 
 
 def aims(folder: Path = RESULTS) -> str:
-    """Tabulate the tokens per unit of `mrp_spec` over the best draft without a head at the same K, beside the aim.
+    """Tabulate tokens per unit of `mrp_spec`, the ratio to the best draft without a head at the same K, and the aimed ratio.
 
     Passes are charged as with a shortlist; columns are by number of passes, with 95 % intervals.
     """

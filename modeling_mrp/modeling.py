@@ -190,7 +190,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     def _block_causal(
         self, given: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past_key_values: Cache | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the mask, in the form that the chosen attention takes, and the new tokens' positions [batch, length]."""
+        """Make the attention's mask (block-causal, or a given 4-D one) and positions [batch, length] for new tokens `given`."""
         batch, length = given.shape[:2]
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         valid = torch.ones(batch, past + length, dtype=torch.bool, device=given.device)

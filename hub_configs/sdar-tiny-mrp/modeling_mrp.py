@@ -1587,7 +1587,7 @@ if triton is not None:
 
     @triton.jit
     def _normed(x, size, is_query, query_scale, key_scale, dim, there, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Scale x by `size`, its inverse RMS, and by the norm's weight of queries or keys at the places `dim` of a head."""
+        """RMS-normalize x: multiply by `size`, its inverse RMS, and by the query or key weight at the head columns `dim`."""
         of_queries = tl.load(query_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
         of_keys = tl.load(key_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
         return (tl.where(is_query, of_queries, of_keys) * (x * size).to(kind).to(tl.float32)).to(kind).to(tl.float32)
@@ -3554,7 +3554,7 @@ class Networks:
         return self._of_tokens(asked, hidden, lambda given, token: token_logits(weight, given, token[:, None])[:, 0].abs())
 
     def _of_tokens(self, asked: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]) -> list[list[float]]:
-        """Compute a number of each given token from the hidden states at its column; return numbers as `token_odds` does."""
+        """Call `compute(hidden states [n, size], tokens [n])` on the given tokens; return its numbers as `token_odds` does."""
         pairs = [(place * self.block + c, token[c]) for place, (where, token) in enumerate(asked) for c in where]
         columns, tokens = np.array(pairs, np.int64).T.copy()
         _, given = self._at_columns(columns, hidden)
@@ -3781,8 +3781,8 @@ class Times:
         return len(self.first[shape]) == self.FIRST
 
     def estimate(self, scored: int, passes: int) -> float:
-        """Return the known seconds of a round of `scored` states; if they are unknown, those of the largest round known without
-        head passes and with no more states (rather too low than too high); or 0."""
+        """Estimate the seconds of a round of `scored` states, with head passes unless `passes` is 0. If never timed, take
+        the largest timed round without head passes and with no more states, which is rather too low; if none was, return 0."""
         plain = self.seconds[0]
         below = [one for one in plain if one <= scored]
         return self.seconds[passes > 0].get(scored) or (plain[max(below)] if below else 0.0)
@@ -5832,7 +5832,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     def _block_causal(
         self, given: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past_key_values: Cache | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the mask, in the form that the chosen attention takes, and the new tokens' positions [batch, length]."""
+        """Make the attention's mask (block-causal, or a given 4-D one) and positions [batch, length] for new tokens `given`."""
         batch, length = given.shape[:2]
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         valid = torch.ones(batch, past + length, dtype=torch.bool, device=given.device)

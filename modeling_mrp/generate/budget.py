@@ -93,8 +93,8 @@ class Times:
         return len(self.first[shape]) == self.FIRST
 
     def estimate(self, scored: int, passes: int) -> float:
-        """Return the known seconds of a round of `scored` states; if they are unknown, those of the largest round known without
-        head passes and with no more states (rather too low than too high); or 0."""
+        """Estimate the seconds of a round of `scored` states, with head passes unless `passes` is 0. If never timed, take
+        the largest timed round without head passes and with no more states, which is rather too low; if none was, return 0."""
         plain = self.seconds[0]
         below = [one for one in plain if one <= scored]
         return self.seconds[passes > 0].get(scored) or (plain[max(below)] if below else 0.0)

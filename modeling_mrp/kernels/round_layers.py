@@ -248,7 +248,7 @@ if triton is not None:
 
     @triton.jit
     def _normed(x, size, is_query, query_scale, key_scale, dim, there, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Scale x by `size`, its inverse RMS, and by the norm's weight of queries or keys at the places `dim` of a head."""
+        """RMS-normalize x: multiply by `size`, its inverse RMS, and by the query or key weight at the head columns `dim`."""
         of_queries = tl.load(query_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
         of_keys = tl.load(key_scale + dim, mask=there, other=0.0).to(tl.float32)[None, :]
         return (tl.where(is_query, of_queries, of_keys) * (x * size).to(kind).to(tl.float32)).to(kind).to(tl.float32)

@@ -250,7 +250,7 @@ class Networks:
         return self._of_tokens(asked, hidden, lambda given, token: token_logits(weight, given, token[:, None])[:, 0].abs())
 
     def _of_tokens(self, asked: TokensAt, hidden: Sequence[Hidden], compute: Callable[..., Tensor]) -> list[list[float]]:
-        """Compute a number of each given token from the hidden states at its column; return numbers as `token_odds` does."""
+        """Call `compute(hidden states [n, size], tokens [n])` on the given tokens; return its numbers as `token_odds` does."""
         pairs = [(place * self.block + c, token[c]) for place, (where, token) in enumerate(asked) for c in where]
         columns, tokens = np.array(pairs, np.int64).T.copy()
         _, given = self._at_columns(columns, hidden)

@@ -1,1 +1,1 @@
-"""The command `mrp doctor`: checks of the results on this machine, and the time of a round."""
+"""The command `mrp doctor`: checks that results on this machine are right, and times a round."""

@@ -204,7 +204,7 @@ def compared(name: str, ours: Any, right: Any, dtype: torch.dtype) -> Check:
 
 
 def gaps(ours: Any, theirs: Any) -> list[float | None]:
-    """Measure for each row by how much log-probabilities differ where its two texts part; None if the texts are equal.
+    """Measure by row how far log-probabilities differ where the texts of two `generate` outputs part; None if they are equal.
 
     Kernels round sums differently from PyTorch, so a near-tie can fall either way, and all later tokens may differ. So the gap
     is taken at the first step whose reveals differ, between the mean log-probabilities of what each text reveals in this step.

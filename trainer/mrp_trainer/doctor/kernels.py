@@ -32,8 +32,8 @@ def _tokens(width: int, like: Tensor, seed: int = 0) -> Tensor:
 
 
 def _of_pick(vocab: int, like: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Make samples for `PICK`: logits over a vocabulary with a few likely tokens per row (tied in one row), for greedy picks,
-    for greedy picks under a bound that only the likeliest token reaches, and for sampled picks."""
+    """Yield arguments for `PICK`, on the device of `like`: logits with a few likely tokens per row (tied in one row), picked
+    greedily, greedily with a least logit that only the likeliest token reaches, and by sampling."""
     rows, like = 12, like.float()
     logits, places = scattered(rows, vocab, like=like), torch.arange(6, device=like.device) * vocab // 6
     logits[:, places] += 9 + 3 * scattered(rows, 6, like=like, seed=1)

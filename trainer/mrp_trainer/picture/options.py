@@ -29,8 +29,8 @@ class ShowOptions(ModeOptions):
             raise ValueError(f"--output is {self.output}, and a .png does not move: name an .svg, or leave out --animated")
 
     def drawn(self, own: Mapping[str, Any], has_head: bool = True) -> list[dict[str, Any]]:
-        """List the options of `generate` for each mode in the picture, as `settings` does. Missing targets and numbers of
-        states are those of the checkpoint's generation config (`own`), with 8 states for `auto`."""
+        """List the options of `generate` for each mode in the picture (see `settings`). What no flag sets: targets and K are
+        the config's (`own`; K 8 for `auto`), modes are the targets and, drafted, `mrp_spec` (`self_spec` if not `has_head`)."""
         options = self.of_checkpoint(own, states=8)
         decoding = self.decoding or [*options.target, "mrp_spec" if has_head else "self_spec"]
         return replace(options, decoding=decoding).settings()
