@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # The inner loop: rules, drafts and acceptance without a model, every mode and option against the slow reference.
-CHECKED := rules cache fuzz objectives golden_traces imports bundle
+CHECKED := rules cache fuzz golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: picture check mutants test test-extras peers test-serving heads long lint walkthrough docs clean

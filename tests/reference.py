@@ -249,7 +249,8 @@ class Row:
         found, named = [], {one for word, begins in whole if begins for one in word}
         for token in (named | {*text} if once else named) - {self.mask}:  # others complete nothing
             text[position] = token
-            again = any(text[i : i + size] == text[j : j + size] for i in once for j in range(len(text) - size + 1) if j != i)
+            runs = [text[i : i + size] for i in range(len(text) - size + 1)] if once else []
+            again = any(runs.count(runs[i]) > 1 for i in once)
             if again or any(text[i : i + len(word)] == word for word, begins in whole for i in begins):
                 found.append(token)
         return found
@@ -427,7 +428,7 @@ class Row:
 
     # -------------------------------------------------------------------------------------------------------- drafts
 
-    def draft(self, own: State, source: Said | None, memory: dict[State, Said], estimates: dict[State, Said], size: int) -> Any:
+    def draft(self, own: State, source: Said | None, memory: set[State], estimates: dict[State, Said], size: int) -> Any:
         """Draft the states of a round by best-first search, the likeliest first; chances of several ways to a state add up."""
         nodes: list[Node] = [(own, source, False)]
         waiting: dict[State, tuple[float, Node]] = {}
@@ -449,7 +450,7 @@ class Row:
             nodes.append(node)
         return nodes
 
-    def followers(self, state: State, said: Said, memory: dict[State, Said]) -> Iterator[tuple[State, Said, float]]:
+    def followers(self, state: State, said: Said, memory: set[State]) -> Iterator[tuple[State, Said, float]]:
         """Yield the states after the rule's likely reveals, each with the predictions that led to it and its chance."""
         start, free = len(state) - self.block, self.candidates(state)
         picks = self.picks(state, {i: (said.picks[i].scores, said.picks[i].kept) for i in free})  # with this state's noise
@@ -458,7 +459,7 @@ class Row:
         for where, chance in self.rule.likely(named, odds, self.options.draft_branches):
             made, told = self.after(state, [picks[start + column] for column in where]), said
             while made in memory:  # the state after a scored one is known
-                told = memory[made]
+                told = self.said(made)
                 made = self.after(made, self.choose(made, told, self.options.target))
             if chance > 0 and not self.whole(made):
                 yield made, told, chance
@@ -475,7 +476,7 @@ class Row:
         width = self.options.num_draft_states
         shaped = self.options.processors or self.options.bad_words_ids or self.options.no_repeat_ngram_size
         few = self.options.draft_shortlist and not shaped
-        state, source, memory = self.first(), None, dict[State, Said]()
+        state, source, memory = self.first(), None, set[State]()
         self.row_forwards = 1
         if self.whole(state):
             return state
@@ -497,7 +498,7 @@ class Row:
                     self.asks_head(state)
             nodes = self.draft(state, source, memory, estimates, width)
             self.row_forwards += 1
-            scored = {node: self.said(node) for node, _, _ in nodes}
+            scored = {node for node, _, _ in nodes}
             length = depth = 0
             while True:
                 length += 1
@@ -506,7 +507,7 @@ class Row:
                     if state not in scored:
                         break
                     continue
-                last, source = state, scored[state] if state in scored else memory[state]
+                last, source = state, self.said(state)
                 state = self.revealed(state, source)
                 if state not in scored and state not in memory:
                     break
@@ -519,7 +520,7 @@ class Row:
             self.lengths.append(length)
             offered = any(self.follows(node, last) for node, _, behind in nodes[1:] if not behind)
             self.depths.append((depth + offered, depth))
-            memory = {node: scored[node] for node, _, behind in nodes if self.masked(node) and not behind}
+            memory = {node for node, _, behind in nodes if self.masked(node) and not behind}
         return state
 
     def follows(self, state: State, last: State) -> bool:
