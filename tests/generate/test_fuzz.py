@@ -23,7 +23,7 @@ from modeling_mrp.generate.budget import Amount, budget_of
 from modeling_mrp.networks import graphs, networks
 from tests.random_cases import MASK, VOCAB, WAYS, Case, SlowRow, assert_same_text, of_slow
 
-SEEDS, CASES = 32, 6
+SEEDS, CASES = 32, 5
 SIZES = (1, 1, 2, 3, 5)
 TABLES = ("accepted_lengths", "offered_at_depth", "accepted_at_depth")
 PROCESSORS = ("logits_processor", "repetition_penalty", "suppress_tokens", "sequence_bias", "renormalize_logits")
@@ -116,7 +116,7 @@ def assert_asked(
 
 def random_call(rng: random.Random, case: Case) -> dict[str, Any]:
     """Draw what changes neither text nor costs: how options are given, lengths and seeds are told, and who watches."""
-    given: dict[str, Any] = {"way": rng.choice(WAYS), "graphs": rng.choice((None, None, None, None, True))}
+    given: dict[str, Any] = {"way": rng.choice(WAYS), "graphs": rng.choice((*[None] * 7, True))}
     longest = max(map(len, case.prompts))
     if rng.random() < 0.3:
         given |= {"max_new_tokens": None, "max_length": longest + case.options["max_new_tokens"]}
@@ -224,7 +224,7 @@ def test_random_decodes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_head_takes_back() -> None:
     """By the rule `reread`, which `test_random_decodes` seldom draws."""
-    for trial in range(40):
+    for trial in range(25):
         case = Case(f"reread/{trial}", SIZES, ("mrp_remask",))
         case.options |= {"remask_rule": "reread", "confidence_threshold": 0.05}
         rows, out = case.decode()
