@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, make_model
+from conftest import TINY
 from mrp_trainer.data.tasks import problems
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -14,6 +14,7 @@ from benchmarks import longtext, plots
 from benchmarks.common import load
 from benchmarks.longtext import PROMPT, WINDOW, decode, judged
 from benchmarks.targets import alone, drafted
+from tests.random_cases import make_model
 
 PROMPTS = torch.randint(2, 50, (3, PROMPT), generator=torch.Generator().manual_seed(1))
 

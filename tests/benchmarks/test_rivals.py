@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 import pytest
-from conftest import make_model
 from handmade import M, row, says
 from helpers import generate, texts
 
@@ -15,7 +14,7 @@ from benchmarks.draft_graph import Build, DraftGraph, Ranking, drafted, graph_dr
 from benchmarks.frontier import rule_of
 from benchmarks.psd import parallel_speculative
 from benchmarks.released import Released
-from tests.random_cases import random_prompts
+from tests.random_cases import make_model, random_prompts
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "static": {},

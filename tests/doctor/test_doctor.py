@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from commands import mrp
-from conftest import make_model
 from faults import KERNELS, Stale, broken
 from mrp_trainer import cli
 from mrp_trainer.doctor import checks, page, rounds
@@ -25,6 +24,7 @@ from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.networks import graphs
 from modeling_mrp.rules.reveal import Static
+from tests.random_cases import make_model
 
 __all__ = ["tapes"]  # a fixture
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, make_model
+from conftest import ROOT
 from helpers import generate
 from mrp_trainer.evaluate import provenance
 from mrp_trainer.evaluate.acceptance import acceptance_by_depth, mean_accepted_length, measure_acceptance
@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 import modeling_mrp
 from benchmarks import tables
 from benchmarks.common import embedded_weights, header, read_lines
+from tests.random_cases import make_model
 
 
 def made(**given: Any) -> Decoded:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from helpers import LIVELY, MASK, PROMPTS, generate, text, texts
 from reference import reference_decode
 from transformers import GenerationConfig, NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
@@ -15,7 +14,7 @@ from transformers import GenerationConfig, NoBadWordsLogitsProcessor, NoRepeatNG
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate import generation
 from modeling_mrp.generate.budget import Amount, Fixed
-from tests.random_cases import dampened, random_prompts
+from tests.random_cases import dampened, make_model, random_prompts
 
 
 def test_where_nothing_is_drafted_a_round_is_the_targets(random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, make_model
+from conftest import ROOT
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
+from tests.random_cases import make_model
 
 NAMED = {option.name: option for option in OPTIONS}
 # Of each option that a mode is made of a value that is not the default.

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_model
 from peft import LoraConfig, PrefixTuningConfig, ShadowConfig, get_peft_model
 from transformers import BatchEncoding, GenerationConfig
 from transformers.generation import WatermarkingConfig
@@ -18,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS, OFF, OPTIONS, REMASK_RULES, TARGETS, UNSUPPORTED
+from tests.random_cases import make_model
 
 NAN = float("nan")
 PROMPT = torch.tensor([[1, 2, 3, 4, 5]])

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from helpers import LIVELY, MASK, MODES, PROMPTS, VOCAB, generate, says_all, texts
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import REMASK_RULES
+from tests.random_cases import make_model
 
 NAN, INF = float("nan"), float("inf")
 REMASKS: list[dict[str, Any]] = [{"decoding": "mrp_remask", "remask_rule": rule} for rule in REMASK_RULES]

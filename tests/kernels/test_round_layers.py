@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from helpers import close
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -15,6 +14,7 @@ from modeling_mrp.kernels import round_layers
 from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.kernels.round_layers import ROTATED, SUM_AND_NORM, RoundMask, round_attention, round_attention_ref
 from modeling_mrp.networks.cache import BlockCache
+from tests.random_cases import make_model
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, make_model
+from conftest import ROOT
 from families import FAMILIES, LLADA2, Twin, twin_of
 from fresh import Fresh
 from helpers import close, generate, left_padded, same_tensors, sample
@@ -24,7 +24,7 @@ from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.generate import generation
 from modeling_mrp.generate.budget import Amount, Fixed
 from modeling_mrp.model.families.sdar import families
-from tests.random_cases import dampened
+from tests.random_cases import dampened, make_model
 
 PROMPTS = [[15, 17, 80, 3, 44, 9], [8], [7, 7, 21, 90], [33, 2, 60, 61, 62, 63, 64, 65], [12, 13, 14]]
 MODES = [

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from helpers import SHA, in_hub_cache, same_tensors, speculate
 from mrp_trainer.heads import new_head, with_new_head
 from safetensors.torch import load_file, save_file
@@ -16,6 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM, MRPHead
 from modeling_mrp.model.layouts import backbone_location
+from tests.random_cases import make_model
 
 PROMPT = torch.tensor([[5, 17, 40, 3, 44, 9]])
 BASE = ("base_model_name_or_path", "base_model_revision")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from helpers import close
 from published import (
     BLOCK,
@@ -27,6 +26,7 @@ from safetensors.torch import load_file
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.layouts import our_name
+from tests.random_cases import make_model
 
 PROMPT = [5, 17, 80, 3, 44, 9]
 

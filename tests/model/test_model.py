@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from helpers import BLOCK, close, random_ids
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
@@ -13,6 +12,7 @@ from transformers.masking_utils import eager_mask
 from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
 from modeling_mrp import MRPForCausalLM
+from tests.random_cases import make_model
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, make_model
+from conftest import TINY
 from fresh import Fresh
 from hub_server import HubServer
 from mrp_trainer.loading import load_model, load_tokenizer
@@ -21,6 +21,7 @@ from published import as_published
 from safetensors.torch import load_file, save
 
 from modeling_mrp import MRPForCausalLM
+from tests.random_cases import make_model
 
 
 class Trap:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from helpers import MASK, PROMPTS, generate, left_padded, random_ids, says_all, texts
 from mrp_trainer.heads import with_new_head
 from peft import LoraConfig, get_peft_model
@@ -18,6 +17,7 @@ from transformers.generation import StoppingCriteria
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks import graphs
 from modeling_mrp.networks.cache import BlockCache
+from tests.random_cases import make_model
 
 ROWS, HEADS, WIDTH = 3, 2, 8
 

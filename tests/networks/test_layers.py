@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from helpers import PROMPTS, close, texts
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
@@ -19,6 +18,7 @@ from modeling_mrp.kernels.round_layers import RoundMask, run_fused
 from modeling_mrp.networks import layers as layers_file
 from modeling_mrp.networks.cache import BlockCache
 from modeling_mrp.networks.layers import pack, packed_weight, plan_layers
+from tests.random_cases import make_model
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from faults import KERNELS, broken
 from helpers import generate, same_output
 from tape import GridExecutor, Seen, Tape, TapeRecorder, strangers, tapes
@@ -19,7 +18,7 @@ from modeling_mrp.kernels.pick import PICK
 from modeling_mrp.networks import graphs
 from modeling_mrp.networks.graphs import recording_report
 from modeling_mrp.networks.networks import Networks
-from tests.random_cases import dampened
+from tests.random_cases import dampened, make_model
 
 __all__ = ["tapes"]  # a fixture
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers
 from accelerate import infer_auto_device_map
-from conftest import make_model
 from devices import FIRST, SECOND, spread, two_devices
 from helpers import PROMPTS, left_padded
 from packaging import version
 from training_runs import start
 
 from modeling_mrp import MRPForCausalLM
+from tests.random_cases import make_model
 
 MODES: dict[str, dict[str, Any]] = {
     **{name: {"decoding": name} for name in ("static", "mrp_remask")},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from commands import mrp
-from conftest import ROOT, TINY, make_model
+from conftest import ROOT, TINY
 from huggingface_hub import ModelCard
 from mrp_trainer.evaluate.cost import charged
 from mrp_trainer.evaluate.results import mode_name
@@ -19,6 +19,7 @@ from mrp_trainer.publish.folder import PICTURE
 from mrp_trainer.train.settings import read_settings
 
 from benchmarks import tables
+from tests.random_cases import make_model
 
 RESULTS = [f"benchmarks/results/tiny_heldout_{family}.jsonl" for family in ("math", "code")]
 ABOUT = "benchmarks/results/tiny_card.md"

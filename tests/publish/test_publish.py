@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from commands import mrp
-from conftest import make_model
 from fresh import Fresh
 from helpers import hashes
 from hub_server import HubServer
@@ -23,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.code import AUTO_MAP, code_files
+from tests.random_cases import make_model
 
 PACKAGE = {name: text.encode() for name, text in code_files().items()}
 WRITTEN = "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# Mine\n"

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from helpers import close
 from mrp_trainer.train.checkpoints import last_whole_checkpoint
 from mrp_trainer.train.trainer import MRPTrainer
@@ -19,6 +18,7 @@ from training_runs import Result, Rows, Run, result, start, trainer_of
 from transformers import AutoModelForCausalLM
 
 from modeling_mrp import MRPForCausalLM
+from tests.random_cases import make_model
 
 
 def saving(folder: Path, model: Any = None, **options: Any) -> MRPTrainer:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_model
 from helpers import BLOCK, MASK, VOCAB, close, collate, sample
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.train import attention
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from modeling_mrp import MRPForCausalLM
+from tests.random_cases import make_model
 
 
 def blocks_of(

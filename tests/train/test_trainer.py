@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import TINY, make_model
+from conftest import TINY
 from helpers import same_tensors, word_model
 from hub_server import HubServer
 from mrp_trainer.data.rows import RecordRows
@@ -31,6 +31,7 @@ from training_runs import trainer_of
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from modeling_mrp import MRPForCausalLM
+from tests.random_cases import make_model
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"What is {n} + 4?"}, {"role": "assistant", "content": f"n = {n} + 4 = {n + 4}"}]}
