@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -35,17 +36,12 @@ Mutant = dict[str, str]
 
 
 def changed(mutant: Mutant) -> str | None:
-    """Return the text of a mutant's file with the change; None unless the old text occurs there exactly once."""
+    """Return the text of its file with the change; None if the old text does not stand there once, or it is no Python."""
     text = (ROOT / "modeling_mrp" / mutant["file"]).read_text(encoding="utf-8")
-    return text.replace(mutant["old"], mutant["new"]) if text.count(mutant["old"]) == 1 else None
-
-
-def parses(text: str | None) -> bool:
-    """Tell if a text is given and is valid Python."""
-    try:
-        return text is not None and bool(ast.parse(text))
-    except SyntaxError:
-        return False
+    made = text.replace(mutant["old"], mutant["new"])
+    with suppress(SyntaxError):
+        return made if text.count(mutant["old"]) == 1 and ast.parse(made) else None
+    return None
 
 
 def selected(mutant: Mutant) -> list[list[str]]:
@@ -109,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in WARM:
         import_module(name)
     mutants: list[Mutant] = json.loads(RECORD.read_text(encoding="utf-8"))
-    stale = [f"{one['file']}: {one['old']!r}" for one in mutants if not parses(changed(one))]
+    stale = [f"{one['file']}: {one['old']!r}" for one in mutants if changed(one) is None]
     if stale:
         raise SystemExit("old text not once in its file, or new text no Python, mend tests/mutants.json:\n" + "\n".join(stale))
     chosen = [

@@ -1,17 +1,11 @@
 """What is counted along long texts, and what another model says of them."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
-from mrp_trainer.data.tasks import problems
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks import longtext, plots
-from benchmarks.common import load
 from benchmarks.longtext import PROMPT, WINDOW, decode, judged
 from benchmarks.targets import alone, drafted
 from tests.random_cases import make_model
@@ -56,34 +50,3 @@ def test_what_another_model_says() -> None:
     assert said["nats"] == pytest.approx(nats.mean().item(), abs=1e-3)
     assert said["nats_along"] == pytest.approx([nats[:, :WINDOW].mean().item(), nats[:, WINDOW:].mean().item()], abs=2e-3)
     assert said["repeated"] == pytest.approx((60 / 125) / 2, abs=1e-3)  # 61 times four sevens in one text
-
-
-def test_measured_lines_become_tables_and_a_figure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a target and its drafts. A line that is missing is measured again beside its target, which is not noted twice."""
-    text = "\n".join(problem.answer for problem in problems("source", "tune", 40))
-    (tmp_path / "heldout.jsonl").write_text("".join(f"{json.dumps({'package': name, 'text': text})}\n" for name in "ab"))
-    (tmp_path / "head").symlink_to(TINY)
-    judge(load(TINY)[0].config.vocab_size).save_pretrained(tmp_path / "causal")
-    monkeypatch.setattr(longtext, "BLOCKS", (16,))
-    monkeypatch.setattr(longtext, "TARGETS", {"static": {}})
-    path = tmp_path / "long.jsonl"
-    asked = ["--folder", str(tmp_path), "--output", str(path), "--count", "2", "--tokens", str(2 * WINDOW), "--batch-size", "2"]
-    longtext.main(["measure", *asked])
-    longtext.main(["times", *asked])
-    lines = path.read_text().splitlines()
-    (missing,) = (line for line in lines if '"mrp_spec"' in line and '"do_sample": false' in line)
-    path.write_text("".join(f"{line}\n" for line in lines if line != missing))
-    longtext.main(["measure", *asked])
-    again, before = (sorted(line for line in of if "benchmark" not in line) for of in (path.read_text().splitlines(), lines))
-    assert again == before
-    assert json.loads(missing)["texts_that_differ"] == 0
-    capsys.readouterr()
-    longtext.main(["tables", *asked])
-    costs, said, timed = capsys.readouterr().out.strip().split("\n\n")
-    assert [row.split(" | ")[3] for row in costs.splitlines()[2:]].count("mrp_spec") == 2
-    assert [row.split(" | ")[2] for row in said.splitlines()[2:]] == ["real", "static", "static"]
-    assert [row.split(" | ")[1] for row in timed.splitlines()[2:]] == ["static", "mrp_spec"]
-    plots.main(["long", "--results", str(tmp_path)])
-    assert "static, mrp_spec" in (tmp_path / "long.svg").read_text()

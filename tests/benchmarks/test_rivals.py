@@ -1,4 +1,4 @@
-"""Rivals of the head's drafts, the released reference, draft graphs and PSD: texts are their target's, and graphs by hand.
+"""Rivals of the head's drafts, the released reference, draft graphs and PSD: texts are their target's.
 
 `test_headlines.py` decodes again what they are measured to do, to the last forward.
 """
@@ -7,10 +7,9 @@ import random
 from typing import Any
 
 import pytest
-from handmade import M, row, says
 from helpers import generate, texts
 
-from benchmarks.draft_graph import Build, DraftGraph, Ranking, drafted, graph_drafts, recorded_paths
+from benchmarks.draft_graph import DraftGraph, graph_drafts, recorded_paths
 from benchmarks.frontier import rule_of
 from benchmarks.psd import parallel_speculative
 from benchmarks.released import Released
@@ -50,36 +49,3 @@ def test_texts_are_those_of_the_target(target: str) -> None:
             by_psd += sum(strict.forwards) - sum(eager.forwards)
     assert by_graph > 0
     assert by_psd > 0 or target == "sequential"
-
-
-FIRST, SECOND, BOTH, OTHER = (frozenset(ranks) for ranks in ({(0, 0)}, {(1, 0)}, {(0, 0), (1, 0)}, {(0, 1)}))
-
-
-def test_the_node_that_most_paths_come_to_next_is_taken_next() -> None:
-    """Of nine paths five begin with the first pick, two each with the second and with another token. Behind the first, four go
-    on to both picks, which are taken next; then the other token, first of two that two paths wait for. With one token a
-    position, paths end before the pick of another; K = 3 has two nodes, twice as many four."""
-    paths = [[FIRST, BOTH]] * 4 + [[FIRST]] + [[SECOND, BOTH]] * 2 + [[OTHER]] * 2
-    graph = DraftGraph.calibrated(paths, 9)
-    assert graph.nodes == (FIRST, BOTH, OTHER, SECOND)
-    assert graph.edges == {(-1, 0), (0, 1), (-1, 2), (-1, 3), (3, 1)}  # two ways lead to BOTH
-    assert DraftGraph.built(Build(1, False, 1), [[OTHER, FIRST | OTHER]] * 9 + paths, 3).nodes == (FIRST, BOTH)
-    assert len(DraftGraph.built(Build(2, False, 2), paths, 3).nodes) == 4
-
-
-def test_states_of_a_graph_by_hand() -> None:
-    """Both picks, of 0.52, lead on from the first, whose score rises by it from 0.3 to 0.4 and above the third's 0.35, and from
-    the second, of 0.9."""
-    chances = [[1.0] * 3, [0.3, 0.2, 0.1], [0.9, 0.1, 0.0], [0.35, 0.3, 0.2]]
-    ranking = Ranking([0.0, 3.0, 2.0, 1.0], [[9, 8, 7], [11, 21, 31], [12, 22, 32], [13, 23, 33]], chances)
-
-    def states_of(states: int, graph: DraftGraph) -> list[tuple[int, ...]]:
-        of = row([50], 7, eos=())
-        of.state, of.source = of.opened(0), says([0.0] * 4, [0] * 4)
-        return [node.state.ids for node in drafted(graph, of, ranking, states)]
-
-    third = frozenset({(2, 0)})
-    tree = DraftGraph((FIRST, third, BOTH, SECOND), frozenset({(-1, 0), (-1, 1), (0, 2), (3, 2), (-1, 3)}))
-    assert states_of(4, tree) == [(50, M, M, M), (50, M, 12, M), (50, 11, 12, M), (50, 11, M, M)]
-    rare_first = DraftGraph((OTHER, FIRST, BOTH), frozenset({(-1, 0), (-1, 1), (1, 2)}), pruned=False)
-    assert states_of(3, rare_first)[1:] == [(50, 21, M, M), (50, 11, M, M)]  # as they come

@@ -24,17 +24,11 @@ def test_greedy_ignores_the_options_of_sampling(random_model: MRPForCausalLM) ->
 
 
 def test_an_option_without_effect_is_told(random_model: MRPForCausalLM, caplog: pytest.LogCaptureFixture) -> None:
-    calls = (
-        ({"decoding": "dynamic", "target": "sequential", "num_draft_states": 2}, "target, num_draft_states: no effect with"),
-        ({"decoding": "self_spec", "target": "static", "factor": 2.0}, "factor: no effect with decoding='self_spec' here"),
-        ({"decoding": "self_spec", "target": "dynamic", "confidence_threshold": 0.5, "seed": 1}, ""),
-    )
-    for options, told in calls:
-        type(logger).warning_once.cache_clear()
-        caplog.clear()
-        random_model.generate(torch.tensor([[1, 2]]), max_new_tokens=1, **options)
-        assert told in caplog.text
-        assert bool(told) == ("no effect" in caplog.text)
+    type(logger).warning_once.cache_clear()
+    for options in ({"target": "dynamic", "confidence_threshold": 0.5, "seed": 1}, {"target": "static", "factor": 2.0}):
+        assert "no effect" not in caplog.text
+        random_model.generate(torch.tensor([[1, 2]]), max_new_tokens=1, decoding="self_spec", **options)
+    assert "factor: no effect with decoding='self_spec' here" in caplog.text
 
 
 @pytest.mark.parametrize("decoding", ["mrp_spec", "mrp_remask"])
