@@ -101,7 +101,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        noise: Tensor | None = None,
+        text_noise: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -119,7 +119,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             past_key_values: Keys and values of earlier, clean blocks; must be empty in a `shifted` family.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
             labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt).
-            noise: With `labels`, [batch, 1 + length] in [0, 1) (default: drawn): 1 - t, then one per token, masked if below t.
+            text_noise: With `labels`, [batch, 1 + length] in [0, 1), by default drawn: 1 - t, then by token, masked if below t.
             num_items_in_batch: With `labels`, the divisor of the loss, by default the number of learned tokens; transformers'
                 Trainer passes the number of all accumulation steps.
             use_cache, logits_to_keep, kwargs: As in transformers.
@@ -145,11 +145,11 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                     f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] of input_ids with a mask and "
                     "positions of its own. Leave out either. For a prompt, prefix or P-tuning adapter use others, such as LoRA"
                 )
-            return self._training_pass(tokens, labels, attention_mask, noise, num_items_in_batch)
-        if noise is not None or num_items_in_batch is not None:
+            return self._training_pass(tokens, labels, attention_mask, text_noise, num_items_in_batch)
+        if text_noise is not None or num_items_in_batch is not None:
             raise ValueError(
-                "noise, num_items_in_batch: no effect without labels. Pass them too, or leave these out. A Trainer keeps them "
-                "for a loss of its own (compute_loss_func, label_smoothing_factor) on clean text: leave that option out"
+                "text_noise, num_items_in_batch: no effect without labels. Pass these too, or leave both out. A Trainer keeps "
+                "labels for a loss of its own (compute_loss_func, label_smoothing_factor) on clean text: leave that option out"
             )
         if isinstance(past_key_values, BlockCache):
             raise ValueError("past_key_values are a BlockCache, which only generate goes on from: pass a DynamicCache here")

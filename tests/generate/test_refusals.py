@@ -147,7 +147,7 @@ ARGUMENTS: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "forward": [
         ({"input_ids": None}, "neither input_ids nor inputs_embeds: pass one of them"),
-        ({"noise": torch.zeros(1, 6)}, "^noise, num_items_in_batch: no effect without labels.*Pass them too"),
+        ({"text_noise": torch.zeros(1, 6)}, "^text_noise, num_items_in_batch: no effect without labels.*Pass these too"),
         ({"attention_masks": 5}, "no argument attention_masks: check the spelling"),
         ({"use_cache": False, "output_attentions": None, "output_hidden_states": False, "return_dict": None}, ""),  # as peft
     ],
@@ -158,7 +158,7 @@ ARGUMENTS: dict[str, list[tuple[dict[str, Any], str]]] = {
         *(({name: value}, f"^{name}: no effect with labels.*Leave out either") for name, value in NAMED.items()),
         ({"labels": torch.ones(1, 4).long()}, r"labels has shape \[1, 4\]: .* must be \[1, 5\]"),
         ({"num_items_in_batch": 3, "use_cache": None, "position_ids": None, "logits_to_keep": 0, "junk": None}, ""),
-        ({"noise": torch.zeros(1, 6)}, ""),
+        ({"text_noise": torch.zeros(1, 6)}, ""),
     ],
     "score": [
         ({"input_ids": torch.tensor([[1, 60]])}, "mask id 60.*call the model"),

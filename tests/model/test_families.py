@@ -186,7 +186,7 @@ def test_a_loss_of_fast_dllm_is_that_of_the_shifted_logits(tmp_path: Path) -> No
     noise[0, [4, 5, 6, 9]] = 0.0
     hidden = noise[:, 1:] < 0.5
     with torch.no_grad():
-        loss = twin.model(ids, labels=ids, noise=noise).loss
+        loss = twin.model(ids, labels=ids, text_noise=noise).loss
     total = 0.0
     for at in (3, 4, 5, 8):
         start = at // 4 * 4

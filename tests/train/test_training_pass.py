@@ -40,7 +40,7 @@ def training_example() -> dict[str, Tensor]:
         mask[row, length:] = 0
     noise = torch.rand(3, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     noise[:, 0] = torch.tensor([0.1, 0.65, 0.4])
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "noise": noise}
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "text_noise": noise}
 
 
 @pytest.mark.usefixtures("exact_norms")
@@ -48,13 +48,13 @@ def training_example() -> dict[str, Tensor]:
 def test_loss_and_gradients_equal_the_loop_over_blocks(before: list[int]) -> None:
     """With so much of each row's padding before its tokens. The package takes its cross-entropy in float32, hence 1e-6."""
     example = training_example()
-    level, columns = 1 - example["noise"][:, 0], example.pop("noise")[:, 1:]
+    level, columns = 1 - example["text_noise"][:, 0], example.pop("text_noise")[:, 1:]
     packed, naive, noise = make_model(), make_model(), columns < level[:, None]
     moved = {
         name: torch.stack([row.roll(shift) for row, shift in zip(value, before, strict=True)])
-        for name, value in {**example, "noise": columns}.items()
+        for name, value in {**example, "text_noise": columns}.items()
     }
-    moved["noise"] = torch.cat([1 - level[:, None], moved["noise"]], 1)
+    moved["text_noise"] = torch.cat([1 - level[:, None], moved["text_noise"]], 1)
     loss = packed(**moved).loss
     expected = naive_loss(naive, example["input_ids"], example["labels"], [11, 6, 8], level, noise)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -90,7 +90,7 @@ def test_the_noise_is_drawn_per_sequence_and_weighted_by_its_level(training: boo
 @torch.no_grad()
 def test_in_eval_mode_a_text_has_one_loss(random_model: MRPForCausalLM) -> None:
     """Whatever the state of torch's generator, which is left alone, its neighbours, and the padding beside it."""
-    example = {name: value for name, value in training_example().items() if not name.startswith("noise")}
+    example = {name: value for name, value in training_example().items() if not name.startswith("text_noise")}
     state = torch.get_rng_state()
     alone = [
         random_model(**{name: value[row : row + 1, :length] for name, value in example.items()}).loss.item()
@@ -110,7 +110,7 @@ QUIET: dict[str, Any] = {"use_cpu": True, "report_to": "none", "max_steps": 1, "
 def stock_trainer(folder: Path, size: int = 1, of_trainer: Any = None, **options: Any) -> Trainer:
     """transformers' own, whose step takes two rows; every learned token is masked."""
     ids = random_ids(13, 2, 8)
-    rows = [{"input_ids": row, "labels": row, "noise": torch.zeros(9)} for row in ids]
+    rows = [{"input_ids": row, "labels": row, "text_noise": torch.zeros(9)} for row in ids]
     options |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": 2 // size, "logging_steps": 1}
     arguments = TrainingArguments(str(folder), **QUIET, **options)
     return Trainer(make_model(num_nextn_predict_layers=0), arguments, train_dataset=rows, **(of_trainer or {}))
@@ -133,7 +133,7 @@ def test_gradient_accumulation_in_transformers_trainer(tmp_path: Path) -> None:
 )
 def test_the_stock_trainer_keeps_no_labels_for_itself(given: dict[str, Any], tmp_path: Path) -> None:
     """Either would score clean text, of which every position sees what it predicts."""
-    with pytest.raises(ValueError, match=r"A Trainer keeps them for a loss of its own .*: leave that option out"):
+    with pytest.raises(ValueError, match=r"A Trainer keeps labels for a loss of its own .*: leave that option out"):
         stock_trainer(tmp_path, **given).train()
 
 
