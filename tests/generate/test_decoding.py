@@ -64,7 +64,7 @@ def test_bans_from_left_to_right_are_transformers_own(kind: Any, options: dict[s
 @pytest.mark.parametrize("target", ["dynamic", "sequential"])
 def test_no_pair_of_the_readme_that_is_forbidden_is_written(target: str, tiny_model_float64: Any, tiny_tokenizer: Any) -> None:
     """Each pair of the prompt and of its text in turn, and sequences that would come twice; drafted as undrafted."""
-    chat = [{"role": "user", "content": "Ana has 3 pens. Ana buys 4 more. Bo gives Ana 2 more. How many pens does Ana have?"}]
+    chat = [{"role": "user", "content": "Sum the numbers of a list that are even, each plus 5."}]
     prompt = tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
 
     def written(**options: Any) -> list[int]:
