@@ -37,6 +37,7 @@ from .common import emit, header, parser_of
 from .turns import spread, take_turns
 
 STATES = (1, 4)
+INT4 = vars(torch)["int4"]  # a dtype that torch's own types do not declare
 PROMPT, STEPS = 32, 4  # tokens of the prompt; steps of the block behind it
 
 
@@ -50,7 +51,7 @@ def _torchao_int4() -> TorchAoConfig:
     from torchao.quantization import IntxWeightOnlyConfig
     from torchao.quantization.granularity import PerGroup
 
-    return TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
+    return TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=INT4, granularity=PerGroup(32)))
 
 
 # By name, the format whose bytes are computed (`WEIGHT_BYTES`), and what makes the `quantization_config`.
@@ -94,11 +95,13 @@ def loaded(folder: Path, inputs: dict[str, Tensor], config: Any = None) -> tuple
     return model, sum(size for place, size in storages().items() if place not in before)
 
 
-def seconds_a_forward(model: MRPForCausalLM, inputs: dict[str, Tensor], states: int, _turn: int) -> float:
+def seconds_a_forward(model: MRPForCausalLM, inputs: dict[str, Any], states: int, _turn: int) -> float:
     """Decode a block with K = `states`; return the process's CPU time per forward of the backbone."""
-    mode = {"decoding": "static"} if states == 1 else {"decoding": "self_spec", "target": "static", "num_draft_states": states}
+    mode: dict[str, Any] = (
+        {"decoding": "static"} if states == 1 else {"decoding": "self_spec", "target": "static", "num_draft_states": states}
+    )
     begun = time.process_time()
-    length = {"max_new_tokens": model.config.block_size, "denoising_steps": STEPS}
+    length: dict[str, Any] = {"max_new_tokens": model.config.block_size, "denoising_steps": STEPS}
     out: Any = model.generate(**inputs, **mode, **length, return_dict_in_generate=True)
     return (time.process_time() - begun) / sum(out.stats.forwards.values())
 
@@ -107,7 +110,7 @@ def measure(options: argparse.Namespace) -> None:
     """Measure each kind in turns with bfloat16, and emit a line for it."""
     config = config_of(options.shape)
     shape = Shape.of(options.shape, config)
-    file = options.output.open("w") if options.output else None
+    file = options.output.open("a") if options.output else None
     emit({**header("quantized_cpu", options), "cpu": cpu_name()}, file)
     with tempfile.TemporaryDirectory() as folder:
         made = random_model(config, torch.bfloat16, torch.device("cpu"))
@@ -146,7 +149,7 @@ def table(path: Path) -> str:
     lines = [line for line in map(json.loads, path.read_text().splitlines()) if "kind" in line]
     plain = next(line for line in lines if line["kind"] == "bfloat16")
     rows = []
-    for line in lines:
+    for line in (plain, *(line for line in lines if line["kind"] != "bfloat16")):
         cells = [line["kind"], f"{line['bytes']:,}", f"{line['bytes'] / plain['bytes']:.2f}", f"{line['computed']:,}"]
         for states in STATES if line is not plain else ():
             times, ratio = line[f"K={states}"], line[f"K={states}"]["ratio"]
@@ -163,7 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shape", choices=("0.6b", "1.7b"), default="0.6b")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="file that gets the lines, too")
+    parser.add_argument("--output", type=Path, help="file that gets the lines, too, behind its own")
     parser.add_argument("--table", type=Path, help="only print the table of this file of lines")
     options = parser.parse_args(arguments)
     if options.table:

@@ -40,6 +40,7 @@ def printed(command: Any, *arguments: str) -> str:
         ("docs/rules.md", tables.rules),
         ("benchmarks/README.md", tables.TABLES["undrafted"]),
         ("benchmarks/README.md", lambda: printed(cost_model)),
+        ("docs/devices.md", lambda: printed(cost_model, "--memory")),
         ("benchmarks/README.md", lambda: cost_model.table(["H200"], ["30b-a3b"], [1, 4, 8, 16, 32, 64], [4, 8], 512)),
         ("benchmarks/README.md", lambda: printed(longtext, "tables")),
         ("benchmarks/README.md", tables.provenance),
