@@ -11,7 +11,7 @@ from conftest import TINY
 from devices import SMALL, Placed, place, small_device
 from families import twin_of
 from helpers import PROMPTS, collate, left_padded, sample
-from mrp_trainer.loading import load_model
+from mrp_trainer.loading import default_device, load_model
 from mrp_trainer.picture.facts import read_decode
 from mrp_trainer.train.measures import Measures
 from mrp_trainer.train.objectives import HeadObjective, block_diffusion
@@ -277,6 +277,14 @@ def test_the_facts_of_a_picture(both: Any, tiny_tokenizer: Any) -> None:
         out = both[1].generate(**there(left_padded(PROMPTS[:1])), max_new_tokens=6, return_dict_in_generate=True)
         facts = read_decode(out, tiny_tokenizer)
     assert all(0 < token.probability <= 1 for token in facts.tokens)
+
+
+def test_commands_take_the_gpu_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    assert default_device().type == "mps"
+    with pytest.raises(ValueError, match="which an Apple GPU"):
+        load_model(str(TINY), "float64", None)
 
 
 def test_float64_on_an_apple_gpu_is_refused_with_its_remedy() -> None:
