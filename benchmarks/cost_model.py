@@ -7,6 +7,11 @@ forward, states per forward and head passes per round come from `results/tiny_sw
 embedded toy checkpoint; the bandwidth is ideal. So predictions hold for a model whose drafts are accepted as often, on a device
 that never waits. `--shape 30b-a3b` is SDAR-30B-A3B; a round reads only the experts that some token chooses
 (`Shape.experts_read`).
+
+    python -m benchmarks.cost_model --memory
+
+prints what the published shapes take in memory instead: weights of backbone and head in bfloat16, or with the matrices of all
+layers in int8 or 4 bits (`WEIGHT_BYTES`) and embedding and `lm_head` in bfloat16, and the cache of a row of 1,000 tokens.
 """
 
 import json
@@ -15,7 +20,7 @@ from itertools import product
 from typing import Any
 
 from mrp_trainer.data.tasks import FAMILIES
-from mrp_trainer.evaluate.roofline import PUBLISHED, Counts, Device, Shape, round_seconds
+from mrp_trainer.evaluate.roofline import PUBLISHED, WEIGHT_BYTES, Counts, Device, Shape, round_seconds
 from mrp_trainer.publish.card import markdown_table
 
 from .common import RESULTS, parser_of
@@ -73,6 +78,19 @@ def table(device: Sequence[str], shape: Sequence[str], batch: Sequence[int], sta
     return markdown_table(["device", "shape", "batch", *(f"{family} K={k}" for family, k in columns)], choices)
 
 
+def memory() -> str:
+    """Tabulate the memory of weights and cache at the published shapes, as Markdown."""
+    rows = [
+        [
+            shape.name,
+            *(f"{shape.weight_bytes(per_weight) / 2**30:.1f}" for per_weight in WEIGHT_BYTES.values()),
+            f"{1000 * shape.cache_bytes / 2**20:.0f}",
+        ]
+        for shape in PUBLISHED.values()
+    ]
+    return markdown_table(["shape", *(f"{name}, GiB" for name in WEIGHT_BYTES), "cache of 1,000 tokens, MiB"], rows)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: print a Markdown table."""
     parser = parser_of("cost_model", __doc__)
@@ -81,7 +99,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8])
     parser.add_argument("--states", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="values of K")
     parser.add_argument("--prefix", type=int, default=512, help="committed tokens of a row")
-    print(table(**vars(parser.parse_args(arguments))))
+    parser.add_argument("--memory", action="store_true", help="print memory in place of speed")
+    options = vars(parser.parse_args(arguments))
+    print(memory() if options.pop("memory") else table(**options))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import gradio as gr
 import torch
 from mrp_trainer import TINY
 from mrp_trainer.data.records import check_utf8
-from mrp_trainer.loading import load_model, load_tokenizer
+from mrp_trainer.loading import default_device, load_model, load_tokenizer
 from mrp_trainer.picture import Decode, draw, read_decode
 from mrp_trainer.picture.facts import token_texts
 from mrp_trainer.picture.svg import visible
@@ -98,7 +98,7 @@ class BlockStreamer(BaseStreamer):
 def loaded() -> tuple[Any, Any]:
     """Load the model and its tokenizer, once."""
     model: Any = load_model(MODEL)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), load_tokenizer(MODEL)
+    return model.to(default_device()), load_tokenizer(MODEL)
 
 
 def moments_of(inputs: dict[str, Any], options: dict[str, Any]) -> Iterator[Shown | tuple[Any, float]]:

@@ -1,10 +1,15 @@
-"""Devices that refuse each other's tensors, in a CPU's memory: stand-ins for two GPUs over which a model is spread."""
+"""Stand-ins for devices, in a CPU's memory: two that refuse each other's tensors, over which a model is spread, and one that
+lacks what Apple's MPS lacks."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+import torchgen
+import yaml
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -12,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 FIRST, SECOND = "lazy:0", "lazy:1"  # of a kind for which this build of torch has no kernels
+SMALL = "lazy:0"
 # Operations that may take tensors of several devices: copies, and indexing by tensors made on the host.
 _ACROSS = ("aten::_to_copy", "aten::copy_", "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
@@ -54,18 +60,82 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda one: Placed(one, device) if isinstance(one, Tensor) and device.type != "cpu" else one, out)
 
 
+@cache
+def _operations() -> dict[str, dict[str, Any]]:
+    """Read torch's own list of its operations, by name with overload, as it comes with the package."""
+    file = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    return {entry["func"].partition("(")[0]: entry for entry in yaml.load(file.read_text(), Loader=yaml.CSafeLoader)}
+
+
+def runs_on_mps(name: str) -> bool:
+    """Tell if this release of torch has an operation of aten on MPS, given its name with overload."""
+    entry = _operations()[name]
+    if "structured_delegate" in entry:
+        return runs_on_mps(entry["structured_delegate"])
+    keys = ",".join(entry.get("dispatch", {"CompositeImplicitAutograd": ""}))
+    return any(key.strip() == "MPS" or key.strip().startswith("Composite") for key in keys.split(","))
+
+
+_WIDE = (torch.float64, torch.complex128)
+# Tensors of another layout end in wrong numbers in releases of torch (pytorch/pytorch#175191, on CUDA, too).
+_SCATTER = ("aten::scatter", "aten::scatter_", "aten::scatter_add", "aten::scatter_add_", "aten::scatter_reduce")
+_PUT = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+
+
+def _refusal(func: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
+    """Say why `SMALL` cannot run an operation; None if it can, or if the operation is none of that device's."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    here = [tensor for tensor in tensors if isinstance(tensor, Placed)]
+    device = kwargs.get("device")
+    to_host = device is not None and torch.device(device).type == "cpu"
+    if not here and (device is None or to_host):
+        return "it pins memory" if "pin_memory" in func._schema.name or kwargs.get("pin_memory") else None
+    name = func._schema.name
+    if "pin_memory" in name or kwargs.get("pin_memory"):
+        return "it pins memory"
+    if kwargs.get("dtype") in _WIDE or any(tensor.dtype in _WIDE for tensor in here):
+        return "it takes or makes float64"
+    if name in _SCATTER and not all(tensor.is_contiguous() for tensor in here):
+        return "it scatters tensors that are not contiguous"
+    if name in _PUT and any(tensor.dtype == torch.int64 and not tensor.is_contiguous() for tensor in (here[0], here[-1])):
+        return "it writes int64 that is not contiguous"
+    full = name.removeprefix("aten::") + (f".{func._overloadname}" if func._overloadname != "default" else "")
+    if name.startswith("aten::") and not to_host and not runs_on_mps(full):
+        return "there is none on MPS"
+    return None
+
+
+class _SmallOperations(TorchDispatchMode):
+    """A mode of `SMALL`, which lists the names of the operations that ran there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (why := _refusal(func, args, kwargs or {})) is not None:
+            raise RuntimeError(f"{func} does not run on {SMALL}: {why}")
+        out = _run(func, args, kwargs or {})
+        if any(isinstance(leaf, Placed) and leaf.dtype in _WIDE for leaf in tree_leaves(out)):
+            raise RuntimeError(f"{func} does not run on {SMALL}: it makes float64")
+        self.names.add(func._schema.name)
+        return out
+
+
 class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
 
 class _Literals(TorchFunctionMode):
-    """A mode for `torch.tensor`, which fills memory without dispatching an operation."""
+    """A mode for `torch.tensor` and `new_tensor`, which fill memory without dispatching an operation."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.tensor and (device := kwargs.pop("device", None)) is not None:
             return func(*args, **kwargs).to(device)
+        if func is Tensor.new_tensor and isinstance(args[0], Placed):
+            return torch.tensor(args[1], dtype=args[0].dtype).to(args[0].device)
         return func(*args, **kwargs)
 
 
@@ -76,18 +146,32 @@ def two_devices() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def small_device() -> Iterator[_SmallOperations]:
+    """Let tensors be on `SMALL`, which has no float64, no pinned memory, no operation that torch lacks on MPS, and scatters
+    only what is contiguous."""
+    with _SmallOperations() as operations, _Literals():
+        yield operations
+
+
+def place(module: nn.Module, device: str) -> None:
+    """Put a module's parameters and buffers on a device."""
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    placed: Any = Placed(tensor.data, torch.device(device))
+                    is_weight = tensors is part._parameters
+                    tensors[name] = nn.Parameter(placed, requires_grad=tensor.requires_grad) if is_weight else placed
+
+
 def spread(model: nn.Module, places: Mapping[str, str]) -> None:
     """Put modules on devices, each with a hook that fetches what it is given, as accelerate does for a `device_map`."""
-    for name, place in places.items():
+    for name, device in places.items():
         module = model.get_submodule(name)
-        for part in module.modules():
-            for kind in (part._parameters, part._buffers):
-                for key, value in kind.items():
-                    if value is not None:
-                        placed: Any = Placed(value.data, torch.device(place))
-                        kind[key] = nn.Parameter(placed, requires_grad=False) if kind is part._parameters else placed
+        place(module, device)
 
-        def fetch(_: Any, args: Any, kwargs: Any, place: str = place) -> Any:
-            return send_to_device((args, kwargs), torch.device(place))
+        def fetch(_: Any, args: Any, kwargs: Any, device: str = device) -> Any:
+            return send_to_device((args, kwargs), torch.device(device))
 
         module.register_forward_pre_hook(fetch, with_kwargs=True)

@@ -1132,8 +1132,9 @@ class BlockCache(Cache):
         source, target = source[:, None] + offsets, target[:, None] + offsets
         for part in self._of(layers):
             at, of, to = (index.to(part.device, non_blocking=True) for index in (row[:, None], source, target))
-            if part.shape[-1] * part.element_size() % 8 == 0:
-                part = part.view(torch.int64)  # a number of a narrow type costs as much to index as a wide one
+            # A number of a narrow type costs as much to index as a wide one; other devices may lack such writes of int64.
+            if part.device.type in ("cpu", "cuda") and part.shape[-1] * part.element_size() % 8 == 0:
+                part = part.view(torch.int64)
             part[at, to] = part[at, of]
 
     def blank(self, layers: range, row: int, begin: int, end: int) -> None:
@@ -3340,7 +3341,8 @@ class Picker:
             if self.likeliest:
                 likeliest = torch.cat([ids.to(own.dtype), odds_of(scores, ids).masked_fill(out, -torch.inf)], 1)
             if self.shortlist:
-                ids, own = ids[:, : self.shortlist], own[:, : self.shortlist]
+                # Releases of torch scatter wrongly on GPUs by an index that is not contiguous (pytorch/pytorch#175191).
+                ids, own = ids[:, : self.shortlist].contiguous(), own[:, : self.shortlist]
                 left = own > -torch.inf  # all others keep their share of the sum
                 rest = scores.scatter(1, ids, scores.gather(1, ids).masked_fill(left, -torch.inf)).logsumexp(-1, keepdim=True)
                 shortlist = torch.cat([ids.to(own.dtype), own, rest], 1)
@@ -5207,7 +5209,8 @@ class Progress:
         found = {}
         for name, part in zip(self.wanted, given, strict=True):
             if self.wanted[name]:
-                certain = part.new_full((*tokens.T.shape, part.shape[1]), -torch.inf).scatter_(2, tokens.T[..., None], 0.0)
+                columns = tokens.T.contiguous()[..., None]  # `scatter_` needs that on GPUs
+                certain = part.new_full((*tokens.T.shape, part.shape[1]), -torch.inf).scatter_(2, columns, 0.0)
                 found[name] = certain.index_put_(index, part).unbind()
         return found
 
@@ -5715,7 +5718,7 @@ class MRPScoringMixin:
             unembedding = Unembedding(weight, mask_id, float(temperature))
             found = torch.zeros_like(texts, dtype=torch.promote_types(weight.dtype, torch.float32))
             likeliest = torch.zeros_like(asked)
-            for places in at.split(states, 1) if count else ():
+            for places in map(Tensor.contiguous, at.split(states, 1) if count else ()):  # `scatter_` needs that on GPUs
                 hidden = _hidden_at(self, texts, places, length, cache)
                 forwards["score"] += 1
                 scores = unembedding.tempered(unembedding.logits(hidden.flatten(0, 1))).unflatten(0, places.shape)

@@ -123,7 +123,8 @@ class Progress:
         found = {}
         for name, part in zip(self.wanted, given, strict=True):
             if self.wanted[name]:
-                certain = part.new_full((*tokens.T.shape, part.shape[1]), -torch.inf).scatter_(2, tokens.T[..., None], 0.0)
+                columns = tokens.T.contiguous()[..., None]  # `scatter_` needs that on GPUs
+                certain = part.new_full((*tokens.T.shape, part.shape[1]), -torch.inf).scatter_(2, columns, 0.0)
                 found[name] = certain.index_put_(index, part).unbind()
         return found
 

@@ -104,7 +104,7 @@ class MRPScoringMixin:
             unembedding = Unembedding(weight, mask_id, float(temperature))
             found = torch.zeros_like(texts, dtype=torch.promote_types(weight.dtype, torch.float32))
             likeliest = torch.zeros_like(asked)
-            for places in at.split(states, 1) if count else ():
+            for places in map(Tensor.contiguous, at.split(states, 1) if count else ()):  # `scatter_` needs that on GPUs
                 hidden = _hidden_at(self, texts, places, length, cache)
                 forwards["score"] += 1
                 scores = unembedding.tempered(unembedding.logits(hidden.flatten(0, 1))).unflatten(0, places.shape)

@@ -147,8 +147,9 @@ class BlockCache(Cache):
         source, target = source[:, None] + offsets, target[:, None] + offsets
         for part in self._of(layers):
             at, of, to = (index.to(part.device, non_blocking=True) for index in (row[:, None], source, target))
-            if part.shape[-1] * part.element_size() % 8 == 0:
-                part = part.view(torch.int64)  # a number of a narrow type costs as much to index as a wide one
+            # A number of a narrow type costs as much to index as a wide one; other devices may lack such writes of int64.
+            if part.device.type in ("cpu", "cuda") and part.shape[-1] * part.element_size() % 8 == 0:
+                part = part.view(torch.int64)
             part[at, to] = part[at, of]
 
     def blank(self, layers: range, row: int, begin: int, end: int) -> None:

@@ -11,7 +11,7 @@ from conftest import ROOT
 from mrp_trainer.data.tasks import FAMILIES
 from mrp_trainer.evaluate.roofline import PUBLISHED, masks_per_state
 
-from benchmarks import cost_model, longtext, tables
+from benchmarks import cost_model, longtext, quantized_cpu, tables
 from benchmarks.frontier import DRAFTERS
 from benchmarks.targets import TARGETS
 from modeling_mrp.networks.picker import SHORTLIST
@@ -40,6 +40,8 @@ def printed(command: Any, *arguments: str) -> str:
         ("docs/rules.md", tables.rules),
         ("benchmarks/README.md", tables.TABLES["undrafted"]),
         ("benchmarks/README.md", lambda: printed(cost_model)),
+        ("docs/devices.md", lambda: printed(cost_model, "--memory")),
+        ("docs/devices.md", lambda: quantized_cpu.table(tables.RESULTS / "quantized_cpu.jsonl")),
         ("benchmarks/README.md", lambda: cost_model.table(["H200"], ["30b-a3b"], [1, 4, 8, 16, 32, 64], [4, 8], 512)),
         ("benchmarks/README.md", lambda: printed(longtext, "tables")),
         ("benchmarks/README.md", tables.provenance),

@@ -29,6 +29,17 @@ def test_parameters_are_those_of_the_model(size: str) -> None:
     assert size != "4B" or sum(p.numel() for p in model.parameters()) == 4_727_331_584
 
 
+def test_memory_is_that_of_the_model() -> None:
+    """In bfloat16 that of its tensors and its cache; in fewer bits without the matrices that quantizing takes."""
+    model = make_model().bfloat16()
+    shape, plain = Shape.of("", model.config), sum(parameter.nbytes for parameter in model.parameters())
+    layers = [part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and name != "lm_head"]
+    assert shape.weight_bytes(2) == plain
+    assert shape.weight_bytes(0.5) == plain - 1.5 * sum(layer.weight.numel() for layer in layers)
+    small, large = (model.block_cache(1, capacity, 4, with_head=True).nbytes for capacity in (400, 800))
+    assert 400 * shape.cache_bytes == large - small
+
+
 def test_a_layer_by_hand() -> None:
     """Matrices 32 + 32 + 16 + 16 + 72 = 168, norms 4 + 4 + 4 + 4. Three rows of two states of two tokens, ten before them."""
     assert SMALL.layer_matrix == 168

@@ -22,6 +22,7 @@ from modeling_mrp.generate import loop
 from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.kernels.dispatch import triton
+from modeling_mrp.kernels.pick import gumbel_noise
 from modeling_mrp.networks import graphs
 from modeling_mrp.rules.reveal import Static
 from tests.random_cases import make_model
@@ -68,12 +69,18 @@ def failed(folder: Path) -> list[str]:
 def test_the_page(folder: Path) -> None:
     """Everything that a CPU can check, times of each width, and the widths that it proposes."""
     shown = mrp("doctor", "--model", str(folder), *LITTLE)
-    for name in ("weights of the backbone", "weights of the head", *(f"kernel {name}" for name in KERNELS), *DRAFTS):
+    for name in (
+        "weights of the backbone",
+        "weights of the head",
+        "noise of sampling",
+        *(f"kernel {name}" for name in KERNELS),
+        *DRAFTS,
+    ):
         assert f"| {name} | ok |" in shown
     assert "| graphs in generate | left out |  | the model is on cpu: move it to a CUDA device |" in shown
     assert [line.split(" | ")[:2] for line in shown.splitlines() if line.startswith("| 2 |")] == [["| 2", "1"], ["| 2", "3"]]
     assert "Most tokens a second on these prompts, batch 2: `num_draft_states=" in shown
-    assert shown.strip().endswith(f"All {2 + len(KERNELS) + len(DRAFTS)} checks passed.")
+    assert shown.strip().endswith(f"All {3 + len(KERNELS) + len(DRAFTS)} checks passed.")
 
 
 def test_what_failed_is_the_status(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +89,18 @@ def test_what_failed_is_the_status(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 1
     assert "**Failed: kernel pick.**" in result.stdout
     assert "| kernel pick | **failed** | 0.5 | of 0.1 |" in result.stdout
+
+
+@pytest.mark.parametrize("broken_part", ["keys", "noise"])
+def test_a_device_with_other_noise_is_named(broken_part: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "check_kernels", lambda *_: [])
+    monkeypatch.setattr(page, "check_drafts", lambda *_: [])
+    if broken_part == "keys":  # on devices that multiply integers by way of floats
+        right = checks.noise_key
+        monkeypatch.setattr(checks, "noise_key", lambda *row: right(*row) ^ isinstance(row[0], torch.Tensor))
+    else:
+        monkeypatch.setattr(checks, "gumbel_noise", lambda keys, *_: gumbel_noise(keys ^ 1, *_))
+    assert failed(folder) == ["noise of sampling"]
 
 
 @interpreted

@@ -50,17 +50,26 @@ def load_model(source: str, dtype: str | None = None, device: str | None = "cpu"
         source: A folder or a Hub id, of any kind that `MRPForCausalLM.from_pretrained` takes, or of a peft adapter, which is
             loaded with its base.
         dtype: Dtype of the weights; that of the checkpoint if None.
-        device: None stands for the first GPU, or the CPU.
+        device: None stands for `default_device()`.
 
     Raises:
-        ValueError: if checkpoint or adapter is damaged or of another kind, or an adapter on the Hub has its base elsewhere.
+        ValueError: if checkpoint or adapter is damaged or of another kind, an adapter on the Hub has its base elsewhere, or the
+            dtype is float64 on an Apple GPU, which has none.
         OSError: if there is no such folder or repository.
     """
+    place = default_device() if device is None else torch.device(device)
+    if place.type == "mps" and dtype == "float64":
+        raise ValueError("dtype is float64, which an Apple GPU (mps) has not: use float32, or the device cpu")
     base, adapter = _base_and_adapter(source)
     model = MRPForCausalLM.from_pretrained(base, **({} if dtype is None else {"dtype": dtype}))
     if adapter is not None:
         model.load_adapter(adapter)
-    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return model.eval().to(place)
+
+
+def default_device() -> torch.device:
+    """Return the first GPU of any maker that torch was built for and finds, or the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _base_and_adapter(source: str) -> tuple[str, str | None]:

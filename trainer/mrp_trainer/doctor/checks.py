@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -19,11 +20,12 @@ from modeling_mrp.kernels.dispatch import (
     relative_error,
     unusable,
 )
-from modeling_mrp.kernels.pick import PICK
+from modeling_mrp.kernels.pick import PICK, gumbel_noise
 from modeling_mrp.kernels.round_layers import ROTATED, ROUND_ATTENTION, SUM_AND_NORM
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.graphs import obstacle, recording_report
+from modeling_mrp.rules.draft import gumbel, noise_key
 
 from ..evaluate.decoded import pad_left, padding_id
 from .kernels import compared as results_of
@@ -133,6 +135,24 @@ def check_weights(model: MRPForCausalLM) -> Iterator[Check]:
         wrong = [name for name, weight in named if not weight.isfinite().all()]
         note = f"not finite: {', '.join(wrong[:3])}" if wrong else f"{sum(weight.numel() for _, weight in named):,} numbers"
         yield Check(f"weights of the {part}", not wrong, None, note)
+
+
+def check_noise(device: torch.device) -> Iterator[Check]:
+    """Compare a device's noise for sampling with that of the host, which drafts with it: keys to the bit, noise to rounding."""
+    seeds = (0, 1, (1 << 31) + 1, (1 << 62) - 1)
+    table = [(seed, 9999 * place, place + 1) for place, seed in enumerate(seeds)]
+
+    def agrees() -> Check:
+        keys = noise_key(*torch.tensor(table, device=device).unbind(1))
+        right = [noise_key(*row) for row in table]
+        if keys.tolist() != right:
+            raise ArithmeticError("its integers of 64 bits differ from the host's: texts sampled here are of other seeds")
+        ours, vocab = gumbel_noise(keys, 4096, torch.float32).cpu(), np.arange(4096)[None].repeat(len(table), 0)
+        expected = torch.from_numpy(gumbel(right, vocab)).float()
+        check_close("its noise differs from the host's", ours, expected)
+        return Check("noise of sampling", True, relative_error(ours, expected))
+
+    yield checked("noise of sampling", agrees)
 
 
 def check_kernels(model: MRPForCausalLM) -> Iterator[Check]:

@@ -13,12 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from modeling_mrp import __version__
 from modeling_mrp.kernels.dispatch import triton
 
-from ..loading import load_model, load_tokenizer
+from ..loading import default_device, load_model, load_tokenizer
 from ..publish.card import markdown_table
 from .checks import (
     Check,
     check_drafts,
     check_kernels,
+    check_noise,
     check_ways,
     check_weights,
     checked,
@@ -81,19 +82,19 @@ class Report:
 
 def machine_of(device: torch.device) -> dict[str, str]:
     """Collect the versions of packages, and the device's name."""
-    cuda = device.type == "cuda"
+    cuda, where = device.type == "cuda", platform.machine() if device.type == "cpu" else f"{device}, {platform.machine()}"
     return {
         "mrp": __version__,
         "python, torch, transformers": f"{platform.python_version()}, {torch.__version__}, {transformers.__version__}",
         "triton": "none" if triton is None else triton.__version__ + ", interpreted" * bool(triton.knobs.runtime.interpret),
-        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()}, threads: {torch.get_num_threads()}",
+        "device": torch.cuda.get_device_name(device) if cuda else f"{where}, threads: {torch.get_num_threads()}",
         **({"CUDA, capability": f"{torch.version.cuda}, {torch.cuda.get_device_capability(device)}"} if cuda else {}),
     }
 
 
 def examine(options: DoctorOptions) -> Report:
     """Load the model, check it and time its rounds; report progress on standard error. Errors are those of loading a model."""
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(options.device) if options.device else default_device()
     report = Report(machine_of(device))
     tokenizer: PreTrainedTokenizerBase | None = None
     if options.random is not None:
@@ -120,6 +121,7 @@ def examine(options: DoctorOptions) -> Report:
         return Check("times", True)
 
     gather(check_weights(model))
+    gather(check_noise(device))
     gather(check_kernels(model))
     inputs = inputs_of(model, tokenizer, ROWS, options.prefix)
     gather(check_ways(model, inputs, STATES))

@@ -34,7 +34,7 @@ def time_rounds(model: MRPForCausalLM, inputs: dict[str, Tensor], every: Sequenc
     difference in rounds, so that prompts cancel out. Drafts are for the checkpoint's target, or for `static`."""
     target = model.generation_config.target or "static"
     found: dict[int, list[tuple[float, float, float]]] = {states: [] for states in every}
-    for turn in range(-WARM_UPS if model.device.type == "cuda" else 0, turns):
+    for turn in range(-WARM_UPS if model.device.type != "cpu" else 0, turns):
         for states in every:
             drafted = {"decoding": drafters(model)[0], "target": target, "num_draft_states": states}
             mode = {"decoding": target} if states == 1 else drafted
@@ -58,8 +58,8 @@ def _clocked(model: MRPForCausalLM, inputs: dict[str, Tensor], **options: Any) -
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 

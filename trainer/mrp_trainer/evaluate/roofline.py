@@ -11,6 +11,8 @@ from typing import Any
 from mrp_trainer.doctor.checks import PUBLISHED as SIZES
 
 BYTES = 2  # per bf16 number
+# Bytes of a layer's weight: int8 (without its scale for each row of a matrix), and 4 bits with a float32 scale for 64 of them.
+WEIGHT_BYTES = {"bfloat16": 2.0, "int8": 1.0, "4-bit": 0.5 + 4 / 64}
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,19 @@ class Shape:
     def vocabulary(self) -> int:
         """Count the parameters of lm_head; the embeddings have as many."""
         return self.vocab_size * self.hidden_size
+
+    def weight_bytes(self, per_weight: float) -> int:
+        """Compute the bytes of a dense model and its head whose layers' matrices take `per_weight` bytes a number; embedding,
+        `lm_head` and norms are bf16."""
+        matrices = (self.num_hidden_layers + self.head_layers) * self.layer_matrix + self.eh_proj
+        others = self.backbone + self.head + 2 * self.vocabulary - matrices
+        return int(matrices * per_weight + others * BYTES)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Compute the bytes of a token's bf16 keys, values and hidden state in the cache of backbone and head."""
+        layers = self.num_hidden_layers + self.head_layers
+        return (layers * 2 * self.num_key_value_heads * self.head_dim + self.hidden_size) * BYTES
 
     def head_share(self, rows: int = 0) -> float:
         """Compute the cost of a head pass as a share of a backbone forward, by the parameters that each reads.

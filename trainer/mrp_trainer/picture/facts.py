@@ -1,5 +1,6 @@
 """Facts of one decode, from the output of `generate`: the forward that revealed each token, and the outcome of drafts."""
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -90,12 +91,12 @@ def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0)
         reveal_step.pop()
     of_row = {key: counts[:, row].tolist() for key, counts in rounds.items()}
     taken_back = Counter(column for at, column, _ in output.stats.revocations.tolist() if at == row)
-    logprobs = output.token_logprobs[row].double().exp().tolist()
+    probabilities = [math.exp(logprob) for logprob in output.token_logprobs[row].tolist()]
     texts = token_texts(ids[: len(reveal_step)], tokenizer)
     tokens = []
     for column, (text, step) in enumerate(zip(texts, reveal_step, strict=True)):
         forward, drafted = _revealed_by(of_row, step) if step >= 0 else (None, False)
-        probability = logprobs[column] if step >= 0 else 0.0
+        probability = probabilities[column] if step >= 0 else 0.0
         tokens.append(Token(text, forward, step, drafted, probability, taken_back[column], ids[column] in special))
     return Decode(
         name,

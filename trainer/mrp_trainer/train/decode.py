@@ -48,7 +48,7 @@ def decode(options: DecodeOptions) -> str | None:
         ValueError: if the output exists, the tokenizer is another model's, or `max_new_tokens` is less than a block.
         OSError: if there is no such checkpoint.
     """
-    state = PartialState(cpu=options.device == "cpu" or not torch.cuda.is_available(), timeout=_PATIENCE)
+    state = PartialState(cpu=options.device == "cpu" or not torch.accelerator.is_available(), timeout=_PATIENCE)
     path = Path(options.output)
     if path.exists():
         raise ValueError(f"{path} is there already: name another file, or remove it")

@@ -6,6 +6,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from .packed import widest
+
 
 class Measures:
     """Running sums and counts by name, kept on the device until `take` returns them."""
@@ -16,7 +18,8 @@ class Measures:
     def add(self, measured: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Add measurements, by name a sum and a count (scalars)."""
         for name, (total, count) in measured.items():
-            both = torch.stack([total.detach().double(), count.to(total.device).double()])
+            dtype = widest(total.device)
+            both = torch.stack([total.detach().to(dtype), count.to(total.device, dtype)])
             self._sums[name] = self._sums.get(name, 0) + both
 
     def take(self, accelerator: Accelerator) -> dict[str, tuple[float, float]]:

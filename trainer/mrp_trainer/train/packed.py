@@ -133,10 +133,16 @@ def sparse_mask(rule: PackedRule, queries: int) -> BlockMask:
     return create_block_mask(rule, rows, None, queries, length, device=rule.view.device)
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 for devices that may lack it, such as Apple's and some of Intel's."""
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+
+
 def uniform(batch: PackedBatch, purpose: int, of: Tensor) -> Tensor:
-    """Draw uniform numbers in (0, 1), [batch, length] float64, which depend on sample, noisy copy, `purpose` and `of`, [batch,
-    length] long: positions, or blocks for one number per block."""
-    return (noise_key(batch.noise_key, of, mix_bits(batch.view + 1) ^ purpose).double() + 0.5) * 2.0**-32
+    """Draw uniform numbers in (0, 1), [batch, length] in the `widest` dtype, which depend on sample, noisy copy, `purpose` and
+    `of`, [batch, length] long: positions, or blocks for one number per block."""
+    bits, dtype = noise_key(batch.noise_key, of, mix_bits(batch.view + 1) ^ purpose), widest(of.device)
+    return ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - torch.finfo(dtype).eps)
 
 
 class CleanCache(Cache):
