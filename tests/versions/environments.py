@@ -163,6 +163,7 @@ def lowest(requirements: Sequence[str]) -> list[str]:
 
 def wheel(folder: Path) -> Path:
     """Build the project's wheel into a folder; return its path."""
+    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # files of an earlier build would come along
     version = max(interpreters(), key=PYTHONS.index)
     command = [installer(version, False), "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
     run(command, variables(False))
