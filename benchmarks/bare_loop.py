@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from modeling_mrp.model.compat import CACHE_NAME
+
 
 @torch.inference_mode()
 def decoded(model: Any, prompt: Sequence[int], new_tokens: int, tau: float) -> list[int]:
@@ -23,7 +25,7 @@ def decoded(model: Any, prompt: Sequence[int], new_tokens: int, tau: float) -> l
             input_ids=torch.tensor([tokens]),
             position_ids=positions[None],
             attention_mask={"full_attention": seen},
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
             use_cache=True,
         )
         if not keep:

@@ -1,7 +1,10 @@
 """MRP for SDAR block-diffusion models: everything a Hub repository carries as remote code."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from .versions import tested_versions
 
 if TYPE_CHECKING:
     from .generate.options import MRPGenerationConfig as MRPGenerationConfig
@@ -22,4 +25,25 @@ def __getattr__(name: str) -> Any:
     """Import an exported name on first use: torch takes seconds, and `mrp --help` needs only the table of options."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    register()
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def register() -> None:
+    """Make transformers' Auto classes load this package's models without `trust_remote_code`; may be called again.
+
+    It is called when this package is imported. The command `mrp`, whose help has to appear at once, calls it later.
+    """
+    with tested_versions():
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+        from .model.configuration import MRPConfig
+        from .modeling import MRPForCausalLM
+
+        AutoConfig.register(MRPConfig.model_type, MRPConfig, exist_ok=True)
+        for auto in (AutoModel, AutoModelForCausalLM):
+            auto.register(MRPConfig, MRPForCausalLM, exist_ok=True)
+
+
+if "mrp_trainer.cli" not in sys.modules:
+    register()

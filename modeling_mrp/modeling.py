@@ -15,6 +15,7 @@ from .generate.generation import MRPGenerationMixin, logger
 from .generate.options import MRPGenerationConfig, check_rows
 from .generate.score import MRPScoringMixin
 from .model.code import model_tags
+from .model.compat import CACHE_NAME, OLD_CACHE_NAME, chosen_cache
 from .model.configuration import MRPConfig
 from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask, taken_from
 from .model.families.sdar import backbone_of
@@ -45,23 +46,23 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         self.add_model_tags(model_tags(config.family))
         self.post_init()
 
-    def backbone(self, input_ids: Tensor, position_ids: Tensor, mask: AnyMask, past_key_values: Cache | None = None) -> Tensor:
+    def backbone(self, input_ids: Tensor, position_ids: Tensor, mask: AnyMask, cache: Cache | None = None) -> Tensor:
         """Run the backbone; return its final-norm hidden states h_A, [batch, length, hidden_size], at their inputs' positions.
 
         Args:
             input_ids: [batch, length] long.
             position_ids: [batch, length] long, absolute.
             mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex attention.
-            past_key_values: A cache that the layers update, or None.
+            cache: A cache that the layers update, or None.
         """
         # With a cache the length differs from call to call, and a module compiled by `nn.Module.compile` would recompile.
-        model = self.model if past_key_values is None else self.model._call_impl
+        model = self.model if cache is None else self.model._call_impl
         return model(
             input_ids=input_ids,
             attention_mask={"full_attention": self._attention_bias(mask)},
             position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=past_key_values is not None,
+            use_cache=cache is not None,
+            **{CACHE_NAME: cache},
         ).last_hidden_state
 
     def residual(
@@ -70,14 +71,14 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         hidden_states: Tensor,
         position_ids: Tensor,
         mask: AnyMask,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Compute the head's residual h_C = Head(embed(x'), h_A), [batch, length, hidden_size]; `ValueError` without a head.
 
         Args:
             input_ids: [batch, length] long, the state x' after a reveal.
             hidden_states: [batch, length, hidden_size], h_A, or an estimate of it: h_A plus earlier residuals.
-            position_ids, mask, past_key_values: As for `backbone`; a cache must have room for the head's layers.
+            position_ids, mask, cache: As for `backbone`; a cache must have room for the head's layers.
         """
         if self.mrp_head is None:
             raise ValueError(
@@ -86,8 +87,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             )
         embeds = self.model.embed_tokens(input_ids)
         rotary = turned_as(self.model.rotary_emb(embeds, position_ids), self.config.head_dim)
-        head = self.mrp_head if past_key_values is None else self.mrp_head._call_impl
-        output: Tensor = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
+        head = self.mrp_head if cache is None else self.mrp_head._call_impl
+        output: Tensor = head(embeds, hidden_states, self._attention_bias(mask), rotary, cache)
         return output
 
     @can_return_tuple
@@ -103,6 +104,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         logits_to_keep: int | Tensor = 0,
         text_noise: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute the logits of every position given the revealed tokens; with `labels`, the block-diffusion loss, too.
@@ -116,7 +118,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a boolean or additive
                 [batch, 1, length, past + length] mask that replaces the block-causal one.
             position_ids: [batch, length] long, absolute; by default counted from the first real token.
-            past_key_values: Keys and values of earlier, clean blocks; must be empty in a `shifted` family.
+            past_key_values: Keys and values of earlier, clean blocks; must be empty in a `shifted` family. `cache` is its name
+                from transformers 5.24 on.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
             labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt).
             text_noise: With `labels`, [batch, 1 + length] in [0, 1), by default drawn: 1 - t, then by token, masked if below t.
@@ -132,12 +135,13 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         """
         if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON):
             raise ValueError(f"forward has no argument {', '.join(unknown)}: check the spelling, or leave it out")
+        cache = chosen_cache(cache, past_key_values)
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is None:
             raise ValueError("forward got neither input_ids nor inputs_embeds: pass one of them")
         if labels is not None:
             keeps = isinstance(logits_to_keep, Tensor) or logits_to_keep or None
-            given = {"inputs_embeds": inputs_embeds, "position_ids": position_ids, "past_key_values": past_key_values}
+            given = {"inputs_embeds": inputs_embeds, "position_ids": position_ids, OLD_CACHE_NAME: cache}
             given |= {"use_cache": use_cache, "logits_to_keep": keeps, **kwargs}
             given["an attention_mask that is not 2-D"] = attention_mask is not None and attention_mask.dim() != 2
             if unused := [name for name, value in given.items() if value is not None and value is not False]:
@@ -151,7 +155,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                 "text_noise, num_items_in_batch: no effect without labels. Pass these too, or leave both out. A Trainer keeps "
                 "labels for a loss of its own (compute_loss_func, label_smoothing_factor) on clean text: leave that option out"
             )
-        if isinstance(past_key_values, BlockCache):
+        if isinstance(cache, BlockCache):
             raise ValueError("past_key_values are a BlockCache, which only generate goes on from: pass a DynamicCache here")
         told = input_ids is None or self.training or input_ids.is_meta or torch.compiler.is_compiling()
         if not told and not (input_ids == self.config.mask_token_id).any():  # lm-eval's log-likelihood tasks ask for them
@@ -160,19 +164,19 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                 "model.score(input_ids), with lm-eval `python -m mrp_trainer.evaluate.lm_eval run --model mrp`, or put the "
                 f"mask, id {self.config.mask_token_id}, where a token is to be predicted"
             )
-        mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, past_key_values)
+        mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, cache)
         outputs = self.model(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask={"full_attention": mask},
             position_ids=position_ids,
-            past_key_values=past_key_values,
             use_cache=use_cache,
+            **{CACHE_NAME: cache},
             **kwargs,
         )
         hidden = outputs.last_hidden_state
         if self.model.shifted:
-            if past_key_values is not None and past_key_values.get_seq_length() > hidden.shape[1]:
+            if cache is not None and cache.get_seq_length() > hidden.shape[1]:
                 raise ValueError(
                     f"past_key_values hold earlier tokens, but in the family {self.config.family!r} the logits of a position "
                     "come from the one before it, of which they hold none: pass the whole text"
@@ -182,17 +186,17 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(
             logits=self.lm_head(hidden[:, keep]),
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
 
     def _block_causal(
-        self, given: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past_key_values: Cache | None
+        self, given: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, Tensor]:
         """Make the attention's mask (block-causal, or a given 4-D one) and positions [batch, length] for new tokens `given`."""
         batch, length = given.shape[:2]
-        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        past = cache.get_seq_length() if cache is not None else 0
         valid = torch.ones(batch, past + length, dtype=torch.bool, device=given.device)
         if attention_mask is not None and attention_mask.dim() == 2:
             valid = attention_mask.bool()

@@ -27,7 +27,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from importlib import import_module
-from inspect import getdoc
+from inspect import getdoc, signature
 from itertools import accumulate, groupby
 from math import inf, sqrt
 from pathlib import Path
@@ -222,6 +222,97 @@ def unusable(device: torch.device, dtype: torch.dtype, interpreted: bool = False
     if (capability := torch.cuda.get_device_capability(device)) < _OLDEST:
         return f"{device} has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0: use a newer GPU"
     return None
+
+
+# ---------------------------------------------------------------------------------------------------- model.compat
+
+"""What differs between versions of transformers: from 5.24 on, `past_key_values` of models and outputs is called `cache`."""
+
+
+
+OLD_CACHE_NAME = "past_key_values"
+# The argument in which the layers of the installed version take a cache.
+CACHE_NAME = "cache" if "cache" in signature(Qwen3DecoderLayer.forward).parameters else OLD_CACHE_NAME
+
+
+def chosen_cache(cache: Any, past_key_values: Any) -> Any:
+    """Return the cache that a caller passed under either name, or None; `ValueError` if both are given."""
+    if cache is not None and past_key_values is not None:
+        raise ValueError("cache and past_key_values are two names of one argument: pass one of them")
+    return past_key_values if cache is None else cache
+
+
+class CacheOutput(ModelOutput):
+    """An output whose field `cache` is also called `past_key_values`, as an attribute and as a key."""
+
+    @property
+    def past_key_values(self) -> Any:
+        """The field `cache`."""
+        return self.cache
+
+    @past_key_values.setter
+    def past_key_values(self, value: Any) -> None:
+        self.cache = value
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(_field(key), value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(_field(name), value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(_field(key))
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(_field(key))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the field of a name, or `default` if it is not set."""
+        return super().get(_field(key), default)
+
+
+def _field(name: Any) -> Any:
+    return "cache" if name == OLD_CACHE_NAME else name
+
+
+# ---------------------------------------------------------------------------------------------------- versions
+
+"""The versions of transformers on which this release was tested, told where something fails on another one."""
+
+
+# The oldest and the newest version on which all tests of this release pass: `make versions`.
+TESTED = "5.17.0", "5.24.0"
+
+
+def version_note() -> str | None:
+    """Return which versions of transformers were tested and what to do, or None if the installed one is among them."""
+    import transformers
+
+    oldest, newest = TESTED
+    installed = transformers.__version__
+    if _release(oldest) <= _release(installed) and _release(installed)[:2] <= _release(newest)[:2]:
+        return None
+    return (
+        f"This code was tested with transformers {oldest} to {newest}, and {installed} is installed. If the error comes from "
+        f"that: pip install 'transformers>={oldest},<={newest}'"
+    )
+
+
+@contextmanager
+def tested_versions() -> Iterator[None]:
+    """Add `version_note` to an error that is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        note = version_note()
+        if note is not None and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: (5, 24, 0) for "5.24.0.dev0"."""
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
 
 
 # ---------------------------------------------------------------------------------------------------- model.families.sdar
@@ -510,7 +601,7 @@ class MRPHead(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Predict h_C, [batch, length, hidden_size]. With fused layers, `Networks` calls `joined` and the layers instead.
 
@@ -519,6 +610,7 @@ class MRPHead(nn.Module):
             hidden_states: [batch, length, hidden_size], h_A, or an estimate of it: h_A plus earlier residuals.
             attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys].
             position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
+            cache: A cache that the layers update, or None.
         """
         hidden = self.joined(inputs_embeds, hidden_states)
         for layer in self.layers:
@@ -526,8 +618,8 @@ class MRPHead(nn.Module):
                 hidden,
                 attention_mask=attention_mask,
                 position_embeddings=position_embeddings,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
+                use_cache=cache is not None,
+                **{CACHE_NAME: cache},
             )
         return self.norm(hidden)
 
@@ -657,7 +749,7 @@ class MRPPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Qwen3DecoderLayer", "MRPHead"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [CACHE_NAME]
     _supports_sdpa = True
     _supports_attention_backend = True
     _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
@@ -670,6 +762,7 @@ class MRPPreTrainedModel(PreTrainedModel):
         return True
 
     @classmethod
+    @tested_versions()
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load as transformers does: a full checkpoint of this package, one in the published layouts, or a head repository.
 
@@ -752,7 +845,7 @@ class MRPPreTrainedModel(PreTrainedModel):
             head = self._read_head(os.fspath(head), hub)
         else:
             check_same_backbone(head.layers[0].self_attn.config, self.config, "another model")
-        if (processes := getattr(self, "_tp_size", None) or 1) > 1:
+        if (processes := self.tp_size or 1) > 1:
             raise ValueError(
                 f"the layers are divided among {processes} processes, those of an attached head would not be: attach it in one "
                 "process, save_pretrained the whole model, and load that with tensor parallelism"
@@ -987,7 +1080,7 @@ class BlockCache(Cache):
         self.weights: dict[str, list[Any]] = {}
         self.empty()
         heads, width = config.num_key_value_heads, config.head_dim
-        if (getattr(model, "_tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
+        if (getattr(model, "tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
             heads = len(key.to_local()) // width
         self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
         slots = scratch + (bucket(capacity) if fixed else capacity)
@@ -5045,7 +5138,7 @@ class MRPGenerateStats(ModelOutput):
 
 
 @dataclass
-class MRPGenerateOutput(ModelOutput):
+class MRPGenerateOutput(CacheOutput):
     """The output of `generate` with `return_dict_in_generate=True`.
 
     Attributes:
@@ -5059,7 +5152,7 @@ class MRPGenerateOutput(ModelOutput):
             at their own id and -inf elsewhere, so that `compute_transition_scores` gives 0 for them.
         logits: With `output_logits=True`, the same before processors, temperature and truncation.
         stats: `MRPGenerateStats`.
-        past_key_values: The `BlockCache` to go on from in the next call.
+        cache: The `BlockCache` to go on from in the next call; `past_key_values` is another name of it.
     """
 
     sequences: Tensor | None = None
@@ -5069,7 +5162,7 @@ class MRPGenerateOutput(ModelOutput):
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     stats: MRPGenerateStats | None = None
-    past_key_values: BlockCache | None = None
+    cache: BlockCache | None = None
 
 
 class Progress:
@@ -5218,7 +5311,7 @@ def output_of(
             rounds=dict(zip(("row_forwards", "steps", "drafted", "accepted", "column"), rounds, strict=True)),
             **{name: counted(name) for name in ("drafted", "accepted", "revoked", "offered_at_depth", "accepted_at_depth")},
         ),
-        past_key_values=cache,
+        cache=cache,
     )
 
 
@@ -5233,6 +5326,7 @@ def output_of(
 class MRPGenerationMixin(GenerationMixin):
     """`generate` of an MRP model: transformers prepares the inputs, this package's loop decodes."""
 
+    @tested_versions()
     def generate(
         self,
         inputs: Tensor | None = None,
@@ -5241,6 +5335,7 @@ class MRPGenerationMixin(GenerationMixin):
         custom_generate: Any = None,
         infill_ids: Tensor | None = None,
         past_key_values: BlockCache | None = None,
+        cache: BlockCache | None = None,
         **kwargs: Any,
     ) -> Tensor | MRPGenerateOutput:
         """Decode block by block; take the arguments of `GenerationMixin.generate` and every field of `DecodingOptions`.
@@ -5264,6 +5359,7 @@ class MRPGenerationMixin(GenerationMixin):
                 the whole conversation. The prefix on which a row's ids agree with the cache is not computed again; the text is
                 the same as without a cache. The cache is overwritten, or copied if too small or with `num_return_sequences`:
                 continue from the one in the new output instead.
+            cache: Another name of `past_key_values`, transformers' own from 5.24 on.
 
         Returns:
             [rows, prompt + generated] long, or an `MRPGenerateOutput` with `return_dict_in_generate=True`.
@@ -5272,8 +5368,9 @@ class MRPGenerationMixin(GenerationMixin):
             ValueError: for an argument that cannot be honoured, before any forward; for a malformed result of a criterion or
                 processor; for a position without a finite score.
         """
+        cache = chosen_cache(cache, past_key_values)
         if custom_generate is not None:
-            kwargs |= set_fields({"infill_ids": infill_ids, "past_key_values": past_key_values})
+            kwargs |= set_fields({"infill_ids": infill_ids, CACHE_NAME: cache})
             return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
         config, others = resolved(self, generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else others.get("input_ids")
@@ -5289,23 +5386,21 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError("gradient checkpointing is on, and layers in training keep no keys and values: call model.eval()")
         copies = config.num_return_sequences or 1
         check_weights(self)
-        if past_key_values is not None:
-            check_past(past_key_values, self, len(prompt))
+        if cache is not None:
+            check_past(cache, self, len(prompt))
         if infill_ids is not None:
             check_ids(infill_ids, None, self.config, len(prompt))
             infill_ids = infill_ids.repeat_interleave(copies, 0)
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
-        decode = partial(_decode, streamer, real.repeat_interleave(copies, 0), infill_ids, past_key_values)
+        decode = partial(_decode, streamer, real.repeat_interleave(copies, 0), infill_ids, cache)
         with fetched(self.lm_head):
             return super().generate(inputs, generation_config=config, custom_generate=decode, **others)
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
         """Load the generation config as transformers does, and convert it to an `MRPGenerationConfig`."""
         super().adjust_generation_fn(*args, **kwargs)
-        config = MRPGenerationConfig.from_dict(self.generation_config.to_dict())
-        config._original_object_hash = hash(config)
-        self.generation_config: MRPGenerationConfig = config
+        self.generation_config: MRPGenerationConfig = MRPGenerationConfig.from_dict(self.generation_config.to_dict())
 
     def _get_stopping_criteria(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         """Make the stopping criteria, except that of stop strings, which `resolved` has made already."""
@@ -5349,7 +5444,7 @@ def _decode(
     config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
     input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - input_ids.shape[1]
     picker, real = _picker(model, logits_processor, config, mode), real.to(device)
-    if config.do_sample and config.seed is None and (getattr(model, "_tp_size", None) or 1) > 1:
+    if config.do_sample and config.seed is None and (model.tp_size or 1) > 1:
         raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")
     check_rows(real, new, model.config.max_position_embeddings)
     if infill_ids is not None and (filled := infill_ids.shape[1]) > new:
@@ -5687,23 +5782,23 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         self.add_model_tags(model_tags(config.family))
         self.post_init()
 
-    def backbone(self, input_ids: Tensor, position_ids: Tensor, mask: AnyMask, past_key_values: Cache | None = None) -> Tensor:
+    def backbone(self, input_ids: Tensor, position_ids: Tensor, mask: AnyMask, cache: Cache | None = None) -> Tensor:
         """Run the backbone; return its final-norm hidden states h_A, [batch, length, hidden_size], at their inputs' positions.
 
         Args:
             input_ids: [batch, length] long.
             position_ids: [batch, length] long, absolute.
             mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex attention.
-            past_key_values: A cache that the layers update, or None.
+            cache: A cache that the layers update, or None.
         """
         # With a cache the length differs from call to call, and a module compiled by `nn.Module.compile` would recompile.
-        model = self.model if past_key_values is None else self.model._call_impl
+        model = self.model if cache is None else self.model._call_impl
         return model(
             input_ids=input_ids,
             attention_mask={"full_attention": self._attention_bias(mask)},
             position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=past_key_values is not None,
+            use_cache=cache is not None,
+            **{CACHE_NAME: cache},
         ).last_hidden_state
 
     def residual(
@@ -5712,14 +5807,14 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         hidden_states: Tensor,
         position_ids: Tensor,
         mask: AnyMask,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Compute the head's residual h_C = Head(embed(x'), h_A), [batch, length, hidden_size]; `ValueError` without a head.
 
         Args:
             input_ids: [batch, length] long, the state x' after a reveal.
             hidden_states: [batch, length, hidden_size], h_A, or an estimate of it: h_A plus earlier residuals.
-            position_ids, mask, past_key_values: As for `backbone`; a cache must have room for the head's layers.
+            position_ids, mask, cache: As for `backbone`; a cache must have room for the head's layers.
         """
         if self.mrp_head is None:
             raise ValueError(
@@ -5728,8 +5823,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             )
         embeds = self.model.embed_tokens(input_ids)
         rotary = turned_as(self.model.rotary_emb(embeds, position_ids), self.config.head_dim)
-        head = self.mrp_head if past_key_values is None else self.mrp_head._call_impl
-        output: Tensor = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
+        head = self.mrp_head if cache is None else self.mrp_head._call_impl
+        output: Tensor = head(embeds, hidden_states, self._attention_bias(mask), rotary, cache)
         return output
 
     @can_return_tuple
@@ -5745,6 +5840,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         logits_to_keep: int | Tensor = 0,
         text_noise: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute the logits of every position given the revealed tokens; with `labels`, the block-diffusion loss, too.
@@ -5758,7 +5854,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a boolean or additive
                 [batch, 1, length, past + length] mask that replaces the block-causal one.
             position_ids: [batch, length] long, absolute; by default counted from the first real token.
-            past_key_values: Keys and values of earlier, clean blocks; must be empty in a `shifted` family.
+            past_key_values: Keys and values of earlier, clean blocks; must be empty in a `shifted` family. `cache` is its name
+                from transformers 5.24 on.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
             labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt).
             text_noise: With `labels`, [batch, 1 + length] in [0, 1), by default drawn: 1 - t, then by token, masked if below t.
@@ -5774,12 +5871,13 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         """
         if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON):
             raise ValueError(f"forward has no argument {', '.join(unknown)}: check the spelling, or leave it out")
+        cache = chosen_cache(cache, past_key_values)
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is None:
             raise ValueError("forward got neither input_ids nor inputs_embeds: pass one of them")
         if labels is not None:
             keeps = isinstance(logits_to_keep, Tensor) or logits_to_keep or None
-            given = {"inputs_embeds": inputs_embeds, "position_ids": position_ids, "past_key_values": past_key_values}
+            given = {"inputs_embeds": inputs_embeds, "position_ids": position_ids, OLD_CACHE_NAME: cache}
             given |= {"use_cache": use_cache, "logits_to_keep": keeps, **kwargs}
             given["an attention_mask that is not 2-D"] = attention_mask is not None and attention_mask.dim() != 2
             if unused := [name for name, value in given.items() if value is not None and value is not False]:
@@ -5793,7 +5891,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                 "text_noise, num_items_in_batch: no effect without labels. Pass these too, or leave both out. A Trainer keeps "
                 "labels for a loss of its own (compute_loss_func, label_smoothing_factor) on clean text: leave that option out"
             )
-        if isinstance(past_key_values, BlockCache):
+        if isinstance(cache, BlockCache):
             raise ValueError("past_key_values are a BlockCache, which only generate goes on from: pass a DynamicCache here")
         told = input_ids is None or self.training or input_ids.is_meta or torch.compiler.is_compiling()
         if not told and not (input_ids == self.config.mask_token_id).any():  # lm-eval's log-likelihood tasks ask for them
@@ -5802,19 +5900,19 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
                 "model.score(input_ids), with lm-eval `python -m mrp_trainer.evaluate.lm_eval run --model mrp`, or put the "
                 f"mask, id {self.config.mask_token_id}, where a token is to be predicted"
             )
-        mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, past_key_values)
+        mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, cache)
         outputs = self.model(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask={"full_attention": mask},
             position_ids=position_ids,
-            past_key_values=past_key_values,
             use_cache=use_cache,
+            **{CACHE_NAME: cache},
             **kwargs,
         )
         hidden = outputs.last_hidden_state
         if self.model.shifted:
-            if past_key_values is not None and past_key_values.get_seq_length() > hidden.shape[1]:
+            if cache is not None and cache.get_seq_length() > hidden.shape[1]:
                 raise ValueError(
                     f"past_key_values hold earlier tokens, but in the family {self.config.family!r} the logits of a position "
                     "come from the one before it, of which they hold none: pass the whole text"
@@ -5824,17 +5922,17 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(
             logits=self.lm_head(hidden[:, keep]),
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
 
     def _block_causal(
-        self, given: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past_key_values: Cache | None
+        self, given: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, Tensor]:
         """Make the attention's mask (block-causal, or a given 4-D one) and positions [batch, length] for new tokens `given`."""
         batch, length = given.shape[:2]
-        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        past = cache.get_seq_length() if cache is not None else 0
         valid = torch.ones(batch, past + length, dtype=torch.bool, device=given.device)
         if attention_mask is not None and attention_mask.dim() == 2:
             valid = attention_mask.bool()

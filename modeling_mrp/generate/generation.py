@@ -11,6 +11,7 @@ from transformers.generation import logits_process as kinds
 from transformers.generation.streamers import BaseStreamer
 
 from ..kernels.dispatch import PYTORCH, Dispatch, unusable
+from ..model.compat import CACHE_NAME, chosen_cache
 from ..model.loading import device_of, fetched
 from ..networks.cache import BlockCache, adapters_of_rows, devices_of_layers, weights_seen
 from ..networks.graphs import cache_for, release_graphs
@@ -20,6 +21,7 @@ from ..networks.picker import TRUNCATIONS, Picker
 from ..rules.bans import Bans
 from ..rules.draft import UnscoredError
 from ..rules.state import Counts, Row
+from ..versions import tested_versions
 from .budget import budget_of
 from .loop import Decoder, Mode
 from .options import MRPGenerationConfig, check_ids, check_rows, logger, resolved, set_fields
@@ -29,6 +31,7 @@ from .output import MRPGenerateOutput, Progress, Stopping, Streams, output_of
 class MRPGenerationMixin(GenerationMixin):
     """`generate` of an MRP model: transformers prepares the inputs, this package's loop decodes."""
 
+    @tested_versions()
     def generate(
         self,
         inputs: Tensor | None = None,
@@ -37,6 +40,7 @@ class MRPGenerationMixin(GenerationMixin):
         custom_generate: Any = None,
         infill_ids: Tensor | None = None,
         past_key_values: BlockCache | None = None,
+        cache: BlockCache | None = None,
         **kwargs: Any,
     ) -> Tensor | MRPGenerateOutput:
         """Decode block by block; take the arguments of `GenerationMixin.generate` and every field of `DecodingOptions`.
@@ -60,6 +64,7 @@ class MRPGenerationMixin(GenerationMixin):
                 the whole conversation. The prefix on which a row's ids agree with the cache is not computed again; the text is
                 the same as without a cache. The cache is overwritten, or copied if too small or with `num_return_sequences`:
                 continue from the one in the new output instead.
+            cache: Another name of `past_key_values`, transformers' own from 5.24 on.
 
         Returns:
             [rows, prompt + generated] long, or an `MRPGenerateOutput` with `return_dict_in_generate=True`.
@@ -68,8 +73,9 @@ class MRPGenerationMixin(GenerationMixin):
             ValueError: for an argument that cannot be honoured, before any forward; for a malformed result of a criterion or
                 processor; for a position without a finite score.
         """
+        cache = chosen_cache(cache, past_key_values)
         if custom_generate is not None:
-            kwargs |= set_fields({"infill_ids": infill_ids, "past_key_values": past_key_values})
+            kwargs |= set_fields({"infill_ids": infill_ids, CACHE_NAME: cache})
             return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
         config, others = resolved(self, generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else others.get("input_ids")
@@ -85,23 +91,21 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError("gradient checkpointing is on, and layers in training keep no keys and values: call model.eval()")
         copies = config.num_return_sequences or 1
         check_weights(self)
-        if past_key_values is not None:
-            check_past(past_key_values, self, len(prompt))
+        if cache is not None:
+            check_past(cache, self, len(prompt))
         if infill_ids is not None:
             check_ids(infill_ids, None, self.config, len(prompt))
             infill_ids = infill_ids.repeat_interleave(copies, 0)
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
-        decode = partial(_decode, streamer, real.repeat_interleave(copies, 0), infill_ids, past_key_values)
+        decode = partial(_decode, streamer, real.repeat_interleave(copies, 0), infill_ids, cache)
         with fetched(self.lm_head):
             return super().generate(inputs, generation_config=config, custom_generate=decode, **others)
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
         """Load the generation config as transformers does, and convert it to an `MRPGenerationConfig`."""
         super().adjust_generation_fn(*args, **kwargs)
-        config = MRPGenerationConfig.from_dict(self.generation_config.to_dict())
-        config._original_object_hash = hash(config)
-        self.generation_config: MRPGenerationConfig = config
+        self.generation_config: MRPGenerationConfig = MRPGenerationConfig.from_dict(self.generation_config.to_dict())
 
     def _get_stopping_criteria(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         """Make the stopping criteria, except that of stop strings, which `resolved` has made already."""
@@ -145,7 +149,7 @@ def _decode(
     config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
     input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - input_ids.shape[1]
     picker, real = _picker(model, logits_processor, config, mode), real.to(device)
-    if config.do_sample and config.seed is None and (getattr(model, "_tp_size", None) or 1) > 1:
+    if config.do_sample and config.seed is None and (model.tp_size or 1) > 1:
         raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")
     check_rows(real, new, model.config.max_position_embeddings)
     if infill_ids is not None and (filled := infill_ids.shape[1]) > new:

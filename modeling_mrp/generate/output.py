@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import ModelOutput
 
+from ..model.compat import CacheOutput
 from ..networks.cache import BlockCache
 from ..networks.picker import Picker, Spots
 from ..rules.state import Row, State
@@ -53,7 +54,7 @@ class MRPGenerateStats(ModelOutput):
 
 
 @dataclass
-class MRPGenerateOutput(ModelOutput):
+class MRPGenerateOutput(CacheOutput):
     """The output of `generate` with `return_dict_in_generate=True`.
 
     Attributes:
@@ -67,7 +68,7 @@ class MRPGenerateOutput(ModelOutput):
             at their own id and -inf elsewhere, so that `compute_transition_scores` gives 0 for them.
         logits: With `output_logits=True`, the same before processors, temperature and truncation.
         stats: `MRPGenerateStats`.
-        past_key_values: The `BlockCache` to go on from in the next call.
+        cache: The `BlockCache` to go on from in the next call; `past_key_values` is another name of it.
     """
 
     sequences: Tensor | None = None
@@ -77,7 +78,7 @@ class MRPGenerateOutput(ModelOutput):
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     stats: MRPGenerateStats | None = None
-    past_key_values: BlockCache | None = None
+    cache: BlockCache | None = None
 
 
 class Progress:
@@ -226,5 +227,5 @@ def output_of(
             rounds=dict(zip(("row_forwards", "steps", "drafted", "accepted", "column"), rounds, strict=True)),
             **{name: counted(name) for name in ("drafted", "accepted", "revoked", "offered_at_depth", "accepted_at_depth")},
         ),
-        past_key_values=cache,
+        cache=cache,
     )

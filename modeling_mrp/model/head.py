@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
+from .compat import CACHE_NAME
 from .configuration import MRPConfig
 
 # Fields in which a head's config must agree with its backbone's.
@@ -49,7 +50,7 @@ class MRPHead(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Predict h_C, [batch, length, hidden_size]. With fused layers, `Networks` calls `joined` and the layers instead.
 
@@ -58,6 +59,7 @@ class MRPHead(nn.Module):
             hidden_states: [batch, length, hidden_size], h_A, or an estimate of it: h_A plus earlier residuals.
             attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys].
             position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
+            cache: A cache that the layers update, or None.
         """
         hidden = self.joined(inputs_embeds, hidden_states)
         for layer in self.layers:
@@ -65,8 +67,8 @@ class MRPHead(nn.Module):
                 hidden,
                 attention_mask=attention_mask,
                 position_embeddings=position_embeddings,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
+                use_cache=cache is not None,
+                **{CACHE_NAME: cache},
             )
         return self.norm(hidden)
 

@@ -17,6 +17,8 @@ from transformers import initialization as init
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ..versions import tested_versions
+from .compat import CACHE_NAME
 from .configuration import MRPConfig
 from .head import MRPHead, check_same_backbone
 from .layouts import HEAD, HUB_OPTIONS, PUBLISHED_HEAD, backbone_location, hub_options, our_name, stored_json, weight_files
@@ -41,7 +43,7 @@ class MRPPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Qwen3DecoderLayer", "MRPHead"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [CACHE_NAME]
     _supports_sdpa = True
     _supports_attention_backend = True
     _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
@@ -54,6 +56,7 @@ class MRPPreTrainedModel(PreTrainedModel):
         return True
 
     @classmethod
+    @tested_versions()
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load as transformers does: a full checkpoint of this package, one in the published layouts, or a head repository.
 
@@ -136,7 +139,7 @@ class MRPPreTrainedModel(PreTrainedModel):
             head = self._read_head(os.fspath(head), hub)
         else:
             check_same_backbone(head.layers[0].self_attn.config, self.config, "another model")
-        if (processes := getattr(self, "_tp_size", None) or 1) > 1:
+        if (processes := self.tp_size or 1) > 1:
             raise ValueError(
                 f"the layers are divided among {processes} processes, those of an attached head would not be: attach it in one "
                 "process, save_pretrained the whole model, and load that with tensor parallelism"

@@ -95,7 +95,7 @@ class BlockCache(Cache):
         self.weights: dict[str, list[Any]] = {}
         self.empty()
         heads, width = config.num_key_value_heads, config.head_dim
-        if (getattr(model, "_tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
+        if (getattr(model, "tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
             heads = len(key.to_local()) // width
         self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
         slots = scratch + (bucket(capacity) if fixed else capacity)

@@ -15,6 +15,7 @@ from modeling_mrp.generate import generation
 from modeling_mrp.kernels import dispatch
 from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch, triton
 from modeling_mrp.kernels.round_layers import RoundMask, run_fused
+from modeling_mrp.model.compat import CACHE_NAME
 from modeling_mrp.networks import layers as layers_file
 from modeling_mrp.networks.cache import BlockCache
 from modeling_mrp.networks.layers import pack, packed_weight, plan_layers
@@ -64,7 +65,7 @@ def test_layers_are_what_their_modules_are(dtype: torch.dtype, which: str) -> No
     *_, cache = a_round(model, FORCED)
     wanted = hidden
     for layer in owner.layers:
-        wanted = layer(wanted, attention_mask=mask.dense(8), position_embeddings=rotary, past_key_values=cache)
+        wanted = layer(wanted, attention_mask=mask.dense(8), position_embeddings=rotary, **{CACHE_NAME: cache})
     # Of 16 bits, what rounds otherwise is carried through three layers.
     loose = {torch.float32: 2e-6, torch.bfloat16: 0.06, torch.float16: 6e-3}[dtype]
     pairs = zip(kept._buffers.values(), cache._buffers.values(), strict=True)

@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
-from modeling_mrp import __version__
-
 from .embedded import TINY
 
 if TYPE_CHECKING:
+    from modeling_mrp import __version__ as __version__
+
     from .train.arguments import MRPTrainingArguments
     from .train.trainer import MRPTrainer
 
-_HOMES = {"MRPTrainer": "train.trainer", "MRPTrainingArguments": "train.arguments"}
+_HOMES = {"MRPTrainer": ".train.trainer", "MRPTrainingArguments": ".train.arguments", "__version__": "modeling_mrp"}
 
 
 def __getattr__(name: str) -> Any:
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(import_module(_HOMES[name], __name__), name)
 
 
 __all__ = ["TINY", "MRPTrainer", "MRPTrainingArguments", "__version__"]

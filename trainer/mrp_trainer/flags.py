@@ -141,7 +141,8 @@ def reported_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
-        typer.secho(f"Error: {error}", fg="red", err=True)
+        lines = [f"Error: {error}", *getattr(error, "__notes__", ())]
+        typer.secho("\n".join(lines), fg="red", err=True)
         raise typer.Exit(1) from error
 
 

@@ -1,0 +1,51 @@
+"""What differs between versions of transformers: from 5.24 on, `past_key_values` of models and outputs is called `cache`."""
+
+from inspect import signature
+from typing import Any
+
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.utils import ModelOutput
+
+OLD_CACHE_NAME = "past_key_values"
+# The argument in which the layers of the installed version take a cache.
+CACHE_NAME = "cache" if "cache" in signature(Qwen3DecoderLayer.forward).parameters else OLD_CACHE_NAME
+
+
+def chosen_cache(cache: Any, past_key_values: Any) -> Any:
+    """Return the cache that a caller passed under either name, or None; `ValueError` if both are given."""
+    if cache is not None and past_key_values is not None:
+        raise ValueError("cache and past_key_values are two names of one argument: pass one of them")
+    return past_key_values if cache is None else cache
+
+
+class CacheOutput(ModelOutput):
+    """An output whose field `cache` is also called `past_key_values`, as an attribute and as a key."""
+
+    @property
+    def past_key_values(self) -> Any:
+        """The field `cache`."""
+        return self.cache
+
+    @past_key_values.setter
+    def past_key_values(self, value: Any) -> None:
+        self.cache = value
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(_field(key), value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(_field(name), value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(_field(key))
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(_field(key))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the field of a name, or `default` if it is not set."""
+        return super().get(_field(key), default)
+
+
+def _field(name: Any) -> Any:
+    return "cache" if name == OLD_CACHE_NAME else name

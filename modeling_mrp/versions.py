@@ -1,0 +1,38 @@
+"""The versions of transformers on which this release was tested, told where something fails on another one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# The oldest and the newest version on which all tests of this release pass: `make versions`.
+TESTED = "5.17.0", "5.24.0"
+
+
+def version_note() -> str | None:
+    """Return which versions of transformers were tested and what to do, or None if the installed one is among them."""
+    import transformers
+
+    oldest, newest = TESTED
+    installed = transformers.__version__
+    if _release(oldest) <= _release(installed) and _release(installed)[:2] <= _release(newest)[:2]:
+        return None
+    return (
+        f"This code was tested with transformers {oldest} to {newest}, and {installed} is installed. If the error comes from "
+        f"that: pip install 'transformers>={oldest},<={newest}'"
+    )
+
+
+@contextmanager
+def tested_versions() -> Iterator[None]:
+    """Add `version_note` to an error that is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        note = version_note()
+        if note is not None and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: (5, 24, 0) for "5.24.0.dev0"."""
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())

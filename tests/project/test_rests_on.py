@@ -1,0 +1,82 @@
+"""docs/rests_on.md names all that the project takes of other Hugging Face packages, and the installed ones have it."""
+
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from outside import exists, outside_names
+from random_cases import make_model
+from torch import nn
+from transformers import Trainer
+from transformers.modeling_utils import PreTrainedModel
+
+PAGE = (ROOT / "docs" / "rests_on.md").read_text(encoding="utf-8")
+KINDS = {"Imported": "import", "Overridden": "override", "Reached into": "reach into"}
+PACKAGES = {
+    "modeling_mrp": ROOT / "modeling_mrp",
+    "mrp_trainer": ROOT / "trainer" / "mrp_trainer",
+}
+
+
+def listed(package: str) -> dict[str, set[str]]:
+    """The names that the page's tables of a package hold, by kind."""
+    names: dict[str, set[str]] = {}
+    for title, kind in KINDS.items():
+        section = PAGE.split(f"\n## {title} by `{package}`\n")[1].split("\n## ")[0]
+        rows = re.findall(r"^\| (`.*?) \| (.*?) \| (.+) \|$", section, re.MULTILINE)
+        names[kind] = set()
+        for first, second, _ in rows:
+            owner = first.strip("`")
+            words = re.findall(r"`([^`]+)`", first if kind == "reach into" else second)
+            names[kind] |= {word if kind == "reach into" else f"{owner}.{word}" for word in words}
+    return names
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_the_page_lists_what_the_code_takes(package: str, kind: str) -> None:
+    """A member that a new release renamed is overridden no more, and so no longer found."""
+    assert sorted(listed(package)[kind]) == sorted(outside_names(PACKAGES[package], package)[kind])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_is_imported_exists(package: str) -> None:
+    assert [name for name in sorted(listed(package)["import"]) if not exists(name)] == []
+
+
+HOLDERS: dict[str, Callable[[], Any]] = {
+    "_attn_implementation": lambda: make_model().config,
+    "_experts_implementation": lambda: make_model().config,
+    "_can_record_outputs": lambda: PreTrainedModel,
+    "_no_split_modules": lambda: PreTrainedModel,
+    "_from_model_config": lambda: make_model().generation_config,
+    "_hf_hook": lambda: _with_hook(),
+    "_call_impl": lambda: nn.Module(),
+    "_compiled_call_impl": lambda: nn.Module(),
+    "_forward_hooks": lambda: nn.Module(),
+    "_forward_pre_hooks": lambda: nn.Module(),
+    "_version": lambda: torch.zeros(1),
+    "_prepare_inputs": lambda: Trainer,
+}
+OF_PYTHON = {"_make", "_replace", "_exit"}
+
+
+def _with_hook() -> nn.Module:
+    hooks = importlib.import_module("accelerate.hooks")
+    module = nn.Linear(1, 1)
+    hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu"))
+    return module
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_is_reached_into_exists(name: str) -> None:
+    assert hasattr(HOLDERS[name](), name)
+
+
+def test_every_name_that_is_reached_into_is_looked_for() -> None:
+    reached = set().union(*(listed(package)["reach into"] for package in PACKAGES))
+    assert reached == HOLDERS.keys() | OF_PYTHON
