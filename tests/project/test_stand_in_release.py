@@ -1,4 +1,4 @@
-"""A release of transformers that renames a name which the code rests on is noticed: a decode ends in an error that names it.
+"""A release of transformers that renames a name of ours is noticed: the error names it, and the versions that were tested.
 
 `.ci/run` runs such decodes on the newest release: with MRP_RENAMED=transformers.masking_utils.eager_mask it fails.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY
+
+from modeling_mrp.versions import TESTED
 
 STAND_IN = ROOT / "tests" / "versions" / "stand_in.py"
 # A module's function, classes of three modules, and methods of two that a class of ours overrides or calls.
@@ -69,6 +71,7 @@ def test_a_decode_without_a_renamed_name_ends_well(ends: dict[str, str]) -> None
 def test_a_decode_with_a_renamed_name_fails_and_names_it(name: str, ends: dict[str, str]) -> None:
     assert "Error" in ends[name]
     assert name.split(".")[-1] in ends[name]
+    assert f"This code was tested with transformers {TESTED[0]} to {TESTED[1]}, and 99.0.0 is installed" in ends[name]
 
 
 def test_the_stand_in_renames_for_any_python_that_finds_it(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def main() -> int:
         "--torch", default="own", help="a version for all; local: the pinned one if its wheel is on this machine"
     )
     parser.add_argument("--isolated", action="store_true", help="without pip's configuration and local wheels")
-    parser.add_argument("--tests", nargs="*", default=[], help="the test files of make check")
+    parser.add_argument("--tests", nargs="+", required=True, help="the test files of make check")
     asked = parser.parse_args()
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)

@@ -1,7 +1,7 @@
 """A stand-in for a release of a library to come: a name that this project rests on is called otherwise there.
 
 As `sitecustomize.py` on Python's path it renames what MRP_RENAMED names, such as `transformers.masking_utils.eager_mask`, just
-before this project's code is first imported, from the package or from a repository.
+before this project's code is first imported, from the package or from a repository; the library says to be version 99.
 """
 
 import importlib
@@ -17,7 +17,7 @@ OURS = ("modeling_mrp", "mrp_trainer", "transformers_modules")
 def rename(path: str) -> None:
     """Rename a function or class where it is defined and where the path finds it; `AttributeError` if there is none such."""
     *parents, name = path.split(".")
-    owner = importlib.import_module(parents[0])
+    library = owner = importlib.import_module(parents[0])
     for position, parent in enumerate(parents[1:], start=2):
         try:
             owner = importlib.import_module(".".join(parents[:position]))
@@ -29,6 +29,7 @@ def rename(path: str) -> None:
         if name in vars(place):
             delattr(place, name)
             setattr(place, f"{name}_of_the_next_release", value)
+    library.__version__ = "99.0.0"
 
 
 class Renaming:
