@@ -140,13 +140,13 @@ def server(env: Environment) -> None:
     """Start the server, ask it for its models and for one text, and stop it."""
     command = f"mrp serve {TINY} --decoding mrp_spec --target sequential --port 0".split()
     with subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.STDOUT, text=True, cwd=env.folder, env=env.variables()
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=env.folder, env=env.variables()
     ) as process:
         late = threading.Timer(600, process.kill)
         late.start()
         lines = []
         try:
-            for line in process.stderr or ():
+            for line in process.stdout or ():
                 lines.append(line)
                 if address := re.search(r"running on (http://[\w.]+:\d+)", line):
                     break
