@@ -7,7 +7,12 @@ BIN := $(VENV)/bin
 CHECKED := rules cache fuzz golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: picture check mutants test test-extras peers test-serving heads long lint walkthrough docs clean
+.PHONY: demo picture check mutants test test-extras peers test-serving versions resolve fresh heads long lint walkthrough docs dist clean
+
+# The main job in one step: the picture, in decode.svg, and the table of README.
+demo: $(VENV)/.demo
+	$(BIN)/mrp show --model ./hub_configs/sdar-tiny-mrp --animated --output decode.svg
+	$(BIN)/mrp evaluate --model ./hub_configs/sdar-tiny-mrp --family math --count 8 --decoding sequential --decoding mrp_spec
 
 # The picture of the README and of the embedded checkpoint's card; in float64, so that it is the same everywhere.
 picture: $(VENV)/.demo
@@ -62,6 +67,25 @@ test-serving: $(SERVING)/.installed $(ENGINE:%=$(SERVING)/sglang-%)
 $(SERVING)/sglang-%: $(SERVING)/.installed
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ sglang==$*
 
+# What users do on the lowest, the pinned and the newest versions, as a table: docs/versions.md. Environments are in the user's
+# cache. ONLY=newest PYTHONS=3.12 has some of them, TORCH=2.13.0 another torch, ISOLATED=1 no local wheels or settings of pip.
+ONLY :=
+PYTHONS :=
+TORCH := own
+ISOLATED :=
+
+versions:
+	$(PYTHON) tests/versions/matrix.py --only $(ONLY) --python $(PYTHONS) --torch $(TORCH) $(ISOLATED:%=--isolated) \
+		--tests $(wildcard $(CHECKED:%=tests/*/test_%.py))
+
+# Whether the registry alone resolves the project, its extras and constraints.txt for each Python.
+resolve:
+	$(PYTHON) tests/versions/resolve.py
+
+# README's two commands in an empty home, from a clone and from a wheel, with what the registry has: minutes and megabytes.
+fresh:
+	$(PYTHON) tests/versions/first_run.py
+
 # As a user does: the package from its wheel in an environment of its own, from an empty folder.
 WALK := build/walkthrough
 
@@ -103,6 +127,15 @@ long: $(VENV)/.extras
 # The pages of docs/ as a site, in build/site; a broken link is an error.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# A release: source distribution and wheel, in dist/; with TAG=v0.1.0 an error if the version is another.
+TAG :=
+
+dist: $(VENV)/bin/python
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	$(BIN)/python -m build
+	$(if $(TAG),test -e dist/modeling_mrp-$(TAG:v%=%)-py3-none-any.whl)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import metadata, version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,17 @@ def answer(model: Any, tokenizer: Any, **options: Any) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
+def readme_python() -> None:
+    """Run README's Python, which the wheel's metadata hold, with the checkpoint of the wheel; it prints what README says."""
+    readme = metadata("modeling-mrp").get_payload() or metadata("modeling-mrp")["Description"]
+    (code,) = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (expected,) = re.findall(r"^```text\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    code, replaced = re.subn(r'^path = "./hub_configs/.*$', "path = mrp_trainer.TINY", code, flags=re.MULTILINE)
+    assert replaced == 1
+    command = [sys.executable, "-c", f"import mrp_trainer\n{code}"]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout == expected
+
+
 def walk() -> None:
     assert not any(Path().iterdir()), "start in an empty folder"
     for package in (modeling_mrp, mrp_trainer):
@@ -43,6 +54,7 @@ def walk() -> None:
     mrp("show", "--max-new-tokens", "16")
     assert Path("decode.svg").read_text().startswith("<svg")
     mrp(*["evaluate", "--family", "math", "--count", "1", "--max-new-tokens", "16"])
+    readme_python()
 
     mrp(*["tasks", "--family", "math", "--count", "8", "--output", "math.jsonl"])
     train = ["train", "head", "--data", "math.jsonl", "--steps", "2", "--max-length", "64", "--model", "sdar-tiny-mrp"]

@@ -152,7 +152,7 @@ if triton is not None:
     def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
         """Turn uint32 bits into Gumbel noise as `gumbel_noise` does; log1p(-x) is taken as log(1 - x) * x / (1 - (1 - x))."""
         lower = (bits >> 31) == 0
-        nearest = (tl.where(lower, bits, ~bits).to(tl.float32) + 0.5) * 2.0**-32
+        nearest = (tl.where(lower, bits, bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32
         rest = 1.0 - nearest
         log = tl.log(tl.where(lower, nearest, rest))
         gap = 1.0 - rest  # `nearest` as it was rounded on the way; 0 where nothing was left of it

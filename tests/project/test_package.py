@@ -1,12 +1,15 @@
 """What is installed, under which names."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import warnings
 import zipfile
+from itertools import chain
 from pathlib import Path
 
 import mrp_trainer
@@ -49,6 +52,39 @@ def test_the_wheel_holds_the_packages_and_the_small_checkpoint(installed: Path, 
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == f"{installed}/{EMBEDDED.replace('.', '/')}\n"
+
+
+def test_readmes_python_runs_from_the_wheel_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    """With the checkpoint of the wheel by the name that README gives it."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (expected,) = re.findall(r"^```text\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    assert "`path = mrp_trainer.TINY`" in readme
+    code, replaced = re.subn(r'^path = "./hub_configs/.*$', "path = mrp_trainer.TINY", code, flags=re.MULTILINE)
+    assert replaced == 1
+    command = [sys.executable, "-c", f"import mrp_trainer\n{code}"]
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == expected, done.stderr
+
+
+def test_what_the_packages_import_is_declared() -> None:
+    """As a dependency, or as a requirement of an extra; two come with the engine that an extra names."""
+    project = PROJECT["project"]
+    declared = chain(project["dependencies"], *project["optional-dependencies"].values())
+    known = {"modeling_mrp", "mrp_trainer", "mrp_serving", *sys.stdlib_module_names}
+    known |= {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in declared}
+    known |= {"yaml", "fastapi", "uvicorn", "prometheus_client"}  # pyyaml; of transformers[serving] and of sglang
+    imported = set()
+    for folder in ("modeling_mrp", "trainer", "serving"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    imported.add(node.module.split(".")[0])
+    assert imported - known == set()
+    assert {"filelock", "packaging"} <= imported
 
 
 def test_a_folder_of_that_name_is_meant_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
