@@ -66,8 +66,13 @@ def is_hub_id(name: str) -> bool:
 
 def backbone_location(name: str, source: str) -> str:
     """Return the backbone `name` that a head repository's config gives; `ValueError` if `source` may not name it."""
-    allowed = is_hub_id(name) and not os.path.exists(name)
-    if not allowed and not (os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name)):
+    allowed, of_folder = is_hub_id(name) and not os.path.exists(name), os.path.isdir(source) and os.path.isabs(name)
+    if of_folder and not os.path.isdir(name):
+        raise ValueError(
+            f"the folder {name} is gone, which the head in {source} names as its backbone: name its new place, with --backbone "
+            f"of mrp, or by from_backbone(folder, head={source!r})"
+        )
+    if not allowed and not of_folder:
         raise ValueError(
             f"the config of {source} names the backbone {name!r}, which is not followed: it must be 'org/name', and no path "
             "that exists here, or in a folder's config another's absolute path. Load both by from_backbone(backbone, head=...)"

@@ -26,8 +26,8 @@ class RunOptions:
     an autoregressive Qwen3 checkpoint that becomes a block-diffusion model.
     """
 
-    model: str = flag("Checkpoint: folder or Hub id.", panel=_MODEL, metavar="PATH")
-    revision: str | None = flag("Commit, branch or tag of the model.", None, panel=_MODEL)
+    model: str = flag("Checkpoint: folder or Hub id.", panel=_MODEL, metavar="PATH", name="--model --backbone")
+    revision: str | None = flag("The model's commit, branch or tag.", None, panel=_MODEL, metavar="NAME")
     tokenizer: str | None = flag("Another tokenizer.", None, panel=_MODEL, metavar="PATH", shown="the model's")
     block_size: int | None = flag(
         "Tokens per block, for a Qwen3 checkpoint.", None, panel=_MODEL, shown="16", only="block_diffusion"
@@ -42,7 +42,11 @@ class RunOptions:
     head: str | None = flag("Head to train further.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp")
     head_layers: int = flag("Layers of a new head.", 3, panel=_HEAD, only="mrp", min=1)
     head_init: str = flag(
-        "Start of a new head: adds nothing, copies layers, or random.", "identity", panel=_HEAD, kind=HeadInit, only="mrp"
+        "Start of a new head, which adds nothing, copies layers, or is random.",
+        "identity",
+        panel=_HEAD,
+        kind=HeadInit,
+        only="mrp",
     )
     save: str = flag(
         "Save the head alone, or with the backbone.", "head", panel=_HEAD, kind=Literal["head", "full"], only="mrp"
@@ -108,7 +112,6 @@ class DecodeOptions(ModelOptions):
 
     data: list[str] = flag("JSON lines or a datasets folder, with prompts.", panel=_ASKED, metavar="FILE")
     output: str = flag("JSON lines that mrp train reads.", panel=_OUTPUT, metavar="FILE")
-    revision: str | None = flag("The model's commit, branch or tag.", None, panel=_MODEL)
     split: str = flag("Split of a datasets folder.", "train", panel=_ASKED)
     limit: int | None = flag("Limit of records.", None, panel=_ASKED, min=1)
     max_new_tokens: int = flag("Limit of tokens per prompt.", 256, panel=_HOW, min=1)
