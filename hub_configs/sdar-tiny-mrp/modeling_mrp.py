@@ -596,9 +596,8 @@ def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[dict[
         if (path := cached_file(source, name, **hub)) is None:
             raise OSError(f"there is no {name}; an adapter is loaded with model.load_adapter, on its base")
     except OSError as error:
-        raise OSError(
-            f"{source!r} is no folder here, and could not be read as a repository: check the path ({error})"
-        ) from error
+        why = " ".join(str(error).split())
+        raise OSError(f"{source!r} is no folder here, and could not be read as a repository: check the path ({why})") from error
     return json_object(Path(path)), None if os.path.isdir(source) else extract_commit_hash(path, None)
 
 
@@ -621,8 +620,13 @@ def is_hub_id(name: str) -> bool:
 
 def backbone_location(name: str, source: str) -> str:
     """Return the backbone `name` that a head repository's config gives; `ValueError` if `source` may not name it."""
-    allowed = is_hub_id(name) and not os.path.exists(name)
-    if not allowed and not (os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name)):
+    allowed, of_folder = is_hub_id(name) and not os.path.exists(name), os.path.isdir(source) and os.path.isabs(name)
+    if of_folder and not os.path.isdir(name):
+        raise ValueError(
+            f"the folder {name} is gone, which the head in {source} names as its backbone: name its new place, with --backbone "
+            f"of mrp, or by from_backbone(folder, head={source!r})"
+        )
+    if not allowed and not of_folder:
         raise ValueError(
             f"the config of {source} names the backbone {name!r}, which is not followed: it must be 'org/name', and no path "
             "that exists here, or in a folder's config another's absolute path. Load both by from_backbone(backbone, head=...)"
@@ -721,6 +725,14 @@ class MRPPreTrainedModel(PreTrainedModel):
                 checkpoint, given `block_size` and `mask_token_id`, which then has to be trained for block diffusion.
             head: A head as `attach_head` takes it, which replaces the checkpoint's own.
             kwargs: As for `from_pretrained`; `revision` is the backbone's (for a head's, call `attach_head`).
+
+        Example:
+            >>> from modeling_mrp import MRPForCausalLM
+            >>> from mrp_trainer import embedded_checkpoint
+            >>> backbone = head = embedded_checkpoint()  # or folders and ids of their own
+            >>> model = MRPForCausalLM.from_backbone(backbone, head=head)
+            >>> model.backbone_source == (backbone, None)
+            True
         """
         source = os.fspath(backbone)
         found, _ = stored_json(source, **hub_options(kwargs))
@@ -5271,6 +5283,20 @@ class MRPGenerationMixin(GenerationMixin):
         Raises:
             ValueError: for an argument that cannot be honoured, before any forward; for a malformed result of a criterion or
                 processor; for a position without a finite score.
+
+        Example:
+            >>> from modeling_mrp import MRPForCausalLM
+            >>> from mrp_trainer import embedded_checkpoint
+            >>> from transformers import AutoTokenizer
+            >>> model = MRPForCausalLM.from_pretrained(embedded_checkpoint())
+            >>> tokenizer = AutoTokenizer.from_pretrained(embedded_checkpoint(), config=model.config)
+            >>> chat = [{"role": "user", "content": "Sum the numbers of a list that are even, each plus 5."}]
+            >>> how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+            >>> inputs = tokenizer.apply_chat_template(chat, **how)
+            >>> ids = model.generate(**inputs, decoding="mrp_spec", max_new_tokens=64)
+            >>> print(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+            def number(number):
+                return sum(5 + n for n in number if n % 2 == 0)
         """
         if custom_generate is not None:
             kwargs |= set_fields({"infill_ids": infill_ids, "past_key_values": past_key_values})
@@ -5673,6 +5699,13 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     """A block-diffusion language model with an optional MRP head.
 
     A token attends to all tokens of earlier blocks and of its own block; a masked position predicts the token at that position.
+
+    Example:
+        >>> from modeling_mrp import MRPForCausalLM
+        >>> from mrp_trainer import embedded_checkpoint
+        >>> model = MRPForCausalLM.from_pretrained(embedded_checkpoint())
+        >>> model.config.block_size, model.mrp_head is not None
+        (16, True)
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -41,9 +41,8 @@ def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[dict[
         if (path := cached_file(source, name, **hub)) is None:
             raise OSError(f"there is no {name}; an adapter is loaded with model.load_adapter, on its base")
     except OSError as error:
-        raise OSError(
-            f"{source!r} is no folder here, and could not be read as a repository: check the path ({error})"
-        ) from error
+        why = " ".join(str(error).split())
+        raise OSError(f"{source!r} is no folder here, and could not be read as a repository: check the path ({why})") from error
     return json_object(Path(path)), None if os.path.isdir(source) else extract_commit_hash(path, None)
 
 

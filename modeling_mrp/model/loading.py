@@ -105,6 +105,14 @@ class MRPPreTrainedModel(PreTrainedModel):
                 checkpoint, given `block_size` and `mask_token_id`, which then has to be trained for block diffusion.
             head: A head as `attach_head` takes it, which replaces the checkpoint's own.
             kwargs: As for `from_pretrained`; `revision` is the backbone's (for a head's, call `attach_head`).
+
+        Example:
+            >>> from modeling_mrp import MRPForCausalLM
+            >>> from mrp_trainer import embedded_checkpoint
+            >>> backbone = head = embedded_checkpoint()  # or folders and ids of their own
+            >>> model = MRPForCausalLM.from_backbone(backbone, head=head)
+            >>> model.backbone_source == (backbone, None)
+            True
         """
         source = os.fspath(backbone)
         found, _ = stored_json(source, **hub_options(kwargs))
