@@ -117,7 +117,9 @@ class MRPPreTrainedModel(PreTrainedModel):
         source = os.fspath(backbone)
         found, _ = stored_json(source, **hub_options(kwargs))
         if (other := found.get("base_model_name_or_path")) is not None:
-            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
+            gone = os.path.isabs(other) and not os.path.isdir(other)
+            remedy = "name the folder where that is now, as it is gone" if gone else "use that"
+            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: {remedy}")
         if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
             for name in {"block_size", "mask_token_id"} & kwargs.keys():
                 found[name] = kwargs.pop(name)

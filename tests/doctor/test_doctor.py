@@ -55,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, id_tokenizer: PreTrainedTok
 def examined(folder: Path) -> dict[str, Check]:
     """The checks by name, without times; the page names what failed."""
     report = page.examine(DoctorOptions(model=str(folder), states=[], batch=[]))
+    assert max(len(line) for line in report.page().splitlines() if str(folder) not in line) <= 80
     assert not report.failed or f"**Failed: {'; '.join(report.failed)}.**" in report.page()
     assert all(f"| {name} | **failed** |" in report.page() for name in report.failed)
     return {check.name: check for check in report.checks}

@@ -1,5 +1,6 @@
 """README and the pages of `docs/`: their Python runs and prints what they say, their commands and links exist."""
 
+import inspect
 import re
 import shlex
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from doctest import DocTestParser, DocTestRunner
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -105,6 +107,17 @@ def test_a_page_that_misses_a_line_fails(shown: str | None, monkeypatch: pytest.
     monkeypatch.setitem(DOCUMENTS, "page.md", wrong)
     with pytest.raises(AssertionError):
         run_page("page.md")
+
+
+@pytest.mark.parametrize(
+    "described", [MRPForCausalLM, MRPForCausalLM.generate, MRPForCausalLM.from_backbone], ids=lambda each: each.__name__
+)
+def test_the_example_of_a_docstring(described: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands alone, and needs no file of the clone."""
+    monkeypatch.chdir(tmp_path)
+    example = DocTestParser().get_doctest(inspect.getdoc(described) or "", {}, described.__name__, None, None)
+    assert len(example.examples) >= 3
+    assert DocTestRunner().run(example) == (0, len(example.examples))
 
 
 def test_no_python_is_hidden_from_this_test() -> None:

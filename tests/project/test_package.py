@@ -1,6 +1,7 @@
 """What is installed, under which names."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,18 @@ def test_the_wheel_holds_the_packages_and_the_small_checkpoint(installed: Path, 
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == f"{installed}/{EMBEDDED.replace('.', '/')}\n"
+
+
+def test_readmes_python_runs_from_the_wheel_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    """As it stands there, and it prints what README says: nothing of the clone is needed."""
+    code, *outputs = re.findall(r"^```(?:python|text)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HOME": str(tmp_path / "hf")}
+    (tmp_path / "empty").mkdir()
+    command = [sys.executable, "-c", f"{code}\nassert path.startswith({str(installed)!r})"]
+    done = subprocess.run(command, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [done.stdout] == outputs
+    assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_a_folder_of_that_name_is_meant_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

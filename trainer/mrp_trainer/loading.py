@@ -104,7 +104,7 @@ def checked_device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # from the device meta nothing is read
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = str(error).strip().splitlines()[0]
         raise ValueError(f"device is {name!r}, which is not here: use cpu, or leave it out ({why})") from error

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from httpx import HTTPError
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
 from modeling_mrp.model.code import AUTO_MAP
@@ -125,9 +125,9 @@ def _reached(api: HfApi) -> Iterator[None]:
     """Turn failures of the connection, which are no `OSError`s, into one that says what to do."""
     try:
         yield
-    except HTTPError as error:
-        if isinstance(error, OSError):  # the Hub's own answer
-            raise
+    except OSError:  # the Hub's own answer, too
+        raise
+    except HfHubHTTPError.__bases__ as error:  # of the library for HTTP, which is another one in other versions
         raise OSError(
             f"the Hub at {api.endpoint} cannot be reached: check the network, and repeat the push ({error})"
         ) from error
