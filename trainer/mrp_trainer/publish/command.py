@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
@@ -16,6 +17,8 @@ from modeling_mrp.model.layouts import is_hub_id
 from .card import FORM, is_users_card, read_results, renamed, render_card
 from .folder import CONFIGS, KINDS, Folder, json_of, read_folder
 
+# Of the library for HTTP that huggingface_hub calls, which is another one in other versions.
+_HTTP_ERRORS: Any = HfHubHTTPError.__bases__
 # Patterns of files in the repository that the commit removes, unless it sends them.
 _STALE = ["model*.safetensors*", "adapter_model*", "*_mrp.py", "custom_generate/*"]
 
@@ -127,7 +130,7 @@ def _reached(api: HfApi) -> Iterator[None]:
         yield
     except OSError:  # the Hub's own answer, too
         raise
-    except HfHubHTTPError.__bases__ as error:  # of the library for HTTP, which is another one in other versions
+    except _HTTP_ERRORS as error:
         raise OSError(
             f"the Hub at {api.endpoint} cannot be reached: check the network, and repeat the push ({error})"
         ) from error
