@@ -232,6 +232,8 @@ def test_an_id_without_a_network_is_an_error_in_a_line(arguments: str, no_networ
 def test_a_push_without_a_network(no_network: Path) -> None:
     with pytest.raises(OSError, match=r"the Hub at http://127\.0\.0\.1:9 cannot be reached: check the network, and repeat"):
         push(TINY, "org/name", token="hf_none")
+    message = mrp("push", embedded_checkpoint(), "org/name", fails=True)
+    assert message.splitlines()[-1].startswith("Error: the Hub at http://127.0.0.1:9 cannot be reached")
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def load_model(
             there is no such device.
         OSError: if there is no such folder or repository.
     """
-    where = checked_device(device)
+    checked = checked_device(device)
     base, of_base, adapter = _base_and_adapter(source, revision, backbone)
     weights: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     pinned: dict[str, Any] = {} if of_base is None else {"revision": of_base}
@@ -95,7 +95,7 @@ def load_model(
             model.generation_config = MRPGenerationConfig.from_dict(fields)
     if adapter is not None:
         model.load_adapter(adapter, adapter_kwargs={} if revision is None else {"revision": revision})
-    return model.eval().to(where)
+    return model.eval().to(checked)
 
 
 def checked_device(name: str | None) -> torch.device:

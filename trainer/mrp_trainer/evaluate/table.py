@@ -42,8 +42,8 @@ def printing(as_json: bool) -> Iterator[tuple[Callable[[Mapping[str, Any]], None
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
-    look: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": 0, "pad_edge": False, "show_edge": False}
-    table = Table("mode", caption=_CAPTION.format(CHARGED), caption_justify="left", **look)
+    layout: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": 0, "pad_edge": False, "show_edge": False}
+    table = Table("mode", caption=_CAPTION.format(CHARGED), caption_justify="left", **layout)
     for heading, *_ in _COLUMNS:
         table.add_column(heading, justify="right", no_wrap=True)
     headings: list[str] = []
