@@ -737,7 +737,9 @@ class MRPPreTrainedModel(PreTrainedModel):
         source = os.fspath(backbone)
         found, _ = stored_json(source, **hub_options(kwargs))
         if (other := found.get("base_model_name_or_path")) is not None:
-            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
+            gone = os.path.isabs(other) and not os.path.isdir(other)
+            remedy = "name the folder where that is now, as it is gone" if gone else "use that"
+            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: {remedy}")
         if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
             for name in {"block_size", "mask_token_id"} & kwargs.keys():
                 found[name] = kwargs.pop(name)
@@ -4965,8 +4967,10 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
         criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
         others["stopping_criteria"] = StoppingCriteriaList(criteria)
     for name, ids in (("eos_token_id", config.eos_ids()), ("pad_token_id", [config.pad_id()])):
-        if outside := [one for one in ids if not 0 <= one < model.config.vocab_size]:
-            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {model.config.vocab_size}: use one inside")
+        if outside := [one for one in ids if not (hasattr(one, "__index__") and 0 <= one < model.config.vocab_size)]:
+            raise ValueError(
+                f"{name} holds {outside[0]!r}, outside the vocabulary of {model.config.vocab_size}: use one inside"
+            )
     if (mask_id := model.config.mask_token_id) in config.eos_ids():
         raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
     return config, others

@@ -203,7 +203,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # between its attempts
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "1 + 1", "response": "2"}\n')
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1 + 1", "completion": "2"}\n')
     return tmp_path
 
 
@@ -236,11 +236,19 @@ def test_a_push_without_a_network(no_network: Path) -> None:
     assert message.splitlines()[-1].startswith("Error: the Hub at http://127.0.0.1:9 cannot be reached")
 
 
+def test_a_run_that_would_push_without_a_network(no_network: Path) -> None:
+    train = ["train", "head", "--model", embedded_checkpoint(), "--data", "p.jsonl", "--output-dir", "run"]
+    message = mrp(*train, "--set", "push_to_hub=true", fails=True)
+    assert message.splitlines()[-1].startswith("Error: the Hub cannot be reached: check the network")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("train head --model TINY --data p.jsonl --output-dir run --report-to wandbee", "report_to is 'wandbee': this tracker"),
         ("train head --model TINY --data p.jsonl --output-dir run --report-to wandb", "report_to is 'wandb': this tracker"),
+        ("train head --model TINY --data p.jsonl --output-dir run --accumulate 0", "for '--accumulate'"),
+        ("train head --model TINY --data p.jsonl --output-dir run --set num_train_epochs=-1", "num_train_epochs is -1"),
         ("evaluate --device nonsense", "device is 'nonsense', which is not here: use cpu, or leave it out"),
         ("doctor --device cuda:99", "device is 'cuda:99', which is not here: use cpu, or leave it out"),
         ("show --device cuda:99", "device is 'cuda:99', which is not here: use cpu, or leave it out"),

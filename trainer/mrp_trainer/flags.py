@@ -183,6 +183,18 @@ def reported_errors() -> Iterator[None]:
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
         typer.secho(f"Error: {error}", fg="red", err=True)
         raise typer.Exit(1) from error
+    except Exception as error:
+        if not _of_network(error):
+            raise
+        typer.secho(f"Error: the Hub cannot be reached: check the network ({error})", fg="red", err=True)
+        raise typer.Exit(1) from error
+
+
+def _of_network(error: Exception) -> bool:
+    """Tell if an error comes from the library for HTTP that huggingface_hub calls: its errors are no `OSError`s."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return isinstance(error, HfHubHTTPError.__bases__)
 
 
 def assigned(

@@ -59,7 +59,7 @@ class Report:
         said = said and [f"Most tokens a second on these prompts, {'; '.join(said)}. `auto`, the default, finds it by trying."]
         counted = sum(check.ok is True for check in self.checks)
         verdict = f"**Failed: {'; '.join(self.failed)}.**" if self.failed else f"All {counted} checks passed."
-        return "\n\n".join([*parts, *map(_filled, said), verdict])
+        return "\n\n".join([*parts, *map(_filled, said), _filled(verdict)])
 
     def _checked(self) -> list[str]:
         """Format the checks as a table; a note that does not fit beside its check stands below, once for all that have it."""
