@@ -113,7 +113,11 @@ def test_completion_needs_nothing_heavy() -> None:
 def test_an_unknown_flag_is_answered_with_the_one_that_is_meant(path: str, unknown: str, meant: str) -> None:
     assert meant in meant_flags(unknown, command(*path.split()).params)
     message = " ".join(mrp(*path.split(), unknown, "1", fails=True).replace("│", " ").split())
-    assert re.search(rf"No such option: {unknown}\. Did you mean .*{re.escape(meant)}.*\?", message)
+    assert re.search(rf"No such option:? '?{unknown}'?\. Did you mean .*{re.escape(meant)}.*\?", message)
+
+
+def test_a_mistyped_command_is_answered_with_the_one_that_is_meant() -> None:
+    assert "No such command 'evaluat'. Did you mean 'evaluate'?" in mrp("evaluat", fails=True)
 
 
 def test_every_command_that_takes_a_model_takes_its_revision_and_another_backbone() -> None:

@@ -154,9 +154,10 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except Exception as error:
             unknown: Any = error
-            if getattr(error, "ctx", None) is not None and hasattr(error, "possibilities"):  # no such option
+            if hasattr(error, "option_name") and hasattr(error, "possibilities"):  # no such option
                 near = meant_flags(unknown.option_name, unknown.ctx.command.params)
-                unknown.message += f". Did you mean {' or '.join(near)}?" if near else ""
+                hint = f" Did you mean {' or '.join(near)}?" if near else ""
+                unknown.message = f"{unknown.message.rstrip('.')}.{hint}"
                 unknown.possibilities = None
             raise
 
