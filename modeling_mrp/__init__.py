@@ -19,6 +19,16 @@ __version__ = "0.1.0"
 _HOMES = {"MRPGenerateOutput": "generate.output", "MRPGenerationConfig": "generate.options", "MRPScoreOutput": "generate.score"}
 _HOMES |= {"BlockCache": "networks.cache", "MRPConfig": "model.configuration"}
 _HOMES |= {"MRPForCausalLM": "modeling", "MRPHead": "modeling"}
+__all__ = [
+    "BlockCache",
+    "MRPConfig",
+    "MRPForCausalLM",
+    "MRPGenerateOutput",
+    "MRPGenerationConfig",
+    "MRPHead",
+    "MRPScoreOutput",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,6 +37,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     register()
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    """List the exported names, also before they are imported."""
+    return sorted({*globals(), *__all__})
 
 
 def register() -> None:

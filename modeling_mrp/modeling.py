@@ -32,6 +32,13 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     """A block-diffusion language model with an optional MRP head.
 
     A token attends to all tokens of earlier blocks and of its own block; a masked position predicts the token at that position.
+
+    Example:
+        >>> from modeling_mrp import MRPForCausalLM
+        >>> from mrp_trainer import embedded_checkpoint
+        >>> model = MRPForCausalLM.from_pretrained(embedded_checkpoint())
+        >>> model.config.block_size, model.mrp_head is not None
+        (16, True)
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -62,8 +62,8 @@ def walk() -> None:
     said = mrp(*train, "--output-dir", "run", "--set", "save_steps=1")
     assert "resuming from checkpoint-2" in said
     assert "--head run" in said, "how to train it further"
-    model = AutoModel.from_pretrained(mrp_trainer.TINY, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(mrp_trainer.TINY, trust_remote_code=True)
+    model = AutoModel.from_pretrained(mrp_trainer.embedded_checkpoint(), trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(mrp_trainer.embedded_checkpoint(), trust_remote_code=True)
     expected = answer(model, tokenizer, decoding="static")
     mrp("push", "run", "org/head", "--base-model", "org/backbone", "--dry-run")
 

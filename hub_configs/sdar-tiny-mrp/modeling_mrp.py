@@ -688,9 +688,8 @@ def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[dict[
         if (path := cached_file(source, name, **hub)) is None:
             raise OSError(f"there is no {name}; an adapter is loaded with model.load_adapter, on its base")
     except OSError as error:
-        raise OSError(
-            f"{source!r} is no folder here, and could not be read as a repository: check the path ({error})"
-        ) from error
+        why = " ".join(str(error).split())
+        raise OSError(f"{source!r} is no folder here, and could not be read as a repository: check the path ({why})") from error
     return json_object(Path(path)), None if os.path.isdir(source) else extract_commit_hash(path, None)
 
 
@@ -713,8 +712,13 @@ def is_hub_id(name: str) -> bool:
 
 def backbone_location(name: str, source: str) -> str:
     """Return the backbone `name` that a head repository's config gives; `ValueError` if `source` may not name it."""
-    allowed = is_hub_id(name) and not os.path.exists(name)
-    if not allowed and not (os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name)):
+    allowed, of_folder = is_hub_id(name) and not os.path.exists(name), os.path.isdir(source) and os.path.isabs(name)
+    if of_folder and not os.path.isdir(name):
+        raise ValueError(
+            f"the folder {name} is gone, which the head in {source} names as its backbone: name its new place, with --backbone "
+            f"of mrp, or by from_backbone(folder, head={source!r})"
+        )
+    if not allowed and not of_folder:
         raise ValueError(
             f"the config of {source} names the backbone {name!r}, which is not followed: it must be 'org/name', and no path "
             "that exists here, or in a folder's config another's absolute path. Load both by from_backbone(backbone, head=...)"
@@ -814,11 +818,21 @@ class MRPPreTrainedModel(PreTrainedModel):
                 checkpoint, given `block_size` and `mask_token_id`, which then has to be trained for block diffusion.
             head: A head as `attach_head` takes it, which replaces the checkpoint's own.
             kwargs: As for `from_pretrained`; `revision` is the backbone's (for a head's, call `attach_head`).
+
+        Example:
+            >>> from modeling_mrp import MRPForCausalLM
+            >>> from mrp_trainer import embedded_checkpoint
+            >>> backbone = head = embedded_checkpoint()  # or folders and ids of their own
+            >>> model = MRPForCausalLM.from_backbone(backbone, head=head)
+            >>> model.backbone_source == (backbone, None)
+            True
         """
         source = os.fspath(backbone)
         found, _ = stored_json(source, **hub_options(kwargs))
         if (other := found.get("base_model_name_or_path")) is not None:
-            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
+            gone = os.path.isabs(other) and not os.path.isdir(other)
+            remedy = "name the folder where that is now, as it is gone" if gone else "use that"
+            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: {remedy}")
         if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
             for name in {"block_size", "mask_token_id"} & kwargs.keys():
                 found[name] = kwargs.pop(name)
@@ -5048,8 +5062,10 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
         criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
         others["stopping_criteria"] = StoppingCriteriaList(criteria)
     for name, ids in (("eos_token_id", config.eos_ids()), ("pad_token_id", [config.pad_id()])):
-        if outside := [one for one in ids if not 0 <= one < model.config.vocab_size]:
-            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {model.config.vocab_size}: use one inside")
+        if outside := [one for one in ids if not (hasattr(one, "__index__") and 0 <= one < model.config.vocab_size)]:
+            raise ValueError(
+                f"{name} holds {outside[0]!r}, outside the vocabulary of {model.config.vocab_size}: use one inside"
+            )
     if (mask_id := model.config.mask_token_id) in config.eos_ids():
         raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
     return config, others
@@ -5370,6 +5386,20 @@ class MRPGenerationMixin(GenerationMixin):
         Raises:
             ValueError: for an argument that cannot be honoured, before any forward; for a malformed result of a criterion or
                 processor; for a position without a finite score.
+
+        Example:
+            >>> from modeling_mrp import MRPForCausalLM
+            >>> from mrp_trainer import embedded_checkpoint
+            >>> from transformers import AutoTokenizer
+            >>> model = MRPForCausalLM.from_pretrained(embedded_checkpoint())
+            >>> tokenizer = AutoTokenizer.from_pretrained(embedded_checkpoint(), config=model.config)
+            >>> chat = [{"role": "user", "content": "Sum the numbers of a list that are even, each plus 5."}]
+            >>> how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+            >>> inputs = tokenizer.apply_chat_template(chat, **how)
+            >>> ids = model.generate(**inputs, decoding="mrp_spec", max_new_tokens=64)
+            >>> print(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+            def number(number):
+                return sum(5 + n for n in number if n % 2 == 0)
         """
         cache = chosen_cache(cache, past_key_values)
         if custom_generate is not None:
@@ -5771,6 +5801,13 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     """A block-diffusion language model with an optional MRP head.
 
     A token attends to all tokens of earlier blocks and of its own block; a masked position predicts the token at that position.
+
+    Example:
+        >>> from modeling_mrp import MRPForCausalLM
+        >>> from mrp_trainer import embedded_checkpoint
+        >>> model = MRPForCausalLM.from_pretrained(embedded_checkpoint())
+        >>> model.config.block_size, model.mrp_head is not None
+        (16, True)
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -72,6 +72,20 @@ class MRPGenerationMixin(GenerationMixin):
         Raises:
             ValueError: for an argument that cannot be honoured, before any forward; for a malformed result of a criterion or
                 processor; for a position without a finite score.
+
+        Example:
+            >>> from modeling_mrp import MRPForCausalLM
+            >>> from mrp_trainer import embedded_checkpoint
+            >>> from transformers import AutoTokenizer
+            >>> model = MRPForCausalLM.from_pretrained(embedded_checkpoint())
+            >>> tokenizer = AutoTokenizer.from_pretrained(embedded_checkpoint(), config=model.config)
+            >>> chat = [{"role": "user", "content": "Sum the numbers of a list that are even, each plus 5."}]
+            >>> how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+            >>> inputs = tokenizer.apply_chat_template(chat, **how)
+            >>> ids = model.generate(**inputs, decoding="mrp_spec", max_new_tokens=64)
+            >>> print(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+            def number(number):
+                return sum(5 + n for n in number if n % 2 == 0)
         """
         cache = chosen_cache(cache, past_key_values)
         if custom_generate is not None:

@@ -116,8 +116,10 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
         criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
         others["stopping_criteria"] = StoppingCriteriaList(criteria)
     for name, ids in (("eos_token_id", config.eos_ids()), ("pad_token_id", [config.pad_id()])):
-        if outside := [one for one in ids if not 0 <= one < model.config.vocab_size]:
-            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {model.config.vocab_size}: use one inside")
+        if outside := [one for one in ids if not (hasattr(one, "__index__") and 0 <= one < model.config.vocab_size)]:
+            raise ValueError(
+                f"{name} holds {outside[0]!r}, outside the vocabulary of {model.config.vocab_size}: use one inside"
+            )
     if (mask_id := model.config.mask_token_id) in config.eos_ids():
         raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
     return config, others

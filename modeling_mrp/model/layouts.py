@@ -41,9 +41,8 @@ def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[dict[
         if (path := cached_file(source, name, **hub)) is None:
             raise OSError(f"there is no {name}; an adapter is loaded with model.load_adapter, on its base")
     except OSError as error:
-        raise OSError(
-            f"{source!r} is no folder here, and could not be read as a repository: check the path ({error})"
-        ) from error
+        why = " ".join(str(error).split())
+        raise OSError(f"{source!r} is no folder here, and could not be read as a repository: check the path ({why})") from error
     return json_object(Path(path)), None if os.path.isdir(source) else extract_commit_hash(path, None)
 
 
@@ -66,8 +65,13 @@ def is_hub_id(name: str) -> bool:
 
 def backbone_location(name: str, source: str) -> str:
     """Return the backbone `name` that a head repository's config gives; `ValueError` if `source` may not name it."""
-    allowed = is_hub_id(name) and not os.path.exists(name)
-    if not allowed and not (os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name)):
+    allowed, of_folder = is_hub_id(name) and not os.path.exists(name), os.path.isdir(source) and os.path.isabs(name)
+    if of_folder and not os.path.isdir(name):
+        raise ValueError(
+            f"the folder {name} is gone, which the head in {source} names as its backbone: name its new place, with --backbone "
+            f"of mrp, or by from_backbone(folder, head={source!r})"
+        )
+    if not allowed and not of_folder:
         raise ValueError(
             f"the config of {source} names the backbone {name!r}, which is not followed: it must be 'org/name', and no path "
             "that exists here, or in a folder's config another's absolute path. Load both by from_backbone(backbone, head=...)"

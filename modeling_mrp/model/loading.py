@@ -108,11 +108,21 @@ class MRPPreTrainedModel(PreTrainedModel):
                 checkpoint, given `block_size` and `mask_token_id`, which then has to be trained for block diffusion.
             head: A head as `attach_head` takes it, which replaces the checkpoint's own.
             kwargs: As for `from_pretrained`; `revision` is the backbone's (for a head's, call `attach_head`).
+
+        Example:
+            >>> from modeling_mrp import MRPForCausalLM
+            >>> from mrp_trainer import embedded_checkpoint
+            >>> backbone = head = embedded_checkpoint()  # or folders and ids of their own
+            >>> model = MRPForCausalLM.from_backbone(backbone, head=head)
+            >>> model.backbone_source == (backbone, None)
+            True
         """
         source = os.fspath(backbone)
         found, _ = stored_json(source, **hub_options(kwargs))
         if (other := found.get("base_model_name_or_path")) is not None:
-            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
+            gone = os.path.isabs(other) and not os.path.isdir(other)
+            remedy = "name the folder where that is now, as it is gone" if gone else "use that"
+            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: {remedy}")
         if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
             for name in {"block_size", "mask_token_id"} & kwargs.keys():
                 found[name] = kwargs.pop(name)

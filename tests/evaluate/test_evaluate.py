@@ -14,6 +14,7 @@ from mrp_trainer.evaluate.cost import charged
 from mrp_trainer.evaluate.problem_sets import JUDGES, file_set
 from mrp_trainer.evaluate.provenance import digests
 from mrp_trainer.evaluate.results import with_headers
+from mrp_trainer.evaluate.table import printing
 from mrp_trainer.loading import load_model
 from mrp_trainer.picture.modes import show_model
 from mrp_trainer.picture.options import ShowOptions
@@ -136,6 +137,40 @@ def test_what_is_drafted_by_default_is_the_checkpoints_own(tmp_path: Path) -> No
     assert re.fullmatch(r"dynamic.*; mrp_spec of dynamic K=8 .*", show_model(show).title)
 
 
+def test_without_a_mode_the_target_is_compared_alone_and_drafted(tmp_path: Path) -> None:
+    """Drafted without the head, and with it where there is one; `--target` names another."""
+    few = "--family math --count 1 --max-new-tokens 16 --states 2"
+    own = load_model(str(TINY)).generation_config.target
+    modes = [(line["decoding"], line.get("target")) for line in lines_of(few)]
+    assert modes == [(own, None), ("self_spec", own), ("mrp_spec", own)]
+    bare = load_model(str(TINY))
+    bare.detach_head()
+    bare.save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--tokenizer", str(TINY), "--target", "dynamic", "--json"]
+    lines = [json.loads(line) for line in mrp("evaluate", *options, *few.split()).splitlines()]
+    assert [(line["decoding"], line.get("target")) for line in lines] == [("dynamic", None), ("self_spec", "dynamic")]
+
+
+def test_a_table_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the longest name of a mode, and intervals of the most digits; no value is cut or broken."""
+    monkeypatch.setenv("COLUMNS", "80")
+    line = {"family": "source", "decoding": "mrp_spec", "target": "entropy_bound", "num_draft_states": 128, "seconds": 99999.9}
+    line |= {"tokens_per_forward": 9.99, "head_per_token": 0.99, "confidence_threshold": 0.95}
+    percent, ratio = {"accuracy": 98.9, "identical_to_first": 98.9}, {"mean_accepted_length": 9.87, "tokens_per_unit": 8.76}
+    for values, interval in ((percent, [97.5, 100.0]), (ratio, [7.65, 9.98])):
+        line |= values | {f"{name}_95": interval for name in values}
+    monkeypatch.setattr("mrp_trainer.evaluate.table.charged", lambda line, shape: line)
+    with printing(as_json=False) as (print_line, _):
+        print_line(line)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    words = shown.split()
+    for value in ("98.9", "97.5-100.0", "9.87", "8.76", "7.65-9.98", "9.99", "0.99", "99999.9", "entropy_bound", "tau=0.95"):
+        assert value in words
+    assert words.count("source") == 1
+
+
 def test_a_table_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     """Its cells are the fields of the lines that the file gets, from where what is on a whole line is read again."""
     path = tmp_path / "out.jsonl"
@@ -147,12 +182,11 @@ def test_a_table_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     assert header.items() >= digests(load_model(str(TINY))).items()
     lines = measured(path)
     assert [line.get("num_draft_states") for line in lines] == [None, "auto", 2]
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
-    assert [row[1] for row in rows] == ["static", "mrp_spec of static K=auto", "mrp_spec of static K=2"]
     last = charged(lines[2])
     assert last["charged_as"] == "4B"
-    assert rows[2][3] == "{:.2f} ({:.2f}-{:.2f})".format(last["tokens_per_unit"], *last["tokens_per_unit_95"])
-    assert (rows[0][0], rows[0][5], rows[0][6]) == ("math", "-", "0.00")
+    value, interval = f"{last['tokens_per_unit']:.2f}", "{:.2f}-{:.2f}".format(*last["tokens_per_unit_95"])
+    assert re.search(rf"^mrp_spec of static K=2 +\d+\.\d +{value} .*\n +\S+ {interval} ", shown, re.MULTILINE)
+    assert re.search(r"^math *\nstatic .* 1\.00 +1\.00 +- +0\.00 ", shown, re.MULTILINE)
     path.write_bytes(path.read_bytes()[:-40])
     assert mrp(*asked).count("mrp_spec of static") == 2
     *first, again = measured(path)

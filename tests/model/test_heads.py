@@ -96,12 +96,16 @@ def test_names_of_backbones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     local, hub, absolute = str(tmp_path / "head"), "someone/head", str(tmp_path / "backbone")
     for source in (local, hub):
         assert backbone_location("JetLM/SDAR-4B-Chat-b16", source) == "JetLM/SDAR-4B-Chat-b16"
-        for name in ("../backbone", "inner", "a/b/c", "~", "gpt2", "", "/no/such/folder", "org\\name"):
+        for name in ("../backbone", "inner", "a/b/c", "~", "gpt2", "", "org\\name"):
             with pytest.raises(ValueError, match=r"is not followed.*from_backbone"):
                 backbone_location(name, source)
         with pytest.raises(ValueError, match=r"is not followed.*no path that exists here"):
             backbone_location("org/name", source)
     assert backbone_location(absolute, local) == absolute
+    with pytest.raises(ValueError, match=r"the folder /no/such is gone, which the head in .*/head names as its backbone"):
+        backbone_location("/no/such", local)
+    with pytest.raises(ValueError, match=r"is not followed.*from_backbone"):
+        backbone_location("/no/such", hub)
     with pytest.raises(ValueError, match=r"is not followed.*from_backbone"):
         backbone_location(absolute, hub)
 

@@ -120,7 +120,7 @@ def test_a_png(drawn: Decode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(data[16:20]) == 2 * float(ElementTree.fromstring(picture.svg).attrib["width"])
     monkeypatch.setitem(sys.modules, "cairosvg", None)
-    with pytest.raises(ImportError, match=r"a \.png needs cairosvg: pip install '\.\[picture\]', or name an \.svg"):
+    with pytest.raises(ImportError, match=r"a \.png needs cairosvg: pip install 'modeling-mrp\[picture\]', or name an \.svg"):
         picture.save(tmp_path / "b.png")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 

@@ -1,13 +1,16 @@
 """README and the pages of `docs/`: their Python runs and prints what they say, their commands and links exist."""
 
+import inspect
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from doctest import DocTestParser, DocTestRunner
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +37,26 @@ def blocks(text: str, *kinds: str) -> list[str]:
     return [code for kind, code in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if kind in kinds]
 
 
+def blocks_with_output(text: str) -> list[tuple[str, str]]:
+    """Every block of Python, and the block of kind `text` that comes next, before any other block: what it prints."""
+    every = [(kind, code) for kind, code in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+    pairs = zip(every, [*every[1:], ("", "")], strict=True)
+    return [(code, after if next_kind == "text" else "") for (kind, code), (next_kind, after) in pairs if kind == "python"]
+
+
 def run_page(name: str, **replaced: str) -> dict[str, Any]:
-    """The names that a page's Python leaves; one block goes on from those before it."""
-    # The engine has an environment of its own: tests/serving.
-    code = "".join(block for block in blocks(DOCUMENTS[name], "python") if "import sglang" not in block)
-    for old, new in replaced.items():
-        assert old in code
-        code = code.replace(old, new)
+    """The names that a page's Python leaves; one block goes on from those before it, and prints what the page says, no more."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(code, name, "exec"), names)
+    assert all(any(old in code for code in blocks(DOCUMENTS[name], "python")) for old in replaced)
+    for code, output in blocks_with_output(DOCUMENTS[name]):
+        if "import sglang" in code:
+            continue  # the engine has an environment of its own: tests/serving
+        for old, new in replaced.items():
+            code = code.replace(old, new)
+        with redirect_stdout(StringIO()) as printed:
+            exec(compile(code, name, "exec"), names)
+        if "mrp_trainer.cli" not in code and "MRPTrainer(" not in code:  # training prints times
+            assert printed.getvalue().rstrip() == output.rstrip(), code
     return names
 
 
@@ -76,15 +90,35 @@ PAGES = [name for name, text in DOCUMENTS.items() if blocks(text, "python") and 
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_pages_python_runs_and_prints_what_it_says(name: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Blocks of kind `text` are what the Python before them prints."""
+def test_a_pages_python_runs_and_prints_what_it_says(name: str, elsewhere: Path) -> None:
+    """Blocks of kind `text` are what the Python before them prints, line by line."""
     for module in NEEDS.get(name, ()):
         pytest.importorskip(module, reason="of another extra: make test-extras")
     with served() if name == "docs/serving.md" else nullcontext() as address:
         run_page(name, **({"http://127.0.0.1:8000": address} if address else {}))
-    printed = capsys.readouterr().out
-    for said in blocks(DOCUMENTS[name], "text"):
-        assert said.strip() in printed, printed
+
+
+@pytest.mark.parametrize("shown", ["2\n3\n", "1\n2\n", "1\n3\n", "1\n2\n3\n4\n", None])
+def test_a_page_that_misses_a_line_fails(shown: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first, the last, or one between; so does one that has a line too many, or shows nothing."""
+    code, output = "```python\nfor number in 1, 2, 3:\n    print(number)\n```\n", "1\n2\n3\n"
+    monkeypatch.setitem(DOCUMENTS, "page.md", f"{code}\nIt prints\n\n```text\n{output}```\n")
+    assert run_page("page.md")["number"] == 3
+    wrong = code if shown is None else f"{code}\n```text\n{shown}```\n"
+    monkeypatch.setitem(DOCUMENTS, "page.md", wrong)
+    with pytest.raises(AssertionError):
+        run_page("page.md")
+
+
+@pytest.mark.parametrize(
+    "described", [MRPForCausalLM, MRPForCausalLM.generate, MRPForCausalLM.from_backbone], ids=lambda each: each.__name__
+)
+def test_the_example_of_a_docstring(described: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands alone, and needs no file of the clone."""
+    monkeypatch.chdir(tmp_path)
+    example = DocTestParser().get_doctest(inspect.getdoc(described) or "", {}, described.__name__, None, None)
+    assert len(example.examples) >= 3
+    assert DocTestRunner().run(example) == (0, len(example.examples))
 
 
 def test_no_python_is_hidden_from_this_test() -> None:
@@ -134,7 +168,9 @@ def test_every_command_is_one() -> None:
     """With the flags that it has, and choices that it takes; nothing is run."""
     commands = [words for _, words in told()]
     for program, *words in commands:
-        if program == "mrp" and words != ["--version"]:
+        if program == "mrp" and words[0].startswith("--"):
+            assert {*words} <= {"--version", *(name for parameter in command().params for name in parameter.opts)}, words
+        elif program == "mrp":
             found = command()
             while hasattr(found, "commands"):
                 found = found.commands[words.pop(0)]

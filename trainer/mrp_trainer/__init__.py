@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .embedded import TINY
+from .embedded import TINY, embedded_checkpoint
 
 if TYPE_CHECKING:
     from modeling_mrp import __version__ as __version__
@@ -22,4 +22,9 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_HOMES[name], __name__), name)
 
 
-__all__ = ["TINY", "MRPTrainer", "MRPTrainingArguments", "__version__"]
+def __dir__() -> list[str]:
+    """List the exported names, also before they are imported."""
+    return sorted({*globals(), *__all__})
+
+
+__all__ = ["TINY", "MRPTrainer", "MRPTrainingArguments", "embedded_checkpoint", "__version__"]

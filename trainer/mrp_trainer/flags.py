@@ -3,6 +3,7 @@
 Nothing here imports torch, so that help appears at once.
 """
 
+import difflib
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 import yaml
+from typer.core import TyperGroup
 
 
 class _Yaml(yaml.SafeLoader):
@@ -28,6 +30,10 @@ class _Yaml(yaml.SafeLoader):
 
 _Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 _Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|false)$", re.IGNORECASE), list("tTfF"))
+
+
+# What stands for a flag's value in help, by its type.
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def flag(
@@ -49,7 +55,7 @@ def flag(
         default: The field's default, copied if it is a list; without one the field is required.
         panel: The heading of the flag in help.
         shown: The default in words, if its value says little.
-        name: The flag, if it is not named like the field; "--x/--no-x" for a switch that can be off.
+        name: The flag, if it is not named like the field: "--x/--no-x" for a switch that can be off, "--x --y" for two names.
         kind: The flag's type, if narrower than the field's, such as a literal of its choices.
         only: The only command that has the flag; None for all.
         positional: Whether it is a positional argument.
@@ -102,12 +108,16 @@ def _parameter(one: Field[Any], hint: Any, required: bool) -> inspect.Parameter:
         hint = next(part for part in get_args(hint) if part is not type(None))
     kind = declared["kind"] or hint
     several = get_origin(kind) is list
-    names = [declared["name"]] if declared["name"] else [f"--{one.name.replace('_', '-')}"] if kind is bool else []
+    plain = get_args(kind)[0] if several else kind
+    choices = get_args(plain)
+    described = f"{declared['help'].rstrip('.')}: {', '.join(choices)}." if choices else declared["help"]
+    metavar = one.name.upper() if choices else _METAVARS.get(plain)
+    names = declared["name"].split() if declared["name"] else [f"--{one.name.replace('_', '-')}"] if kind is bool else []
     option = (typer.Argument if declared["positional"] else partial(typer.Option, *names))(
         rich_help_panel=declared["panel"],
-        help=f"{declared['help']} Repeatable." if several else declared["help"],
+        help=f"{described} Repeatable." if several else described,
         show_default=shown_default(one) or False,
-        **declared["more"],
+        **({"metavar": metavar} | declared["more"]),
     )
     default = inspect.Parameter.empty if required else None
     kind = for_typer(kind) if required else for_typer(kind) | None
@@ -135,6 +145,37 @@ def for_typer(kind: Any) -> Any:
     return kind
 
 
+class Commands(TyperGroup):
+    """A group of commands that answers an unknown flag with those that may be meant."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; extend the error for a flag that the command does not have."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            unknown: Any = error
+            if hasattr(error, "option_name") and hasattr(error, "possibilities"):  # no such option
+                near = meant_flags(unknown.option_name, unknown.ctx.command.params)
+                hint = f" Did you mean {' or '.join(near)}?" if near else ""
+                unknown.message = f"{unknown.message.rstrip('.')}.{hint}"
+                unknown.possibilities = None
+            raise
+
+
+def meant_flags(unknown: str, parameters: Sequence[Any]) -> list[str]:
+    """List the flags that an unknown one may stand for: its field's other name, its initials or beginning, or a similar one.
+    Where nothing is similar, a command with `--set` may take it there."""
+    words = unknown.lstrip("-").replace("_", "-")
+    flags = {name: each for each in parameters for name in each.opts if name.startswith("--")}
+    names = [name for name, each in flags.items() if each.name.replace("_", "-") == words]
+    names += [name for name in flags if "".join(word[:1] for word in name[2:].split("-")) == words]
+    names += [name for name in flags if name.startswith(f"--{words}")]
+    names += difflib.get_close_matches(f"--{words}", list(flags), n=2, cutoff=0.75)
+    if not names and "--set" in flags:
+        return [f"--set {words.replace('-', '_')}=VALUE"]
+    return list(dict.fromkeys(names))
+
+
 @contextmanager
 def reported_errors() -> Iterator[None]:
     """Turn errors that name a value and the remedy into one red line and exit code 1, without a traceback."""
@@ -144,6 +185,18 @@ def reported_errors() -> Iterator[None]:
         lines = [f"Error: {error}", *getattr(error, "__notes__", ())]
         typer.secho("\n".join(lines), fg="red", err=True)
         raise typer.Exit(1) from error
+    except Exception as error:
+        if not _of_network(error):
+            raise
+        typer.secho(f"Error: the Hub cannot be reached: check the network ({error})", fg="red", err=True)
+        raise typer.Exit(1) from error
+
+
+def _of_network(error: Exception) -> bool:
+    """Tell if an error comes from the library for HTTP that huggingface_hub calls: its errors are no `OSError`s."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return isinstance(error, HfHubHTTPError.__bases__)
 
 
 def assigned(

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME, find_adapter_config_file
 
+from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import is_hub_id, json_object, stored_json
 from modeling_mrp.modeling import MRPForCausalLM
@@ -29,42 +30,74 @@ def load_tokenizer(source: str, revision: str | None = None, local_files_only: b
         raise ValueError(f"the tokenizer of {source!r} cannot be loaded: {remedy} ({first_line})") from error
 
 
-def load_config(source: str) -> MRPConfig:
+def tokenizer_of(options: Any) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that a command's options name, by default the model's.
+
+    Args:
+        options: An object with the attributes `model`, `tokenizer` and `revision`.
+
+    Raises:
+        OSError: if there is no such model, which else would be told as a fault of its tokenizer.
+        ValueError: if the tokenizer cannot be loaded.
+    """
+    base, revision, _ = _base_and_adapter(options.model, options.revision)
+    stored_json(base, revision=revision)
+    return load_tokenizer(options.tokenizer or options.model, None if options.tokenizer else options.revision)
+
+
+def load_config(source: str, revision: str | None = None) -> MRPConfig:
     """Load only the config of the model that `load_model` loads from `source`; errors are those of `load_model`."""
-    base, _ = _base_and_adapter(source)
-    stored_json(base)  # transformers' own error does not say what it looked for
-    return MRPConfig.from_pretrained(base)
+    base, revision, _ = _base_and_adapter(source, revision)
+    stored_json(base, revision=revision)  # transformers' own error does not say what it looked for
+    return MRPConfig.from_pretrained(base, revision=revision or "main")
 
 
-def load_generation_fields(source: str) -> dict[str, Any]:
+def load_generation_fields(source: str, revision: str | None = None) -> dict[str, Any]:
     """Read the generation config of the model that `load_model` loads from `source`, as a mapping; empty if there is none."""
     with suppress(OSError):
-        return stored_json(_base_and_adapter(source)[0], GENERATION_CONFIG_NAME)[0]
+        base, revision, _ = _base_and_adapter(source, revision)
+        return stored_json(base, GENERATION_CONFIG_NAME, revision=revision)[0]
     return {}
 
 
-def load_model(source: str, dtype: str | None = None, device: str | None = "cpu") -> Any:
+def load_model(
+    source: str,
+    dtype: str | None = None,
+    device: str | None = "cpu",
+    revision: str | None = None,
+    backbone: str | None = None,
+) -> Any:
     """Load an `MRPForCausalLM` in evaluation mode.
 
     Args:
         source: A folder or a Hub id, of any kind that `MRPForCausalLM.from_pretrained` takes, or of a peft adapter, which is
             loaded with its base.
         dtype: Dtype of the weights; that of the checkpoint if None.
-        device: None stands for `default_device()`.
+        device: None stands for the first GPU of any maker, or the CPU.
+        revision: Commit, branch or tag of a Hub id.
+        backbone: A folder or a Hub id of the backbone, in place of the one that a head or an adapter names.
 
     Raises:
-        ValueError: if checkpoint or adapter is damaged or of another kind, an adapter on the Hub has its base elsewhere, or the
-            dtype is float64 on an Apple GPU, which has none.
+        ValueError: if checkpoint or adapter is damaged or of another kind, an adapter on the Hub has its base elsewhere, or
+            there is no such device, or the dtype is float64 on an Apple GPU, which has none.
         OSError: if there is no such folder or repository.
     """
-    place = default_device() if device is None else torch.device(device)
-    if place.type == "mps" and dtype == "float64":
+    checked = checked_device(device)
+    if checked.type == "mps" and dtype == "float64":
         raise ValueError("dtype is float64, which an Apple GPU (mps) has not: use float32, or the device cpu")
-    base, adapter = _base_and_adapter(source)
-    model = MRPForCausalLM.from_pretrained(base, **({} if dtype is None else {"dtype": dtype}))
+    base, of_base, adapter = _base_and_adapter(source, revision, backbone)
+    weights: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    pinned: dict[str, Any] = {} if of_base is None else {"revision": of_base}
+    if backbone is None or adapter is not None:
+        model = MRPForCausalLM.from_pretrained(base, **pinned, **weights)
+    else:
+        model = MRPForCausalLM.from_backbone(located(backbone), **weights)
+        model.attach_head(base, **pinned)
+        if fields := load_generation_fields(base, of_base):
+            model.generation_config = MRPGenerationConfig.from_dict(fields)
     if adapter is not None:
-        model.load_adapter(adapter)
-    return model.eval().to(place)
+        model.load_adapter(adapter, adapter_kwargs={} if revision is None else {"revision": revision})
+    return model.eval().to(checked)
 
 
 def default_device() -> torch.device:
@@ -72,20 +105,40 @@ def default_device() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def _base_and_adapter(source: str) -> tuple[str, str | None]:
-    """Return the source of the model, and of the adapter on it or None; a folder that holds both is loaded as a model."""
+def checked_device(name: str | None) -> torch.device:
+    """Return a device that exists: for None the first GPU of any maker, or the CPU; `ValueError` for one that is not here."""
+    if name is None:
+        return default_device()
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()  # from the device meta nothing is read
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"device is {name!r}, which is not here: use cpu, or leave it out ({why})") from error
+    return device
+
+
+def _base_and_adapter(
+    source: str, revision: str | None = None, backbone: str | None = None
+) -> tuple[str, str | None, str | None]:
+    """Return the source of the model, its revision, and the source of the adapter on it or None. A folder that holds both is
+    loaded as a model; `backbone` replaces the model that an adapter names."""
     source, found = located(source), None
     if not (Path(source) / "config.json").is_file():
         with suppress(OSError, ValueError):  # the error is raised when the model's config is not found either
-            found = find_adapter_config_file(source)
+            found = find_adapter_config_file(source, revision=revision)
     if found is None:
-        return source, None
+        return source, revision, None
+    if backbone is not None:
+        return located(backbone), None, source
     named = json_object(Path(found)).get("base_model_name_or_path")
     if not isinstance(named, str):
         raise ValueError(f"the adapter in {source} names no base_model_name_or_path: write the model's into {found}")
     if not os.path.isdir(source) and (not is_hub_id(named) or os.path.exists(named)):
         raise ValueError(
             f"the adapter {source} on the Hub names the model {named!r}, which is not followed: it must be an id on the Hub, "
-            "and no path here. Download the adapter, and correct its adapter_config.json"
+            "and no path here. Download the adapter, and correct its adapter_config.json, or name the model with --backbone"
         )
-    return named, source
+    if os.path.isabs(named) and not os.path.isdir(named):
+        raise ValueError(f"the folder {named} of the model of the adapter {source} is gone: name its new place with --backbone")
+    return named, None, source

@@ -17,15 +17,16 @@ from ..data.tasks import Family, Split
 from ..doctor.options import DoctorOptions
 from ..embedded import located
 from ..evaluate.options import EvaluateOptions
-from ..flags import for_typer, reported_errors, takes_flags
+from ..flags import Commands, for_typer, reported_errors, takes_flags
 from ..picture.options import ShowOptions
 from ..serve.options import ServeOptions
 from ..train.options import DecodeOptions, RunOptions, TrainCommand, TrainerFlags
 from .options import CardOptions, PushOptions
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Multi-token Residual Prediction for SDAR block-diffusion models.",

@@ -108,7 +108,7 @@ def _load(path: Path, split: str) -> Source:
         datasets = import_module("datasets")
     except ImportError as error:
         raise ImportError(
-            f"{path} is read with the package datasets: pip install modeling-mrp[train], or give .jsonl files"
+            f"{path} is read with the package datasets: pip install 'modeling-mrp[train]', or give .jsonl files"
         ) from error
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():

@@ -5,6 +5,7 @@ import platform
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from textwrap import fill
 
 import torch
 import transformers
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from modeling_mrp import __version__
 from modeling_mrp.kernels.dispatch import triton
 
-from ..loading import default_device, load_model, load_tokenizer
+from ..loading import checked_device, load_model, tokenizer_of
 from ..publish.card import markdown_table
 from .checks import (
     Check,
@@ -32,6 +33,7 @@ from .rounds import Timed, proposed, time_rounds
 
 # Rows of compared texts; states per row and round; and the most parameters of a model that a CPU compares in float64.
 ROWS, STATES, WIDENED = 3, 8, 500_000_000
+WIDTH = 80
 
 
 @dataclass
@@ -51,19 +53,26 @@ class Report:
 
     def page(self) -> str:
         """Format the report as Markdown."""
-        parts = ["# mrp doctor", markdown_table(["", ""], self.machine.items())]
-        rows = [
-            [check.name, check.verdict, "" if check.difference is None else f"{check.difference:.2g}", check.note]
-            for check in self.checks
-        ]
-        parts += ["## Checks", markdown_table(["check", "", "largest difference", ""], rows)]
+        parts = ["# mrp doctor", markdown_table(["", ""], self.machine.items()), "## Checks", *self._checked()]
         if self.rounds:
             parts += ["## Rounds", self._times()]
         said = [f"batch {batch}: `num_draft_states={states}`" for batch, states in self.proposed.items()]
         said = said and [f"Most tokens a second on these prompts, {'; '.join(said)}. `auto`, the default, finds it by trying."]
         counted = sum(check.ok is True for check in self.checks)
         verdict = f"**Failed: {'; '.join(self.failed)}.**" if self.failed else f"All {counted} checks passed."
-        return "\n\n".join([*parts, *said, verdict])
+        return "\n\n".join([*parts, *map(_filled, said), _filled(verdict)])
+
+    def _checked(self) -> list[str]:
+        """Format the checks as a table; a note that does not fit beside its check stands below, once for all that have it."""
+        rows, below = [], dict[str, list[str]]()
+        for check in self.checks:
+            row = [check.name, check.verdict, "" if check.difference is None else f"{check.difference:.2g}", check.note]
+            if len(f"| {' | '.join(row)} |") > WIDTH:
+                below.setdefault(check.note, []).append(check.name)
+                row[-1] = "see below"
+            rows.append(row)
+        notes = [_filled(f"{', '.join(names)}: {note}") for note, names in below.items()]
+        return [markdown_table(["check", "", "largest difference", ""], rows), *notes]
 
     def _times(self) -> str:
         alone = {one.batch: one.seconds for one in self.rounds if one.states == 1}
@@ -74,10 +83,13 @@ class Report:
             pays = "" if base is None or one.states == 1 else f"{one.seconds / base:.2f}"
             rows.append([str(one.batch), str(one.states), f"{1e3 * one.seconds:.2f}", pays, *speed])
         head = ["rows", "K", "round, ms", "pays from", "tokens a forward", "tokens a second"]
-        return (
-            f"{markdown_table(head, rows)}\n\n*pays from*: K states are faster than K = 1 if they make more than this many "
-            "times its tokens a forward."
-        )
+        pays = "*pays from*: K states are faster than K = 1 if they make more than this many times its tokens a forward."
+        return f"{markdown_table(head, rows)}\n\n{_filled(pays)}"
+
+
+def _filled(text: str) -> str:
+    """Wrap a paragraph."""
+    return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
@@ -94,7 +106,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
 
 def examine(options: DoctorOptions) -> Report:
     """Load the model, check it and time its rounds; report progress on standard error. Errors are those of loading a model."""
-    device = torch.device(options.device) if options.device else default_device()
+    device = checked_device(options.device)
     report = Report(machine_of(device))
     tokenizer: PreTrainedTokenizerBase | None = None
     if options.random is not None:
@@ -102,11 +114,11 @@ def examine(options: DoctorOptions) -> Report:
         name = f"random weights of {options.random.upper()}"
         model = random_model(published_config(options.random), getattr(torch, dtype), device)
     else:
-        name, model = options.model, load_model(options.model, options.dtype, str(device))
-        tokenizer = load_tokenizer(options.tokenizer or options.model)
+        name, model = options.model, load_model(options.model, options.dtype, str(device), options.revision, options.backbone)
+        tokenizer = tokenizer_of(options)
     shape = model.config
     layers = f"{shape.num_hidden_layers} layers of {shape.hidden_size}, vocabulary {shape.vocab_size}"
-    report.machine["model"] = f"{name}: {layers}, blocks of {shape.block_size}, {str(model.dtype)[6:]}"
+    report.machine |= {"model": name, "layers": layers, "blocks, dtype": f"{shape.block_size}, {str(model.dtype)[6:]}"}
 
     def gather(checks: Iterable[Check]) -> None:
         for check in checks:

@@ -13,7 +13,7 @@ from modeling_mrp.generate.options import OPTION_NAMES, MRPGenerationConfig
 from modeling_mrp.model.configuration import MRPConfig
 
 from ..data.tasks import Family, Split
-from ..loading import load_config, load_generation_fields, load_model, load_tokenizer
+from ..loading import load_config, load_generation_fields, load_model, tokenizer_of
 from .acceptance import acceptance_by_depth, mean_accepted_length
 from .cost import charged_as
 from .decoded import Decoded, decode_prompts
@@ -29,18 +29,18 @@ def evaluate(options: EvaluateOptions) -> None:
     """Evaluate a model; print a table row or a JSON line per problem set and setting. Everything else is checked before the
     weights are read: `ValueError` for malformed files, prompts that leave no room for an answer, refused options or a damaged
     checkpoint, `OSError` for a missing one."""
-    options = options.of_checkpoint(load_generation_fields(options.model))
-    config = load_config(options.model)
+    config = load_config(options.model, options.revision)
+    options = options.of_checkpoint(load_generation_fields(options.model, options.revision), config.has_head)
     for setting in options.settings():
         check_setting(setting, config)
     results = ResultsFile(options.output, "asked") if options.output else None
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    tokenizer = tokenizer_of(options)
     of_both = {"count": options.count, "max_new_tokens": options.max_new_tokens}
     sets = [family_set(cast(Family, one), cast(Split, options.split), tokenizer, **of_both) for one in options.families]
     sets += [file_set(path, tokenizer, options.judge, options.chat, **of_both) for path in options.prompts]
     for asked in sets:
         asked.check_room(config.max_position_embeddings)
-    model = load_model(options.model, options.dtype, options.device)
+    model = load_model(options.model, options.dtype, options.device, options.revision, options.backbone)
     if results is not None:
         results.begin(header("mrp evaluate", options, model))
     report(model, tokenizer, options, sets, results)
@@ -85,6 +85,7 @@ def _question(options: EvaluateOptions, model: Any, asked: ProblemSet) -> dict[s
     """Collect what identifies a measurement: the model, the problems and the options that change results."""
     names = ("model", "tokenizer", "split", "judge", "chat", "batch_size")
     of_model = {"dtype": str(model.dtype), "device": str(model.device)}
+    of_model |= {name: value for name in ("revision", "backbone") if (value := getattr(options, name)) is not None}
     of_set = {"problems": len(asked.prompts), "max_new_tokens": asked.max_new_tokens, "digest": asked.digest()}
     return {**{name: getattr(options, name) for name in names}, **of_model, **of_set}
 

@@ -30,7 +30,12 @@ _WHAT, _HOW, _MODEL, _OUTPUT = "Problems", "Decoding", "Model", "Output"
 def _of(name: str) -> dict[str, Any]:
     """Make the arguments of `flag` for a repeatable option of `generate`, from the option's declaration."""
     option = _OPTIONS[name]
-    return {"help": f"{option.help} ({name} of {', '.join(option.modes)}).", "default": [option.default], "panel": _HOW}
+    meaning, _, _of_none = option.help.partition("; None: ")
+    return {
+        "help": f"{meaning[:1].upper()}{meaning[1:]} ({name} of {', '.join(option.modes)}).",
+        "default": [option.default],
+        "panel": _HOW,
+    }
 
 
 @dataclass(kw_only=True)
@@ -38,6 +43,10 @@ class ModelOptions:
     """Options of the model and its device."""
 
     model: str = flag("Checkpoint: folder or Hub id.", EMBEDDED, panel=_MODEL, metavar="PATH")
+    revision: str | None = flag("The model's commit, branch or tag.", None, panel=_MODEL, metavar="NAME")
+    backbone: str | None = flag(
+        "Another backbone, as where a head's has moved.", None, panel=_MODEL, metavar="PATH", shown="the head's own"
+    )
     tokenizer: str | None = flag(
         "Another tokenizer: folder or Hub id.", None, panel=_MODEL, metavar="PATH", shown="the model's"
     )
@@ -68,7 +77,9 @@ class GenerateOptions(ModelOptions):
 class ModeOptions(GenerateOptions):
     """Options of the decoding modes; each field is a flag."""
 
-    decoding: list[str] = flag("Modes of decoding.", [_OPTIONS["decoding"].default], panel=_HOW, kind=list[Decoding])
+    decoding: list[str] = flag(
+        "Modes of decoding.", [], panel=_HOW, kind=list[Decoding], shown="the target, self_spec, and with a head mrp_spec"
+    )
     target: list[str] = flag("Target modes of drafts.", [], panel=_HOW, kind=list[Target], shown="the checkpoint's")
     tau: list[float] = flag(**_of("confidence_threshold"))
     states: list[int | str] = flag(
@@ -80,17 +91,22 @@ class ModeOptions(GenerateOptions):
         super().__post_init__()
         self.states = [int(one) if str(one).removeprefix("-").isdecimal() else one for one in self.states]
 
-    def of_checkpoint(self, own: Mapping[str, Any], states: int = 4) -> Self:
-        """Fill in missing targets and numbers of states from a checkpoint's generation config (`own`); `states` replaces
-        `auto`, which would count differently in every run."""
+    def of_checkpoint(self, own: Mapping[str, Any], has_head: bool = True, states: int = 4) -> Self:
+        """Fill in what no flag sets: targets and numbers of states from a checkpoint's generation config (`own`), and modes.
+
+        Modes are the targets alone, then drafted without and, if the checkpoint `has_head`, with a head; `states` replaces
+        `auto`, which would count differently in every run.
+        """
         width = own.get("num_draft_states")
         width = width if isinstance(width, int) else states
-        target = own.get("target") or _OPTIONS["target"].default
-        return replace(self, target=self.target or [target], states=self.states or [width])
+        targets = self.target or [own.get("target") or _OPTIONS["target"].default]
+        drafted = ["self_spec", "mrp_spec"] if has_head else ["self_spec"]
+        decoding = self.decoding or [*targets, *drafted]
+        return replace(self, decoding=decoding, target=targets, states=self.states or [width])
 
     def settings(self) -> list[dict[str, Any]]:
         """List the settings, each a mapping of options of `generate`; those assigned by `set` stay together under that name."""
-        if not (self.target and self.states):
+        if not (self.decoding and self.target and self.states):
             return self.of_checkpoint({}).settings()
         extra = self.extra()
         settings: list[dict[str, Any]] = []

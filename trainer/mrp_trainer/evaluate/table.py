@@ -7,56 +7,70 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from .cost import CHARGED, charged
 from .results import mode_name
 
-# Heading, field and digits of the columns after problem set and mode.
+WIDTH = 80
+# Heading, field and digits of the columns after the mode.
 _COLUMNS = (
     ("right %", "accuracy", 1),
-    ("tokens / unit", "tokens_per_unit", 2),
-    ("tokens / forward", "tokens_per_forward", 2),
-    ("accepted length", "mean_accepted_length", 2),
-    ("head / token", "head_per_token", 2),
+    ("tokens/\nunit", "tokens_per_unit", 2),
+    ("tokens/\nforward", "tokens_per_forward", 2),
+    ("accepted\nlength", "mean_accepted_length", 2),
+    ("head/\ntoken", "head_per_token", 2),
     ("= first %", "identical_to_first", 1),
     ("seconds", "seconds", 1),
 )
-_CAPTION = "in brackets: 95 % intervals; a unit is a forward of the backbone, passes of the head charged as at {}"
+_CAPTION = "below a value: its 95 % interval; a unit: a forward of the backbone,\nwith passes of the head charged as at {}"
 
 
 @contextmanager
 def printing(as_json: bool) -> Iterator[tuple[Callable[[Mapping[str, Any]], None], Callable[[str], None]]]:
     """Yield two functions: one prints a measurement as a JSON line or as a row of a table, the other a text above the table.
 
-    The table is as wide as the terminal, or 160 columns without one; on a terminal it grows with every row.
+    The table fits a terminal of 80 columns, where it grows with every row; each problem set has a heading.
     """
     if as_json:
         yield lambda line: print(json.dumps(line), flush=True), print
         return
     console = Console()
     if not console.is_terminal:
-        console.width = max(console.width, 160)
-    table = Table("asked", "mode", caption=_CAPTION.format(CHARGED), caption_justify="left")
+        console.width = max(console.width, WIDTH)
+    layout: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": 0, "pad_edge": False, "show_edge": False}
+    table = Table("mode", caption=_CAPTION.format(CHARGED), caption_justify="left", **layout)
     for heading, *_ in _COLUMNS:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
+    headings: list[str] = []
     with Live(table, console=console, auto_refresh=False) as live:
 
         def add(line: Mapping[str, Any]) -> None:
-            table.add_row(*row_of(line))
+            if (asked := _asked(line)) not in headings[-1:]:
+                headings.append(asked)
+                table.add_row(Text(asked, style="bold"))
+            table.add_row(*map(Text, row_of(line)))
             table.caption = _CAPTION.format(line.get("charged_as", CHARGED))
             live.refresh()
 
         yield add, partial(live.console.print, markup=False, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.line()
+
+
+def _asked(line: Mapping[str, Any]) -> str:
+    """Name the problem set of a measurement."""
+    return str(line["family"]) if "family" in line else Path(line["file"]).name
 
 
 def row_of(line: Mapping[str, Any]) -> list[str]:
-    """Format a measurement as cells; "-" for missing values."""
+    """Format a measurement as cells: the mode, and values with their intervals in a second line; "-" for missing values."""
     line = charged(line, line.get("charged_as", CHARGED))
-    asked = line["family"] if "family" in line else Path(line["file"]).name
-    return [asked, mode_name(line), *(_value(line, name, digits) for _, name, digits in _COLUMNS)]
+    return [mode_name(line), *(_value(line, name, digits) for _, name, digits in _COLUMNS)]
 
 
 def _value(line: Mapping[str, Any], name: str, digits: int) -> str:
@@ -65,4 +79,4 @@ def _value(line: Mapping[str, Any], name: str, digits: int) -> str:
         return "-"
     if interval is None or name == "tokens_per_forward":
         return f"{value:.{digits}f}"
-    return f"{value:.{digits}f} ({interval[0]:.{digits}f}-{interval[1]:.{digits}f})"
+    return f"{value:.{digits}f}\n{interval[0]:.{digits}f}-{interval[1]:.{digits}f}"

@@ -6,7 +6,7 @@ from ..data.records import check_utf8
 from ..evaluate.command import check_setting
 from ..evaluate.options import generate_options
 from ..evaluate.results import mode_name
-from ..loading import load_config, load_model, load_tokenizer
+from ..loading import load_config, load_model, tokenizer_of
 from . import Picture, show
 from .options import ShowOptions
 
@@ -16,9 +16,9 @@ def show_model(options: ShowOptions) -> Picture:
     checkpoint, tokenizer, prompt or options do not fit, `OSError` if there is no such checkpoint."""
     check_utf8(options.prompt)
     for setting in options.drawn({}):
-        check_setting(setting, load_config(options.model))
-    model: Any = load_model(options.model, options.dtype, options.device)
-    tokenizer: Any = load_tokenizer(options.tokenizer or options.model)
+        check_setting(setting, load_config(options.model, options.revision))
+    model: Any = load_model(options.model, options.dtype, options.device, options.revision, options.backbone)
+    tokenizer: Any = tokenizer_of(options)
     if options.plain or tokenizer.chat_template is None:
         inputs = tokenizer(options.prompt, return_tensors="pt")
     else:

@@ -51,7 +51,9 @@ class Picture:
         try:
             from cairosvg import svg2png
         except (ImportError, OSError) as error:  # the package, or the library cairo that it calls
-            raise ImportError(f"a .png needs cairosvg: pip install '.[picture]', or name an .svg ({error})") from error
+            raise ImportError(
+                f"a .png needs cairosvg: pip install 'modeling-mrp[picture]', or name an .svg ({error})"
+            ) from error
         return bytes(svg2png(bytestring=self.svg.encode(), scale=2.0))
 
     def _repr_html_(self) -> str:

@@ -1,11 +1,14 @@
 """The commands `mrp push`, which pushes a checkpoint's folder to the Hub in a single commit, and `mrp card`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
 
 from modeling_mrp.model.code import AUTO_MAP
@@ -14,6 +17,8 @@ from modeling_mrp.model.layouts import is_hub_id
 from .card import FORM, is_users_card, read_results, renamed, render_card
 from .folder import CONFIGS, KINDS, Folder, json_of, read_folder
 
+# Of the library for HTTP that huggingface_hub calls, which is another one in other versions.
+_HTTP_ERRORS: Any = HfHubHTTPError.__bases__
 # Patterns of files in the repository that the commit removes, unless it sends them.
 _STALE = ["model*.safetensors*", "adapter_model*", "*_mrp.py", "custom_generate/*"]
 
@@ -73,7 +78,7 @@ def push(
 
     Raises:
         ValueError: if the folder, the card, the base or the id is not fit to be published.
-        OSError: if the Hub refused it. The folder and the branch are as they were.
+        OSError: if the Hub refused it, or cannot be reached. The folder and the branch are as they were.
     """
     if revision is not None and create_pr:
         raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
@@ -97,24 +102,38 @@ def push(
     if dry_run:
         return Publication(repo_id, found.kind, sizes, found.left_out)
     api = HfApi(token=token)
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    if revision is not None:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    there = set(api.list_repo_files(repo_id, revision=revision))
-    sent["README.md"] = renamed(written, repo_id).encode()
-    if is_ours and not new_card and "README.md" in there:
-        theirs = Path(api.hf_hub_download(repo_id, "README.md", revision=revision))
-        if is_users_card(theirs.read_text(encoding="utf-8")):
-            del sent["README.md"]
-    stale = filter_repo_objects(there - sent.keys(), allow_patterns=_STALE)
-    commit = api.create_commit(
-        repo_id,
-        [*(CommitOperationAdd(name, one) for name, one in sent.items()), *map(CommitOperationDelete, stale)],
-        commit_message=commit_message or f"Upload {KINDS[found.kind]}",
-        revision=revision,
-        create_pr=create_pr,
-    )
+    with _reached(api):
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        there = set(api.list_repo_files(repo_id, revision=revision))
+        sent["README.md"] = renamed(written, repo_id).encode()
+        if is_ours and not new_card and "README.md" in there:
+            theirs = Path(api.hf_hub_download(repo_id, "README.md", revision=revision))
+            if is_users_card(theirs.read_text(encoding="utf-8")):
+                del sent["README.md"]
+        stale = filter_repo_objects(there - sent.keys(), allow_patterns=_STALE)
+        commit = api.create_commit(
+            repo_id,
+            [*(CommitOperationAdd(name, one) for name, one in sent.items()), *map(CommitOperationDelete, stale)],
+            commit_message=commit_message or f"Upload {KINDS[found.kind]}",
+            revision=revision,
+            create_pr=create_pr,
+        )
     return Publication(repo_id, found.kind, sizes, found.left_out, commit)
+
+
+@contextmanager
+def _reached(api: HfApi) -> Iterator[None]:
+    """Turn failures of the connection, which are no `OSError`s, into one that says what to do."""
+    try:
+        yield
+    except OSError:  # the Hub's own answer, too
+        raise
+    except _HTTP_ERRORS as error:
+        raise OSError(
+            f"the Hub at {api.endpoint} cannot be reached: check the network, and repeat the push ({error})"
+        ) from error
 
 
 def _contents(found: Folder, base: str | None, revision: str | None) -> dict[str, Path | bytes]:

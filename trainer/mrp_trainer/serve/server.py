@@ -16,7 +16,7 @@ try:
     from transformers.cli.serving.server import build_server
     from transformers.cli.serving.utils import BaseHandler, GenerateManager, GenerationState
 except ImportError as error:
-    raise ImportError(f"mrp serve needs the server of transformers: pip install '.[serve]' ({error})") from error
+    raise ImportError(f"mrp serve needs the server of transformers: pip install 'modeling-mrp[serve]' ({error})") from error
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +25,7 @@ from modeling_mrp.generate.options import MRPGenerationConfig, check_ids, check_
 
 from ..evaluate.command import check_setting
 from ..evaluate.options import generate_options
-from ..loading import load_config, load_model, load_tokenizer
+from ..loading import load_config, load_model, tokenizer_of
 from .options import ServeOptions
 
 _NEW_TOKENS = 1024  # per text, if neither the request nor the checkpoint sets a limit
@@ -166,9 +166,9 @@ def serve(options: ServeOptions) -> None:
     """Serve requests until the process ends. Everything else is checked before the weights are read: `ValueError` for options
     that `generate` refuses and for damaged files, `OSError` if there is no such checkpoint."""
     setting = options.setting()
-    check_setting(setting, load_config(options.model))
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
-    model: Any = load_model(options.model, options.dtype, options.device)
+    check_setting(setting, load_config(options.model, options.revision))
+    tokenizer = tokenizer_of(options)
+    model: Any = load_model(options.model, options.dtype, options.device, options.revision, options.backbone)
     model.generation_config = MRPGenerationConfig(**{**model.generation_config.to_dict(), **generate_options(setting)})
     first = tokenizer("Hello", return_tensors="pt").to(model.device)
     model.generate(**first, tokenizer=tokenizer, max_new_tokens=1)  # a device that cannot decode fails now, not in an answer

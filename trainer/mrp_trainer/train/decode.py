@@ -19,15 +19,12 @@ from accelerate import PartialState
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from modeling_mrp.modeling import MRPForCausalLM
-
 from ..data.records import FieldError
 from ..data.sources import checked, open_source
-from ..embedded import located
 from ..evaluate.decoded import pad_left, padding_id
+from ..loading import load_model, tokenizer_of
 from .inputs import check_tokenizer, digest, encoder_of
 from .options import DecodeOptions, TrainerFlags
-from .runs import run_tokenizer
 
 # How long finished processes wait for the others, in place of the short default of torch.distributed.
 _PATIENCE = timedelta(days=30)
@@ -53,11 +50,10 @@ def decode(options: DecodeOptions) -> str | None:
     if path.exists():
         raise ValueError(f"{path} is there already: name another file, or remove it")
     source = open_source(options.data, options.split)
-    tokenizer = run_tokenizer(options)
-    where = {name: value for name, value in (("dtype", options.dtype), ("revision", options.revision)) if value is not None}
-    model = MRPForCausalLM.from_pretrained(located(options.model), **where).eval()
+    tokenizer = tokenizer_of(options)
+    device = options.device or str(state.device)
+    model = load_model(options.model, options.dtype, device, options.revision, options.backbone)
     check_tokenizer(tokenizer, model)
-    model.to(options.device or state.device)
     block_size, longest = model.config.block_size, model.config.max_position_embeddings - options.max_new_tokens
     if options.max_new_tokens < block_size:
         raise ValueError(

@@ -26,8 +26,8 @@ class RunOptions:
     an autoregressive Qwen3 checkpoint that becomes a block-diffusion model.
     """
 
-    model: str = flag("Checkpoint: folder or Hub id.", panel=_MODEL, metavar="PATH")
-    revision: str | None = flag("Commit, branch or tag of the model.", None, panel=_MODEL)
+    model: str = flag("Checkpoint: folder or Hub id.", panel=_MODEL, metavar="PATH", name="--model --backbone")
+    revision: str | None = flag("The model's commit, branch or tag.", None, panel=_MODEL, metavar="NAME")
     tokenizer: str | None = flag("Another tokenizer.", None, panel=_MODEL, metavar="PATH", shown="the model's")
     block_size: int | None = flag(
         "Tokens per block, for a Qwen3 checkpoint.", None, panel=_MODEL, shown="16", only="block_diffusion"
@@ -42,7 +42,11 @@ class RunOptions:
     head: str | None = flag("Head to train further.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp")
     head_layers: int = flag("Layers of a new head.", 3, panel=_HEAD, only="mrp", min=1)
     head_init: str = flag(
-        "Start of a new head: adds nothing, copies layers, or random.", "identity", panel=_HEAD, kind=HeadInit, only="mrp"
+        "Start of a new head, which adds nothing, copies layers, or is random.",
+        "identity",
+        panel=_HEAD,
+        kind=HeadInit,
+        only="mrp",
     )
     save: str = flag(
         "Save the head alone, or with the backbone.", "head", panel=_HEAD, kind=Literal["head", "full"], only="mrp"
@@ -65,10 +69,12 @@ class TrainerFlags:
     unroll: int = flag("Head steps unrolled in training.", 1, panel=_LOSS, only="mrp", min=1)
     reveal_rule: str = flag("Reveals before each head step.", "on_policy", panel=_LOSS, kind=RevealRule, only="mrp")
     noisy_copies: int = flag("Noisy copies per sample.", 2, panel=_LOSS, min=1, max=2)
-    num_train_epochs: float = flag("Passes over the data.", 1.0, panel=_OPTIMIZER, name="--epochs")
+    num_train_epochs: float = flag("Passes over the data.", 1.0, panel=_OPTIMIZER, name="--epochs", min=0)
     max_steps: int = flag("Training steps.", -1, panel=_OPTIMIZER, name="--steps", shown="by epochs")
-    per_device_train_batch_size: int = flag("Rows per device and pass.", 4, panel=_OPTIMIZER, name="--batch-size")
-    gradient_accumulation_steps: int = flag("Forward and backward passes per step.", 1, panel=_OPTIMIZER, name="--accumulate")
+    per_device_train_batch_size: int = flag("Rows per device and pass.", 4, panel=_OPTIMIZER, name="--batch-size", min=1)
+    gradient_accumulation_steps: int = flag(
+        "Forward and backward passes per step.", 1, panel=_OPTIMIZER, name="--accumulate", min=1
+    )
     learning_rate: float | None = flag("Learning rate of AdamW.", None, panel=_OPTIMIZER, shown="1e-3 head, 1e-4 backbone")
     muon_learning_rate: float | None = flag("Muon's learning rate for layer matrices.", None, panel=_OPTIMIZER, shown="no Muon")
     bf16: bool = flag("bfloat16 for passes and frozen weights.", False, panel=_OPTIMIZER, name="--bf16/--no-bf16")
@@ -108,7 +114,6 @@ class DecodeOptions(ModelOptions):
 
     data: list[str] = flag("JSON lines or a datasets folder, with prompts.", panel=_ASKED, metavar="FILE")
     output: str = flag("JSON lines that mrp train reads.", panel=_OUTPUT, metavar="FILE")
-    revision: str | None = flag("The model's commit, branch or tag.", None, panel=_MODEL)
     split: str = flag("Split of a datasets folder.", "train", panel=_ASKED)
     limit: int | None = flag("Limit of records.", None, panel=_ASKED, min=1)
     max_new_tokens: int = flag("Limit of tokens per prompt.", 256, panel=_HOW, min=1)

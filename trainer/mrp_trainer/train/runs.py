@@ -19,11 +19,10 @@ from modeling_mrp.model.layouts import stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.sources import open_source
-from ..embedded import located
 from ..heads import with_new_head
-from ..loading import load_tokenizer
+from ..loading import tokenizer_of
 from .checkpoints import last_whole_checkpoint, step_of, under_own_class
-from .options import DecodeOptions, RunOptions
+from .options import RunOptions
 from .settings import RUN_FILE, Settings, read_yaml
 from .trainer import MRPTrainer
 
@@ -79,7 +78,7 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     arguments, folder = settings.arguments(), Path(settings.training["output_dir"])
     settings = settings.written_down(arguments, _data_digest(options.data))
     set_seed(arguments.seed)
-    tokenizer = run_tokenizer(options)
+    tokenizer = tokenizer_of(options)
     trainer = MRPTrainer(load_model(settings), arguments, data, held_out, processing_class=tokenizer)
     if options.early_stopping_patience:
         trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
@@ -127,13 +126,6 @@ def _how_to_go_on(folder: Path, settings: Settings) -> str:
     """Return a hint on how to train a run's result further, a sentence that begins with a space."""
     what, flag = ("head", "head") if settings.objective == "mrp" else ("backbone", "model")
     return f" To train its {what} further, give --{flag} {folder} and another --output-dir"
-
-
-def run_tokenizer(options: RunOptions | DecodeOptions) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a run; `OSError` if there is no such model, `ValueError` if its tokenizer cannot be loaded."""
-    stored_json(located(options.model), revision=options.revision)  # else the error for a missing model is about its tokenizer
-    revision = None if options.tokenizer else options.revision
-    return load_tokenizer(options.tokenizer or options.model, revision)
 
 
 def load_model(settings: Settings) -> Any:
