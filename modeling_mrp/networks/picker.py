@@ -244,8 +244,7 @@ class Picker:
             if self.likeliest:
                 likeliest = torch.cat([ids.to(own.dtype), odds_of(scores, ids).masked_fill(out, -torch.inf)], 1)
             if self.shortlist:
-                # Releases of torch scatter wrongly on GPUs by an index that is not contiguous (pytorch/pytorch#175191).
-                ids, own = ids[:, : self.shortlist].contiguous(), own[:, : self.shortlist]
+                ids, own = ids[:, : self.shortlist], own[:, : self.shortlist]
                 left = own > -torch.inf  # all others keep their share of the sum
                 rest = scores.scatter(1, ids, scores.gather(1, ids).masked_fill(left, -torch.inf)).logsumexp(-1, keepdim=True)
                 shortlist = torch.cat([ids.to(own.dtype), own, rest], 1)

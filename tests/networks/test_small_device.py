@@ -171,12 +171,13 @@ def test_streams_stopping_and_a_cache_are_as_on_a_cpu(both: Any) -> None:
     same_on_both(both, call)
 
 
-def test_a_shortlist_is_as_on_a_cpu(both: Any) -> None:
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_shortlist_is_as_on_a_cpu(sampled: bool, both: Any) -> None:
     """Asked of the picker: `generate` lists only where a weight is no tensor of another class, as those of the stand-in are."""
     hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
 
     def call(model: MRPForCausalLM, put: Callable[[Any], Any]) -> Any:
-        picker = Picker(model.lm_head.weight.detach(), MASK, likeliest=True, shortlist=9, entropy=True)
+        picker = Picker(model.lm_head.weight.detach(), MASK, likeliest=sampled, shortlist=64 if sampled else 9, entropy=True)
         picks = picker(put(hidden))
         return picks, picker.among(put(hidden.flip(0)), picks.shortlist, Spots([], model.device))
 
