@@ -321,6 +321,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 
+
 DENSE = "sdar"  # the family of a config that names none
 FAMILIES: dict[str, Any] = {}  # classes of backbones, which register themselves
 
@@ -362,6 +363,7 @@ class MRPBackbone(Qwen3Model):
 FAMILIES[DENSE] = MRPBackbone
 
 
+@tested_versions()
 def families() -> dict[str, Any]:
     """Import all families of this folder; return all registered backbone classes by name (remote code has only its own)."""
     here = Path(__file__)

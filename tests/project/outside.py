@@ -2,12 +2,28 @@
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 PACKAGES = {"transformers", "accelerate", "peft", "huggingface_hub", "safetensors", "tokenizers"}
+PAGE = Path(__file__).parents[2] / "docs" / "rests_on.md"
+KINDS = {"Imported": "import", "Overridden": "override", "Reached into": "reach into"}
+
+
+def listed(package: str) -> dict[str, set[str]]:
+    """The names that the page's tables of a package hold, by kind."""
+    page = PAGE.read_text(encoding="utf-8")
+    names: dict[str, set[str]] = {}
+    for title, kind in KINDS.items():
+        section = page.split(f"\n## {title} by `{package}`\n")[1].split("\n## ")[0]
+        names[kind] = set()
+        for first, second, _ in re.findall(r"^\| (`.*?) \| (.*?) \| (.+) \|$", section, re.MULTILINE):
+            words = re.findall(r"`([^`]+)`", first if kind == "reach into" else second)
+            names[kind] |= {word if kind == "reach into" else f"{first.strip('`')}.{word}" for word in words}
+    return names
 
 
 def modules(package: Path, dotted: str) -> dict[str, ast.Module]:

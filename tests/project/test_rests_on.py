@@ -1,39 +1,22 @@
 """docs/rests_on.md names all that the project takes of other Hugging Face packages, and the installed ones have it."""
 
 import importlib
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT
-from outside import exists, outside_names
+from outside import KINDS, exists, listed, outside_names
 from random_cases import make_model
 from torch import nn
 from transformers import Trainer
 from transformers.modeling_utils import PreTrainedModel
 
-PAGE = (ROOT / "docs" / "rests_on.md").read_text(encoding="utf-8")
-KINDS = {"Imported": "import", "Overridden": "override", "Reached into": "reach into"}
 PACKAGES = {
     "modeling_mrp": ROOT / "modeling_mrp",
     "mrp_trainer": ROOT / "trainer" / "mrp_trainer",
 }
-
-
-def listed(package: str) -> dict[str, set[str]]:
-    """The names that the page's tables of a package hold, by kind."""
-    names: dict[str, set[str]] = {}
-    for title, kind in KINDS.items():
-        section = PAGE.split(f"\n## {title} by `{package}`\n")[1].split("\n## ")[0]
-        rows = re.findall(r"^\| (`.*?) \| (.*?) \| (.+) \|$", section, re.MULTILINE)
-        names[kind] = set()
-        for first, second, _ in rows:
-            owner = first.strip("`")
-            words = re.findall(r"`([^`]+)`", first if kind == "reach into" else second)
-            names[kind] |= {word if kind == "reach into" else f"{owner}.{word}" for word in words}
-    return names
 
 
 @pytest.mark.parametrize("package", PACKAGES)

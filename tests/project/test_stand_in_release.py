@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY
+from outside import listed
 
 from modeling_mrp.versions import TESTED
 
 STAND_IN = ROOT / "tests" / "versions" / "stand_in.py"
-# A module's function, classes of three modules, and methods of two that a class of ours overrides or calls.
-NAMES = (
-    "transformers.masking_utils.eager_mask",
-    "transformers.utils.ModelOutput",
-    "transformers.generation.EosTokenCriteria",
-    "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm",
-    "transformers.cache_utils.Cache",
-    "transformers.core_model_loading.WeightConverter",
+# What a decode of one's own weights does not reach, and modules, which are found under their name all the same.
+UNREACHED = {"get_class_from_dynamic_module", "__version__"}
+MODULES = {"initialization", "logging", "logits_process", "modeling_glm4_moe", "modeling_qwen3_moe"}
+NAMES = sorted(
+    name
+    for name in listed("modeling_mrp")["import"]
+    if name.startswith("transformers.") and name.split(".")[-1] not in UNREACHED | MODULES
 )
 # Transformers is imported once; a fork for each name renames it and decodes.
 DECODE = """
@@ -38,6 +38,8 @@ for name in ["", *sys.argv[2:]]:
         try:
             sys.meta_path.insert(0, stand_in.Renaming([name] if name else []))
             from modeling_mrp import MRPForCausalLM
+            from modeling_mrp.model.families.sdar import families
+            families()
             model = MRPForCausalLM.from_pretrained(sys.argv[1])
             text = model.generate(torch.tensor([[40, 41, 42]]), decoding="mrp_spec", num_draft_states=2, max_new_tokens=4)
             end = "" if text.shape[1] > 3 else "no text"

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
+from ...versions import tested_versions
+
 DENSE = "sdar"  # the family of a config that names none
 FAMILIES: dict[str, Any] = {}  # classes of backbones, which register themselves
 
@@ -47,6 +49,7 @@ class MRPBackbone(Qwen3Model):
 FAMILIES[DENSE] = MRPBackbone
 
 
+@tested_versions()
 def families() -> dict[str, Any]:
     """Import all families of this folder; return all registered backbone classes by name (remote code has only its own)."""
     here = Path(__file__)
