@@ -261,6 +261,6 @@ def test_a_run_that_would_push_without_a_network(no_network: Path) -> None:
 def test_what_is_missing_on_a_machine_is_named(
     arguments: str, message: str, no_network: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mrp_trainer.train.settings.get_available_reporting_integrations", lambda: ["tensorboard"])
+    monkeypatch.setattr("mrp_trainer.train.runs.get_available_reporting_integrations", lambda: ["tensorboard"])
     assert message in mrp(*arguments.replace("TINY", embedded_checkpoint()).split(), fails=True)
     assert not (no_network / "run").exists()

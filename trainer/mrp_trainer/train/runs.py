@@ -13,6 +13,7 @@ import torch
 import yaml
 from filelock import FileLock, Timeout
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, set_seed
+from transformers.integrations import get_available_reporting_integrations
 
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import stored_json
@@ -68,11 +69,12 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     """Load what a run needs, and write its settings to `run.yaml` in its folder; `restart` removes the folder's checkpoints.
 
     Raises:
-        ValueError: if the folder holds a run that has other settings or data, or is still running; if there is no data; if
-            model, data, tokenizer and settings do not fit together.
+        ValueError: if the folder holds a run that has other settings or data, or is still running; if there is no data, or a
+            tracker is not installed; if model, data, tokenizer and settings do not fit together.
         OSError: if a checkpoint is not there.
     """
     options = settings.options
+    _check_trackers(settings.training.get("report_to"))
     held_out = open_source(options.eval_data, options.eval_split) if options.eval_data else None
     data = open_source(options.data, options.split)
     arguments, folder = settings.arguments(), Path(settings.training["output_dir"])
@@ -87,6 +89,17 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
         if arguments.process_index == 0:  # after all other checks
             _take(folder, lock, settings, restart)
     return OpenRun(settings, trainer, tokenizer, lock)
+
+
+def _check_trackers(names: str | Sequence[str] | None) -> None:
+    """Raise `ValueError` for a tracker that is not installed, or that transformers does not know."""
+    installed = get_available_reporting_integrations()
+    for name in [names] if isinstance(names, str) else names or ():
+        if name not in (*installed, "all", "none", "flyte"):  # flyte is not listed, and needs no package of its own
+            raise ValueError(
+                f"report_to is {name!r}: this tracker is not installed, or transformers has no such one. Install its package "
+                f"(such as pip install wandb), or leave it out; installed: {', '.join(installed) or 'none'}"
+            )
 
 
 def _data_digest(paths: Sequence[str]) -> str | None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from huggingface_hub.dataclasses import type_validator
-from transformers.integrations import get_available_reporting_integrations
 
 from ..flags import assigned, parsed
 from .arguments import MRPTrainingArguments
@@ -101,22 +100,10 @@ def read_settings(
     check_declared(options)
     if options.eval_data:
         found = {"eval_strategy": "steps", **found}
-    _check_trackers(found.get("report_to"))
     if options.early_stopping_patience:
         best = {"load_best_model_at_end": True, "restore_callback_states_from_checkpoint": True}
         found = {"save_steps": found.get("eval_steps", TrainerFlags.eval_steps), **best, **found}
     return Settings(objective, options, found)
-
-
-def _check_trackers(names: str | Sequence[str] | None) -> None:
-    """Raise `ValueError` for a tracker that is not installed, or that transformers does not know."""
-    installed = get_available_reporting_integrations()
-    for name in [names] if isinstance(names, str) else names or ():
-        if name not in (*installed, "all", "none", "flyte"):  # flyte is not listed, and needs no package of its own
-            raise ValueError(
-                f"report_to is {name!r}: this tracker is not installed, or transformers has no such one. Install its package "
-                f"(such as pip install wandb), or leave it out; installed: {', '.join(installed) or 'none'}"
-            )
 
 
 def known_names(objective: str) -> tuple[str, ...]:
