@@ -5,6 +5,7 @@ import copy
 import logging
 import os
 import re
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 _KEY_MAPPING = {f"^{re.escape(PUBLISHED_HEAD)}": HEAD}  # transformers renames by it while it loads
 # By stock transformers model, while it is in use: the source of a head, and the MRP model made from both.
 _MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
+_MAKING = threading.Lock()
 
 
 class MRPPreTrainedModel(PreTrainedModel):
@@ -160,6 +162,11 @@ class MRPPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
         """Make an MRP model that shares a stock Qwen3 model's parameters and has a repository's head; reuse an earlier one."""
+        with _MAKING:  # threads that come together share one, as their caches are of this very model
+            return cls._of_stock_model(stock, repository, download)
+
+    @classmethod
+    def _of_stock_model(cls: Any, stock: Any, repository: str, download: dict[str, Any]) -> Any:
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         like = parameters["lm_head.weight"]
         source = (repository, download.get("revision"), like.dtype, like.device, *map(id, parameters.values()))
