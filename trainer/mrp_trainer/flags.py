@@ -3,6 +3,7 @@
 Nothing here imports torch, so that help appears at once.
 """
 
+import errno
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -141,7 +142,10 @@ def reported_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
-        typer.secho(f"Error: {error}", fg="red", err=True)
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = full and "free some space" not in str(error)
+        remedy = ": free some space, and repeat the command. What was there before is as it was" if full else ""
+        typer.secho(f"Error: {error}{remedy}", fg="red", err=True)
         raise typer.Exit(1) from error
 
 

@@ -67,8 +67,10 @@ class TrainerFlags:
     noisy_copies: int = flag("Noisy copies per sample.", 2, panel=_LOSS, min=1, max=2)
     num_train_epochs: float = flag("Passes over the data.", 1.0, panel=_OPTIMIZER, name="--epochs")
     max_steps: int = flag("Training steps.", -1, panel=_OPTIMIZER, name="--steps", shown="by epochs")
-    per_device_train_batch_size: int = flag("Rows per device and pass.", 4, panel=_OPTIMIZER, name="--batch-size")
-    gradient_accumulation_steps: int = flag("Forward and backward passes per step.", 1, panel=_OPTIMIZER, name="--accumulate")
+    per_device_train_batch_size: int = flag("Rows per device and pass.", 4, panel=_OPTIMIZER, name="--batch-size", min=1)
+    gradient_accumulation_steps: int = flag(
+        "Forward and backward passes per step.", 1, panel=_OPTIMIZER, name="--accumulate", min=1
+    )
     learning_rate: float | None = flag("Learning rate of AdamW.", None, panel=_OPTIMIZER, shown="1e-3 head, 1e-4 backbone")
     muon_learning_rate: float | None = flag("Muon's learning rate for layer matrices.", None, panel=_OPTIMIZER, shown="no Muon")
     bf16: bool = flag("bfloat16 for passes and frozen weights.", False, panel=_OPTIMIZER, name="--bf16/--no-bf16")
