@@ -114,8 +114,8 @@ def state_of(model: Any) -> tuple[Any, ...]:
 def test_an_exception_leaves_model_and_cache_as_they_were_or_empty(way: str, recorded: bool) -> None:
     """Raised at each use of each callback in turn, as an error or an interrupt; then the same cache is gone on from, beside one
     that saw no error."""
-    if recorded and way == "forward":
-        pytest.skip("a replay calls no module")
+    if recorded and way in ("forward", "swap"):
+        pytest.skip("a replay calls no module, and recorded rounds keep four rows")
     model = model_of_test()
     options = OPTIONS | {"graphs": recorded}
 

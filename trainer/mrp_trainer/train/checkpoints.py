@@ -84,10 +84,16 @@ def make_room(own: OwnFolder, limit: int, kept: set[str]) -> None:
 def damage_of(checkpoint: Path, with_states: bool = True) -> str | None:
     """Say which file of a checkpoint is missing or cannot be read; None if all are whole. Nothing is unpickled."""
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
-    states = ("optimizer.pt", "scheduler.pt", "rng_state*.pth") if with_states else ()
-    for pattern in ("*config.json", "*.safetensors", *states):
-        if with_states and not any(path.match(pattern) for path in files):
-            return f"it has no {pattern}"
+    needed = [
+        ("config.json", "adapter_config.json"),
+        ("*.safetensors",),
+        ("optimizer.pt",),
+        ("scheduler.pt",),
+        ("rng_state*.pth",),
+    ]
+    for patterns in needed if with_states else ():
+        if not any(path.match(pattern) for path in files for pattern in patterns):
+            return f"it has no {patterns[0]}"
     for path in files:
         try:
             if path.suffix == ".json":

@@ -81,8 +81,7 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     data = open_source(options.data, options.split)
     arguments, folder = settings.arguments(), Path(settings.training["output_dir"])
     _check_inputs(folder, options)
-    if arguments.process_index == 0:
-        OwnFolder(folder).check()
+    OwnFolder(folder).check()
     settings = settings.written_down(arguments, _data_digest(options.data))
     set_seed(arguments.seed)
     tokenizer = run_tokenizer(options)
