@@ -4292,17 +4292,15 @@ class Decoder:
         self.write(rows, [first_frontier(row, self.mode.rule, said) for row, said in zip(rows, scores, strict=True)])
         self.watch(rows)
         batch = rows
-        try:
-            while active := sum(row.stop is None for row in batch):
-                if (size := self.smaller(len(batch), active)) < len(batch):
-                    batch = self.networks.narrow(batch, size)
-                begun = perf_counter()
-                amount = self.budget.choose(batch)
-                steps = self.round(batch, amount)
-                self.budget.learn(amount, batch, steps, perf_counter() - begun)
-                self.watch(batch)
-        finally:  # also where a watch, a processor or the user ends the call
-            self.networks.widen(max(row.held for row in rows))
+        while active := sum(row.stop is None for row in batch):
+            if (size := self.smaller(len(batch), active)) < len(batch):
+                batch = self.networks.narrow(batch, size)
+            begun = perf_counter()
+            amount = self.budget.choose(batch)
+            steps = self.round(batch, amount)
+            self.budget.learn(amount, batch, steps, perf_counter() - begun)
+            self.watch(batch)
+        self.networks.widen(max(row.held for row in rows))
 
     def watch(self, rows: Sequence[Row]) -> None:
         """Call all `watches` with the rows."""
@@ -5496,6 +5494,8 @@ def _decode(
                 f"minimum length bars. If none is, weights or scores are not finite in {picker.lm_head_weight.dtype}: load or "
                 "train them again, or load a wider dtype"
             ) from None
+        finally:  # also where a watch, a processor or the user ended the call
+            networks.widen(max(row.held for row in rows))
         held = [row.held for row in rows]
         with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
         cache.hold([row.text for row in rows], held, *with_head)

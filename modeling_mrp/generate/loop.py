@@ -117,17 +117,15 @@ class Decoder:
         self.write(rows, [first_frontier(row, self.mode.rule, said) for row, said in zip(rows, scores, strict=True)])
         self.watch(rows)
         batch = rows
-        try:
-            while active := sum(row.stop is None for row in batch):
-                if (size := self.smaller(len(batch), active)) < len(batch):
-                    batch = self.networks.narrow(batch, size)
-                begun = perf_counter()
-                amount = self.budget.choose(batch)
-                steps = self.round(batch, amount)
-                self.budget.learn(amount, batch, steps, perf_counter() - begun)
-                self.watch(batch)
-        finally:  # also where a watch, a processor or the user ends the call
-            self.networks.widen(max(row.held for row in rows))
+        while active := sum(row.stop is None for row in batch):
+            if (size := self.smaller(len(batch), active)) < len(batch):
+                batch = self.networks.narrow(batch, size)
+            begun = perf_counter()
+            amount = self.budget.choose(batch)
+            steps = self.round(batch, amount)
+            self.budget.learn(amount, batch, steps, perf_counter() - begun)
+            self.watch(batch)
+        self.networks.widen(max(row.held for row in rows))
 
     def watch(self, rows: Sequence[Row]) -> None:
         """Call all `watches` with the rows."""
