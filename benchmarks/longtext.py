@@ -27,6 +27,7 @@ import torch
 from mrp_trainer.evaluate.cost import charged
 from mrp_trainer.evaluate.intervals import ratio_of_sums
 from mrp_trainer.evaluate.results import ResultsFile
+from mrp_trainer.outputs import OwnFolder
 from mrp_trainer.publish.card import markdown_table
 from mrp_trainer.train.checkpoints import last_whole_checkpoint
 from mrp_trainer.train.optimizer import MuonAdamW
@@ -63,7 +64,8 @@ Line = dict[str, Any]
 
 def prepare(options: Namespace) -> None:
     """Write a tokenizer, and each split's texts as pieces (a prompt and its continuation) and as one stream of ids."""
-    options.folder.mkdir(parents=True, exist_ok=True)
+    files = [f"{part}.{kind}" for part in ("train", "tune", "heldout") for kind in ("jsonl", "npy")]
+    OwnFolder(options.folder).claim(*files)
     split = split_packages(installed())
     texts = [text for texts in split["train"].values() for text in texts]
     tokenizer = new_tokenizer(iter(texts[::5]), VOCABULARY, PROMPT + LONGEST)

@@ -98,6 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # with such small products, more threads only wait for each other
     line: dict[str, Any] = {}
+    if options.output.exists() and not options.output.read_text().startswith('{"benchmark": "soak"'):
+        parser.error(f"{options.output} is there, and no earlier soak: name another file")
     with options.output.open("w") as file:
         emit(header("soak", options), file)
         for line in soak(options.minutes, options.seed, options.first, options.cases, options.rows, options.mode):

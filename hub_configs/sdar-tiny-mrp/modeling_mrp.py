@@ -76,6 +76,7 @@ CHECKED_ON = {"cuda"}
 # (kernel, device) that failed to compile or to launch in this process, or gave wrong results.
 _failed: set[tuple[str, torch.device]] = set()
 _checked: set[tuple[Any, ...]] = set()
+_KERNELS_LOCK = threading.Lock()  # of both
 
 
 @dataclass(eq=False)
@@ -136,9 +137,12 @@ class Dispatch:
                 ) from error
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise  # most errors are the capture's then, and a twin would go into the graph
-            _failed.add((name, device))
+            with _KERNELS_LOCK:
+                known = (name, device) in _failed
+                _failed.add((name, device))
             said = f"the kernel {name!r} failed on {device} ({why}): PyTorch stands in, slower, and kernels=False silences this"
-            warnings.warn(said, RuntimeWarning, stacklevel=2)
+            if not known:  # by another thread, meanwhile
+                warnings.warn(said, RuntimeWarning, stacklevel=2)
         return kernel.twin(*given)
 
 
@@ -183,12 +187,14 @@ def _check(kernel: Kernel, given: tuple[Any, ...], made: Any) -> None:
     with suppress(torch.OutOfMemoryError):  # twins need more
         for one, right in zip(ours, _tensors([kernel.twin(*given)]), strict=True):
             check_close("its results differ from PyTorch's", one, right)
-    _checked.add(kind)
+    with _KERNELS_LOCK:
+        _checked.add(kind)
 
 
 def failed_kernels() -> list[str]:
     """Name the kernels, with their devices, that failed in this process and are replaced by their PyTorch twins."""
-    return sorted(f"{name} on {device}" for name, device in _failed)
+    with _KERNELS_LOCK:
+        return sorted(f"{name} on {device}" for name, device in _failed)
 
 
 def processors(device: torch.device) -> int:
@@ -746,6 +752,8 @@ log = logging.getLogger(__name__)
 _KEY_MAPPING = {f"^{re.escape(PUBLISHED_HEAD)}": HEAD}  # transformers renames by it while it loads
 # By stock transformers model, while it is in use: the source of a head, and the MRP model made from both.
 _MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
+_MAKING = threading.Lock()
+_WEIGHTS = (".safetensors", ".bin")  # of a checkpoint's files
 
 
 class MRPPreTrainedModel(PreTrainedModel):
@@ -885,6 +893,11 @@ class MRPPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
         """Make an MRP model that shares a stock Qwen3 model's parameters and has a repository's head; reuse an earlier one."""
+        with _MAKING:  # threads that come together share one, as their caches are of this very model
+            return cls._of_stock_model(stock, repository, download)
+
+    @classmethod
+    def _of_stock_model(cls: Any, stock: Any, repository: str, download: dict[str, Any]) -> Any:
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         like = parameters["lm_head.weight"]
         source = (repository, download.get("revision"), like.dtype, like.device, *map(id, parameters.values()))
@@ -912,7 +925,8 @@ class MRPPreTrainedModel(PreTrainedModel):
         self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *, head_only: bool = False, **more: Any
     ) -> None:
         """Save weights, both configs and the remote code as transformers does; with `head_only`, only the head's weights, and a
-        config that names `backbone_source` as the backbone to load. `ValueError` for a head that cannot be saved alone."""
+        config that names `backbone_source` as the backbone to load. `ValueError` for a head that cannot be saved alone, and
+        for a folder that holds another checkpoint than a head's."""
         folder = Path(save_directory)
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
@@ -921,9 +935,16 @@ class MRPPreTrainedModel(PreTrainedModel):
                 raise ValueError("push_to_hub with head_only=True: save the head to a folder, and push that with `mrp push`")
             head, config = head_to_save(self, state_dict)
             if is_main_process:
-                config.save_pretrained(folder)
-                self.generation_config.save_pretrained(folder)
-                save_file(head, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+                check_head_folder(folder)
+                folder.mkdir(parents=True, exist_ok=True)
+                partial = folder / f".{SAFE_WEIGHTS_NAME}.partial"
+                try:  # of the largest file first: where there is no room for it, an earlier head stays whole
+                    save_file(head, partial, metadata={"format": "pt"})
+                    config.save_pretrained(folder)
+                    self.generation_config.save_pretrained(folder)
+                    partial.replace(folder / SAFE_WEIGHTS_NAME)
+                finally:
+                    partial.unlink(missing_ok=True)
         else:
             more["save_original_format"] = False  # our names, also if the model came in a published layout
             super().save_pretrained(folder, is_main_process, state_dict, **more)
@@ -976,6 +997,21 @@ def device_of(module: Any) -> torch.device:
             "model with from_pretrained, with device_map if it is to be offloaded"
         )
     return torch.device(device)
+
+
+def check_head_folder(folder: Path) -> None:
+    """Raise `ValueError` if a head that is saved alone would overwrite another checkpoint: its own backbone, say."""
+    if not folder.is_dir():
+        if folder.exists() or folder.is_symlink():
+            raise ValueError(f"{folder} is no folder: name one")
+        return
+    held = sorted(path.name for path in folder.iterdir() if path.name == "config.json" or path.suffix in _WEIGHTS)
+    fields = json_object(folder / "config.json") if "config.json" in held else {}
+    if held and not fields.get("base_model_name_or_path"):
+        raise ValueError(
+            f"head_only=True: {folder} holds {held[-1]} of another checkpoint than a head's, which would be overwritten: name "
+            "another folder"
+        )
 
 
 def head_to_save(model: Any, state_dict: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], MRPConfig]:
@@ -1165,6 +1201,14 @@ class BlockCache(Cache):
         for part in self._held_parts(used):
             part[to.to(part.device)] = part[of.to(part.device)]
 
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Record that the cache holds nothing while the context is open, and for good if an error or interrupt leaves it."""
+        record = self.ids, self.held, self.head_held, self.hidden_held
+        self.empty()
+        yield
+        self.hold(*record)
+
     def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
         """Record what the cache holds, by row (see the attributes)."""
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
@@ -1297,6 +1341,7 @@ class Graphs:
         inputs, recorded, compared: By key, the tensors a recording reads, its replay function, how many replays were compared.
         failed: Whether a forward could not be recorded or gave wrong results, so that no more are tried.
         busy: Whether a call is using them.
+        lent: A weak reference to the cache that shares their memory: the last one that `lend` returned.
     """
 
     def __init__(self, cache: BlockCache, weights: Hashable) -> None:
@@ -1307,18 +1352,18 @@ class Graphs:
         self.compared: dict[Hashable, int] = {}
         self.replays, self.failed, self.busy = 0, False, False
         self._thread = threading.local()  # libraries keep a handle for each: one that ran nothing yet must not record
-        self._lent: Callable[[], BlockCache | None] = lambda: None
+        self.lent: Callable[[], BlockCache | None] = lambda: None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
         """Return the cache, filled with the content of `past` if given; an earlier borrower first gets a copy of its own."""
         cache = past
         if cache is None or cache.hidden is not self.cache.hidden:
-            if (holder := self._lent()) is not None:
+            if (holder := self.lent()) is not None:
                 holder.detach()
             cache = copy.copy(self.cache)
             if past is not None:
                 cache.fill_from(past)
-        self._lent = weakref.ref(cache)
+        self.lent = weakref.ref(cache)
         return cache
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -1359,7 +1404,8 @@ class Graphs:
 
 
 _KEPT: "weakref.WeakKeyDictionary[nn.Module, Graphs]" = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()
+_IN_USE: "weakref.WeakSet[BlockCache]" = weakref.WeakSet()  # caches that callers passed to calls which go on
+_LOCK = threading.Lock()  # of both
 
 
 def release_graphs(model: nn.Module) -> None:
@@ -1390,24 +1436,51 @@ def cache_for(
     if graphs and why is not None:
         raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
     deep = with_head or (past is not None and past.head_layers > 0)  # a Cache of transformers is false where it is empty
-    kept = None if why is not None else _kept_for(model, rows, capacity, scratch, deep)
-    if kept is not None:
-        try:
-            yield kept.lend(past), kept
-        finally:
-            kept.busy = False
-    elif past is None:
-        yield BlockCache(model, rows, capacity, scratch, with_head), None
-    elif past.fits(rows, capacity, scratch, with_head):
-        yield past, None
-    else:
-        cache = BlockCache(model, rows, max(capacity, past.capacity), max(scratch, past.scratch), deep)
-        cache.fill_from(past)
-        yield cache, None
+    with _in_use(past):
+        lent = None if why is not None else _lend(model, past, rows, capacity, scratch, deep)
+        if lent is not None:
+            cache, kept = lent
+            try:
+                yield cache, kept
+            finally:
+                kept.busy = False
+        elif past is None:
+            yield BlockCache(model, rows, capacity, scratch, with_head), None
+        else:
+            _separate(model, past)
+            if past.fits(rows, capacity, scratch, with_head):
+                yield past, None
+            else:
+                cache = BlockCache(model, rows, max(capacity, past.capacity), max(scratch, past.scratch), deep)
+                cache.fill_from(past)
+                yield cache, None
 
 
-def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: bool) -> Graphs | None:
-    """Find or make the kept `Graphs` of a model, with room for a call, and mark them busy; None if another call uses them."""
+@contextmanager
+def _in_use(past: BlockCache | None) -> Iterator[None]:
+    """Mark a caller's cache as in use; `ValueError` if it is in use by another call, of this or another thread."""
+    if past is None:
+        yield
+        return
+    with _LOCK:
+        if past in _IN_USE:
+            raise ValueError(
+                "past_key_values are in use by another call, which overwrites them: wait until it returns, or give each call a "
+                "copy.deepcopy of them"
+            )
+        _IN_USE.add(past)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _IN_USE.discard(past)
+
+
+def _lend(
+    model: Any, past: BlockCache | None, rows: int, capacity: int, scratch: int, with_head: bool
+) -> tuple[BlockCache, Graphs] | None:
+    """Find or make the kept `Graphs` of a model, with room for a call; mark them busy, and return their cache with the content
+    of `past`, and them. Return None if another call uses them."""
     weights = fingerprint(model)
     with _LOCK:
         kept = _KEPT.get(model)
@@ -1421,8 +1494,18 @@ def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: boo
             with torch.inference_mode(False), torch.no_grad():
                 cache = BlockCache(model, rows, max(roomy, capacity), scratch, with_head, fixed=True)
             kept = _KEPT[model] = Graphs(cache, weights)
+        cache = kept.lend(past)
         kept.busy = True
-    return kept
+    return cache, kept
+
+
+def _separate(model: Any, past: BlockCache) -> None:
+    """Give a cache memory of its own if it shares that of the kept `Graphs`, which another call may be lent meanwhile."""
+    with _LOCK:
+        kept = _KEPT.get(model)
+        if kept is not None and not kept.busy and kept.lent() is past:
+            past.detach()
+            kept.lent = lambda: None
 
 
 def fingerprint(model: Any) -> Hashable:
@@ -1866,6 +1949,7 @@ called. If any module does more than its class, all layers are called as modules
 
 # The module whose hooks only record outputs that a model was asked for, such as hidden states.
 _NOTES_ONLY = "transformers.utils.output_capturing"
+_PACKING = threading.Lock()
 # Packages with the classes that kernels replace.
 _OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
 
@@ -1935,13 +2019,14 @@ def pack(model: nn.Module) -> None:
     one is more than a plain `nn.Linear` (adapters, quantised weights, hooks), or lies on another device than the others.
     """
     moved = None
-    for layer in model.modules():
-        for linears in _of_one_input(layer) if isinstance(layer, Qwen3DecoderLayer) else ():
-            weights = [linear.weight.data for linear in linears if _plain(linear)]
-            if len(weights) == len(linears) and packed_weight(linears) is None and len({w.device for w in weights}) == 1:
-                moved = torch.cat(weights)
-                for linear, part in zip(linears, moved.split([len(w) for w in weights]), strict=True):
-                    linear.weight.data = part
+    with _PACKING:
+        for layer in model.modules():
+            for linears in _of_one_input(layer) if isinstance(layer, Qwen3DecoderLayer) else ():
+                weights = [linear.weight.data for linear in linears if _plain(linear)]
+                if len(weights) == len(linears) and packed_weight(linears) is None and len({w.device for w in weights}) == 1:
+                    moved = torch.cat(weights)
+                    for linear, part in zip(linears, moved.split([len(w) for w in weights]), strict=True):
+                        linear.weight.data = part
     if moved is not None and moved.is_cuda:
         torch.cuda.empty_cache()  # where the weights lay, in pieces that little else fits
 
@@ -3743,16 +3828,17 @@ class Networks:
         for place, other in pairs:
             rows[place], rows[other] = rows[other], rows[place]
         if pairs:
-            self.cache.swap(pairs, max(row.held for row in rows))
-            self._swaps.append(pairs)
+            with self.cache.exchanging():
+                self._swaps.append(pairs)
+                self.cache.swap(pairs, max(row.held for row in rows))
         self.cache.active = size
         return rows[:size]
 
     def widen(self, used: int) -> None:
         """Undo all calls of `narrow`: move rows, with their first `used` slots, back to their places."""
-        for pairs in reversed(self._swaps):
-            self.cache.swap(pairs, used)
-        self._swaps.clear()
+        with self.cache.exchanging():
+            while self._swaps:
+                self.cache.swap(self._swaps.pop(), used)
         self.cache.active = self.cache.rows
 
 
@@ -3873,6 +3959,7 @@ class Times:
         self.seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
         self.first: defaultdict[Shape, list[float]] = defaultdict(list)
         self.recording = inf  # extra seconds of a shape's first rounds (graphs, compiling), the least of any shape
+        self.tried: Shape = (0, 0, 0)  # the last shape on trial
 
     def learn(self, shape: Shape, seconds: float) -> None:
         """Learn the seconds of a round of this shape."""
@@ -3906,6 +3993,8 @@ class Auto:
     tried if its best case beats the best known amount: more states give more steps, each further state fewer than the last, and
     never cost less time. Trials are paid from a balance by number of rows: a share of the time that the target alone would have
     taken, and all time that drafts have saved. So a first call is at most about that share slower than its target.
+
+    Each call has a copy (`copy.copy`), with a round of its own. Copies share, under a lock, what was learnt.
     """
 
     SHARE = 0.045  # share of the target's time that trials may cost
@@ -3920,11 +4009,23 @@ class Auto:
         self.gains = {way: [0.0, 0.0, 0.0] for way in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
         self.times, self.plain = Times(), 0.0  # `plain`: seconds per step of the target alone
         self.balance: defaultdict[int, float] = defaultdict(float)  # seconds, by number of rows in the batch
-        self.way, self.shape, self.tried = PLAIN, (1, 1, 0), (0, 0, 0)
+        self.lock = threading.Lock()
+        # The current round: its states and passes, its shape, and whether each row could draft.
+        self.way, self.shape = PLAIN, (1, 1, 0)
         self.drafts: list[bool] = []
 
     def choose(self, rows: Sequence[Row]) -> Amount:
         """See `Budget`."""
+        with self.lock:
+            return self._choose(rows)
+
+    def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
+        """See `Budget`."""
+        if (amount.states, amount.passes) == self.way:  # else the round had no room for the chosen amount
+            with self.lock:
+                self._learn(rows, steps, seconds)
+
+    def _choose(self, rows: Sequence[Row]) -> Amount:
         going = [row for row in rows if row.stop is None]
         clean = sum(not row.state.masks for row in going)
         self.drafts = [row.stop is None and can_draft(row) for row in rows]
@@ -3945,8 +4046,8 @@ class Auto:
         times, (rounds, _, stuck) = self.times, self.gains[PLAIN]
         stuck /= max(1.0, rounds)
         self.plain = (one + stuck * two) / (1 + stuck) / going
-        if self.tried[0] == size and not times.known(self.tried):
-            return self.tried[1:]
+        if times.tried[0] == size and not times.known(times.tried):
+            return times.tried[1:]
         sure, hopes = {PLAIN: self.plain}, {PLAIN: self.plain}
         most = 2 * max((*times.seconds[0], *times.seconds[1]))  # no width is tried far beyond known ones
         for ladder in self.ladders:
@@ -3975,16 +4076,13 @@ class Auto:
             seconds = max(seconds, flat[max(flat)] * scored / max(flat))
         price = max(1, times.FIRST - uses) * max(0.0, seconds - self.plain * going)
         price += (1 + (passes > 0)) * (uses < times.FIRST - 1) * times.recording
-        price += (self.tried[1:] != dream) * times.recording  # again, should the batch shrink meanwhile
+        price += (times.tried[1:] != dream) * times.recording  # again, should the batch shrink meanwhile
         if price > self.balance[size]:
             return best
-        self.tried = size, *dream
+        times.tried = size, *dream
         return dream
 
-    def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
-        """See `Budget`."""
-        if (amount.states, amount.passes) != self.way:
-            return  # the round had no room for the chosen amount
+    def _learn(self, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
         self.times.learn(self.shape, seconds)
         came = [(1, step, not can_draft(row)) for step, row, one in zip(steps, rows, self.drafts, strict=True) if one]
         new = [sum(part) / len(came) for part in zip(*came, strict=True)]
@@ -4000,10 +4098,11 @@ def can_draft(row: Row) -> bool:
 
 
 _BUDGETS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Auto]]" = weakref.WeakKeyDictionary()
+_BUDGETS_LOCK = threading.Lock()
 
 
 def budget_of(model: nn.Module, mode: Any) -> Budget:
-    """Return the budget of a call with a `Mode`; an `Auto` stays with the model, so that later calls use what it has learnt.
+    """Return the budget of a call with a `Mode`; what an `Auto` learns stays with the model, for other calls.
 
     The budget is fixed under deterministic algorithms, and where several processes run, which must decide alike.
     """
@@ -4013,8 +4112,10 @@ def budget_of(model: nn.Module, mode: Any) -> Budget:
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     if drafting.paced and alone and not torch.are_deterministic_algorithms_enabled():
         weight = next(model.parameters())
-        kept = _BUDGETS.setdefault(model, {})
-        return kept.setdefault((mode, weight.device, weight.dtype), Auto(drafting.states, drafting.passes))
+        key = mode, weight.device, weight.dtype
+        with _BUDGETS_LOCK:
+            learnt = _BUDGETS.setdefault(model, {}).setdefault(key, Auto(drafting.states, drafting.passes))
+        return copy.copy(learnt)
     states = min(drafting.states, UNTIMED_STATES) if drafting.paced else drafting.states
     return Fixed(Amount(states, min(drafting.passes, states - 1)))
 
@@ -5522,6 +5623,8 @@ def _decode(
                 f"minimum length bars. If none is, weights or scores are not finite in {picker.lm_head_weight.dtype}: load or "
                 "train them again, or load a wider dtype"
             ) from None
+        finally:  # also where a watch, a processor or the user ended the call
+            networks.widen(max(row.held for row in rows))
         held = [row.held for row in rows]
         with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
         cache.hold([row.text for row in rows], held, *with_head)

@@ -3,6 +3,8 @@
 Drafts never change the text, so the amount may depend on the clock.
 """
 
+import copy
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -75,6 +77,7 @@ class Times:
         self.seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
         self.first: defaultdict[Shape, list[float]] = defaultdict(list)
         self.recording = inf  # extra seconds of a shape's first rounds (graphs, compiling), the least of any shape
+        self.tried: Shape = (0, 0, 0)  # the last shape on trial
 
     def learn(self, shape: Shape, seconds: float) -> None:
         """Learn the seconds of a round of this shape."""
@@ -108,6 +111,8 @@ class Auto:
     tried if its best case beats the best known amount: more states give more steps, each further state fewer than the last, and
     never cost less time. Trials are paid from a balance by number of rows: a share of the time that the target alone would have
     taken, and all time that drafts have saved. So a first call is at most about that share slower than its target.
+
+    Each call has a copy (`copy.copy`), with a round of its own. Copies share, under a lock, what was learnt.
     """
 
     SHARE = 0.045  # share of the target's time that trials may cost
@@ -122,11 +127,23 @@ class Auto:
         self.gains = {way: [0.0, 0.0, 0.0] for way in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
         self.times, self.plain = Times(), 0.0  # `plain`: seconds per step of the target alone
         self.balance: defaultdict[int, float] = defaultdict(float)  # seconds, by number of rows in the batch
-        self.way, self.shape, self.tried = PLAIN, (1, 1, 0), (0, 0, 0)
+        self.lock = threading.Lock()
+        # The current round: its states and passes, its shape, and whether each row could draft.
+        self.way, self.shape = PLAIN, (1, 1, 0)
         self.drafts: list[bool] = []
 
     def choose(self, rows: Sequence[Row]) -> Amount:
         """See `Budget`."""
+        with self.lock:
+            return self._choose(rows)
+
+    def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
+        """See `Budget`."""
+        if (amount.states, amount.passes) == self.way:  # else the round had no room for the chosen amount
+            with self.lock:
+                self._learn(rows, steps, seconds)
+
+    def _choose(self, rows: Sequence[Row]) -> Amount:
         going = [row for row in rows if row.stop is None]
         clean = sum(not row.state.masks for row in going)
         self.drafts = [row.stop is None and can_draft(row) for row in rows]
@@ -147,8 +164,8 @@ class Auto:
         times, (rounds, _, stuck) = self.times, self.gains[PLAIN]
         stuck /= max(1.0, rounds)
         self.plain = (one + stuck * two) / (1 + stuck) / going
-        if self.tried[0] == size and not times.known(self.tried):
-            return self.tried[1:]
+        if times.tried[0] == size and not times.known(times.tried):
+            return times.tried[1:]
         sure, hopes = {PLAIN: self.plain}, {PLAIN: self.plain}
         most = 2 * max((*times.seconds[0], *times.seconds[1]))  # no width is tried far beyond known ones
         for ladder in self.ladders:
@@ -177,16 +194,13 @@ class Auto:
             seconds = max(seconds, flat[max(flat)] * scored / max(flat))
         price = max(1, times.FIRST - uses) * max(0.0, seconds - self.plain * going)
         price += (1 + (passes > 0)) * (uses < times.FIRST - 1) * times.recording
-        price += (self.tried[1:] != dream) * times.recording  # again, should the batch shrink meanwhile
+        price += (times.tried[1:] != dream) * times.recording  # again, should the batch shrink meanwhile
         if price > self.balance[size]:
             return best
-        self.tried = size, *dream
+        times.tried = size, *dream
         return dream
 
-    def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
-        """See `Budget`."""
-        if (amount.states, amount.passes) != self.way:
-            return  # the round had no room for the chosen amount
+    def _learn(self, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
         self.times.learn(self.shape, seconds)
         came = [(1, step, not can_draft(row)) for step, row, one in zip(steps, rows, self.drafts, strict=True) if one]
         new = [sum(part) / len(came) for part in zip(*came, strict=True)]
@@ -202,10 +216,11 @@ def can_draft(row: Row) -> bool:
 
 
 _BUDGETS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Auto]]" = weakref.WeakKeyDictionary()
+_BUDGETS_LOCK = threading.Lock()
 
 
 def budget_of(model: nn.Module, mode: Any) -> Budget:
-    """Return the budget of a call with a `Mode`; an `Auto` stays with the model, so that later calls use what it has learnt.
+    """Return the budget of a call with a `Mode`; what an `Auto` learns stays with the model, for other calls.
 
     The budget is fixed under deterministic algorithms, and where several processes run, which must decide alike.
     """
@@ -215,7 +230,9 @@ def budget_of(model: nn.Module, mode: Any) -> Budget:
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     if drafting.paced and alone and not torch.are_deterministic_algorithms_enabled():
         weight = next(model.parameters())
-        kept = _BUDGETS.setdefault(model, {})
-        return kept.setdefault((mode, weight.device, weight.dtype), Auto(drafting.states, drafting.passes))
+        key = mode, weight.device, weight.dtype
+        with _BUDGETS_LOCK:
+            learnt = _BUDGETS.setdefault(model, {}).setdefault(key, Auto(drafting.states, drafting.passes))
+        return copy.copy(learnt)
     states = min(drafting.states, UNTIMED_STATES) if drafting.paced else drafting.states
     return Fixed(Amount(states, min(drafting.passes, states - 1)))

@@ -207,6 +207,8 @@ def _decode(
                 f"minimum length bars. If none is, weights or scores are not finite in {picker.lm_head_weight.dtype}: load or "
                 "train them again, or load a wider dtype"
             ) from None
+        finally:  # also where a watch, a processor or the user ended the call
+            networks.widen(max(row.held for row in rows))
         held = [row.held for row in rows]
         with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
         cache.hold([row.text for row in rows], held, *with_head)

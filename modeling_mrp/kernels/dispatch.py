@@ -4,6 +4,7 @@ Only this module imports triton, which need not be installed: kernels are define
 """
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -30,6 +31,7 @@ CHECKED_ON = {"cuda"}
 # (kernel, device) that failed to compile or to launch in this process, or gave wrong results.
 _failed: set[tuple[str, torch.device]] = set()
 _checked: set[tuple[Any, ...]] = set()
+_KERNELS_LOCK = threading.Lock()  # of both
 
 
 @dataclass(eq=False)
@@ -90,9 +92,12 @@ class Dispatch:
                 ) from error
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise  # most errors are the capture's then, and a twin would go into the graph
-            _failed.add((name, device))
+            with _KERNELS_LOCK:
+                known = (name, device) in _failed
+                _failed.add((name, device))
             said = f"the kernel {name!r} failed on {device} ({why}): PyTorch stands in, slower, and kernels=False silences this"
-            warnings.warn(said, RuntimeWarning, stacklevel=2)
+            if not known:  # by another thread, meanwhile
+                warnings.warn(said, RuntimeWarning, stacklevel=2)
         return kernel.twin(*given)
 
 
@@ -137,12 +142,14 @@ def _check(kernel: Kernel, given: tuple[Any, ...], made: Any) -> None:
     with suppress(torch.OutOfMemoryError):  # twins need more
         for one, right in zip(ours, _tensors([kernel.twin(*given)]), strict=True):
             check_close("its results differ from PyTorch's", one, right)
-    _checked.add(kind)
+    with _KERNELS_LOCK:
+        _checked.add(kind)
 
 
 def failed_kernels() -> list[str]:
     """Name the kernels, with their devices, that failed in this process and are replaced by their PyTorch twins."""
-    return sorted(f"{name} on {device}" for name, device in _failed)
+    with _KERNELS_LOCK:
+        return sorted(f"{name} on {device}" for name, device in _failed)
 
 
 def processors(device: torch.device) -> int:

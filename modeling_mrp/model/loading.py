@@ -5,6 +5,7 @@ import copy
 import logging
 import os
 import re
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,17 @@ from ..versions import tested_versions
 from .compat import CACHE_NAME
 from .configuration import MRPConfig
 from .head import MRPHead, check_same_backbone
-from .layouts import HEAD, HUB_OPTIONS, PUBLISHED_HEAD, backbone_location, hub_options, our_name, stored_json, weight_files
+from .layouts import (
+    HEAD,
+    HUB_OPTIONS,
+    PUBLISHED_HEAD,
+    backbone_location,
+    hub_options,
+    json_object,
+    our_name,
+    stored_json,
+    weight_files,
+)
 
 try:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -34,6 +45,8 @@ log = logging.getLogger(__name__)
 _KEY_MAPPING = {f"^{re.escape(PUBLISHED_HEAD)}": HEAD}  # transformers renames by it while it loads
 # By stock transformers model, while it is in use: the source of a head, and the MRP model made from both.
 _MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
+_MAKING = threading.Lock()
+_WEIGHTS = (".safetensors", ".bin")  # of a checkpoint's files
 
 
 class MRPPreTrainedModel(PreTrainedModel):
@@ -173,6 +186,11 @@ class MRPPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
         """Make an MRP model that shares a stock Qwen3 model's parameters and has a repository's head; reuse an earlier one."""
+        with _MAKING:  # threads that come together share one, as their caches are of this very model
+            return cls._of_stock_model(stock, repository, download)
+
+    @classmethod
+    def _of_stock_model(cls: Any, stock: Any, repository: str, download: dict[str, Any]) -> Any:
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         like = parameters["lm_head.weight"]
         source = (repository, download.get("revision"), like.dtype, like.device, *map(id, parameters.values()))
@@ -200,7 +218,8 @@ class MRPPreTrainedModel(PreTrainedModel):
         self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *, head_only: bool = False, **more: Any
     ) -> None:
         """Save weights, both configs and the remote code as transformers does; with `head_only`, only the head's weights, and a
-        config that names `backbone_source` as the backbone to load. `ValueError` for a head that cannot be saved alone."""
+        config that names `backbone_source` as the backbone to load. `ValueError` for a head that cannot be saved alone, and
+        for a folder that holds another checkpoint than a head's."""
         folder = Path(save_directory)
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
@@ -209,9 +228,16 @@ class MRPPreTrainedModel(PreTrainedModel):
                 raise ValueError("push_to_hub with head_only=True: save the head to a folder, and push that with `mrp push`")
             head, config = head_to_save(self, state_dict)
             if is_main_process:
-                config.save_pretrained(folder)
-                self.generation_config.save_pretrained(folder)
-                save_file(head, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+                check_head_folder(folder)
+                folder.mkdir(parents=True, exist_ok=True)
+                partial = folder / f".{SAFE_WEIGHTS_NAME}.partial"
+                try:  # of the largest file first: where there is no room for it, an earlier head stays whole
+                    save_file(head, partial, metadata={"format": "pt"})
+                    config.save_pretrained(folder)
+                    self.generation_config.save_pretrained(folder)
+                    partial.replace(folder / SAFE_WEIGHTS_NAME)
+                finally:
+                    partial.unlink(missing_ok=True)
         else:
             more["save_original_format"] = False  # our names, also if the model came in a published layout
             super().save_pretrained(folder, is_main_process, state_dict, **more)
@@ -264,6 +290,21 @@ def device_of(module: Any) -> torch.device:
             "model with from_pretrained, with device_map if it is to be offloaded"
         )
     return torch.device(device)
+
+
+def check_head_folder(folder: Path) -> None:
+    """Raise `ValueError` if a head that is saved alone would overwrite another checkpoint: its own backbone, say."""
+    if not folder.is_dir():
+        if folder.exists() or folder.is_symlink():
+            raise ValueError(f"{folder} is no folder: name one")
+        return
+    held = sorted(path.name for path in folder.iterdir() if path.name == "config.json" or path.suffix in _WEIGHTS)
+    fields = json_object(folder / "config.json") if "config.json" in held else {}
+    if held and not fields.get("base_model_name_or_path"):
+        raise ValueError(
+            f"head_only=True: {folder} holds {held[-1]} of another checkpoint than a head's, which would be overwritten: name "
+            "another folder"
+        )
 
 
 def head_to_save(model: Any, state_dict: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], MRPConfig]:

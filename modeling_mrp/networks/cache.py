@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -163,6 +164,14 @@ class BlockCache(Cache):
         to, of = torch.cat([ours, theirs]), torch.cat([theirs, ours])
         for part in self._held_parts(used):
             part[to.to(part.device)] = part[of.to(part.device)]
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Record that the cache holds nothing while the context is open, and for good if an error or interrupt leaves it."""
+        record = self.ids, self.held, self.head_held, self.hidden_held
+        self.empty()
+        yield
+        self.hold(*record)
 
     def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
         """Record what the cache holds, by row (see the attributes)."""

@@ -79,6 +79,7 @@ class Graphs:
         inputs, recorded, compared: By key, the tensors a recording reads, its replay function, how many replays were compared.
         failed: Whether a forward could not be recorded or gave wrong results, so that no more are tried.
         busy: Whether a call is using them.
+        lent: A weak reference to the cache that shares their memory: the last one that `lend` returned.
     """
 
     def __init__(self, cache: BlockCache, weights: Hashable) -> None:
@@ -89,18 +90,18 @@ class Graphs:
         self.compared: dict[Hashable, int] = {}
         self.replays, self.failed, self.busy = 0, False, False
         self._thread = threading.local()  # libraries keep a handle for each: one that ran nothing yet must not record
-        self._lent: Callable[[], BlockCache | None] = lambda: None
+        self.lent: Callable[[], BlockCache | None] = lambda: None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
         """Return the cache, filled with the content of `past` if given; an earlier borrower first gets a copy of its own."""
         cache = past
         if cache is None or cache.hidden is not self.cache.hidden:
-            if (holder := self._lent()) is not None:
+            if (holder := self.lent()) is not None:
                 holder.detach()
             cache = copy.copy(self.cache)
             if past is not None:
                 cache.fill_from(past)
-        self._lent = weakref.ref(cache)
+        self.lent = weakref.ref(cache)
         return cache
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -141,7 +142,8 @@ class Graphs:
 
 
 _KEPT: "weakref.WeakKeyDictionary[nn.Module, Graphs]" = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()
+_IN_USE: "weakref.WeakSet[BlockCache]" = weakref.WeakSet()  # caches that callers passed to calls which go on
+_LOCK = threading.Lock()  # of both
 
 
 def release_graphs(model: nn.Module) -> None:
@@ -172,24 +174,51 @@ def cache_for(
     if graphs and why is not None:
         raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
     deep = with_head or (past is not None and past.head_layers > 0)  # a Cache of transformers is false where it is empty
-    kept = None if why is not None else _kept_for(model, rows, capacity, scratch, deep)
-    if kept is not None:
-        try:
-            yield kept.lend(past), kept
-        finally:
-            kept.busy = False
-    elif past is None:
-        yield BlockCache(model, rows, capacity, scratch, with_head), None
-    elif past.fits(rows, capacity, scratch, with_head):
-        yield past, None
-    else:
-        cache = BlockCache(model, rows, max(capacity, past.capacity), max(scratch, past.scratch), deep)
-        cache.fill_from(past)
-        yield cache, None
+    with _in_use(past):
+        lent = None if why is not None else _lend(model, past, rows, capacity, scratch, deep)
+        if lent is not None:
+            cache, kept = lent
+            try:
+                yield cache, kept
+            finally:
+                kept.busy = False
+        elif past is None:
+            yield BlockCache(model, rows, capacity, scratch, with_head), None
+        else:
+            _separate(model, past)
+            if past.fits(rows, capacity, scratch, with_head):
+                yield past, None
+            else:
+                cache = BlockCache(model, rows, max(capacity, past.capacity), max(scratch, past.scratch), deep)
+                cache.fill_from(past)
+                yield cache, None
 
 
-def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: bool) -> Graphs | None:
-    """Find or make the kept `Graphs` of a model, with room for a call, and mark them busy; None if another call uses them."""
+@contextmanager
+def _in_use(past: BlockCache | None) -> Iterator[None]:
+    """Mark a caller's cache as in use; `ValueError` if it is in use by another call, of this or another thread."""
+    if past is None:
+        yield
+        return
+    with _LOCK:
+        if past in _IN_USE:
+            raise ValueError(
+                "past_key_values are in use by another call, which overwrites them: wait until it returns, or give each call a "
+                "copy.deepcopy of them"
+            )
+        _IN_USE.add(past)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _IN_USE.discard(past)
+
+
+def _lend(
+    model: Any, past: BlockCache | None, rows: int, capacity: int, scratch: int, with_head: bool
+) -> tuple[BlockCache, Graphs] | None:
+    """Find or make the kept `Graphs` of a model, with room for a call; mark them busy, and return their cache with the content
+    of `past`, and them. Return None if another call uses them."""
     weights = fingerprint(model)
     with _LOCK:
         kept = _KEPT.get(model)
@@ -203,8 +232,18 @@ def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: boo
             with torch.inference_mode(False), torch.no_grad():
                 cache = BlockCache(model, rows, max(roomy, capacity), scratch, with_head, fixed=True)
             kept = _KEPT[model] = Graphs(cache, weights)
+        cache = kept.lend(past)
         kept.busy = True
-    return kept
+    return cache, kept
+
+
+def _separate(model: Any, past: BlockCache) -> None:
+    """Give a cache memory of its own if it shares that of the kept `Graphs`, which another call may be lent meanwhile."""
+    with _LOCK:
+        kept = _KEPT.get(model)
+        if kept is not None and not kept.busy and kept.lent() is past:
+            past.detach()
+            kept.lent = lambda: None
 
 
 def fingerprint(model: Any) -> Hashable:

@@ -5,6 +5,7 @@ input are one if `pack` has made their weights adjacent; else each `nn.Linear` o
 called. If any module does more than its class, all layers are called as modules, under a dense mask.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..model.head import MRPHead
 
 # The module whose hooks only record outputs that a model was asked for, such as hidden states.
 _NOTES_ONLY = "transformers.utils.output_capturing"
+_PACKING = threading.Lock()
 # Packages with the classes that kernels replace.
 _OWN = ("torch.nn.", "transformers.", __name__.partition(".networks.")[0])
 
@@ -88,13 +90,14 @@ def pack(model: nn.Module) -> None:
     one is more than a plain `nn.Linear` (adapters, quantised weights, hooks), or lies on another device than the others.
     """
     moved = None
-    for layer in model.modules():
-        for linears in _of_one_input(layer) if isinstance(layer, Qwen3DecoderLayer) else ():
-            weights = [linear.weight.data for linear in linears if _plain(linear)]
-            if len(weights) == len(linears) and packed_weight(linears) is None and len({w.device for w in weights}) == 1:
-                moved = torch.cat(weights)
-                for linear, part in zip(linears, moved.split([len(w) for w in weights]), strict=True):
-                    linear.weight.data = part
+    with _PACKING:
+        for layer in model.modules():
+            for linears in _of_one_input(layer) if isinstance(layer, Qwen3DecoderLayer) else ():
+                weights = [linear.weight.data for linear in linears if _plain(linear)]
+                if len(weights) == len(linears) and packed_weight(linears) is None and len({w.device for w in weights}) == 1:
+                    moved = torch.cat(weights)
+                    for linear, part in zip(linears, moved.split([len(w) for w in weights]), strict=True):
+                        linear.weight.data = part
     if moved is not None and moved.is_cuda:
         torch.cuda.empty_cache()  # where the weights lay, in pieces that little else fits
 

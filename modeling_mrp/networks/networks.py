@@ -329,16 +329,17 @@ class Networks:
         for place, other in pairs:
             rows[place], rows[other] = rows[other], rows[place]
         if pairs:
-            self.cache.swap(pairs, max(row.held for row in rows))
-            self._swaps.append(pairs)
+            with self.cache.exchanging():
+                self._swaps.append(pairs)
+                self.cache.swap(pairs, max(row.held for row in rows))
         self.cache.active = size
         return rows[:size]
 
     def widen(self, used: int) -> None:
         """Undo all calls of `narrow`: move rows, with their first `used` slots, back to their places."""
-        for pairs in reversed(self._swaps):
-            self.cache.swap(pairs, used)
-        self._swaps.clear()
+        with self.cache.exchanging():
+            while self._swaps:
+                self.cache.swap(self._swaps.pop(), used)
         self.cache.active = self.cache.rows
 
 

@@ -82,7 +82,7 @@ def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTr
         (["train", "head", "--model", "m", "--output-dir", "o"], "Error: no data: give --data"),
         (["train", "backbone", *TRAIN, "--data", str(ROOT / "LICENSE"), "--eval-data", "no.jsonl"], "no.jsonl: there is no"),
         (["train", "backbone", "--config", "sdar-4b-mrp", "--output-dir", "o"], "nothing is called 'head_layers' here"),
-        (["tasks", "--family", "math", "--count", "1", "--output", "."], "Is a directory"),
+        (["tasks", "--family", "math", "--count", "1", "--output", "."], "is a folder: name a file"),
         (["push", str(TINY), "org/name", "--branch", "b", "--pull-request"], "push to a branch, or open a pull request"),
     ],
 )

@@ -114,6 +114,14 @@ MALFORMED = [
     ({**WROTE, "ids": [9, True, 7, 6, 5, 1]}, "reveal_step", "needed are ids, response_start, the index of"),
     ({**WROTE, "response_start": -1, "reveal_step": [0] * 7}, "reveal_step", "needed are ids"),
     ({**WROTE, "reveal_step": [-1, 0, 1]}, "reveal_step", "needed are ids"),
+    ({**WROTE, "reveal_step": [0, 10**20, 1]}, "reveal_step", "found 100000000000000000000: a step is at most 2147483647"),
+    (
+        {**WROTE, "decoded_by": ["m"]},
+        "decoded_by",
+        "found ['m']: an object is needed, as mrp decode writes it, or no such field",
+    ),
+    ({**WROTE, "decoded_by": "m"}, "decoded_by", "found 'm': an object is needed"),
+    ({**WROTE, "decoded_by": []}, "decoded_by", "found []: an object is needed"),
     ({**WROTE, "ids": [9, 8, 350, 6, 5, 1]}, "ids", "found 350: needed are ids from 0 to 349"),
     ({**WROTE, "decoded_by": {"block_size": 16}}, "decoded_by.block_size", "found 16, and the model that trains has 4"),
 ]

@@ -218,3 +218,51 @@ def test_an_adapter_beside_a_sharded_model(tmp_path: Path) -> None:
     assert all(".lora_" in name for name in saved)
     for name, value in expected.items():
         close(saved[name], value, 1e-5)
+
+
+def halved(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def zeroed(path: Path) -> None:
+    """As a disk leaves what it had no time to write."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def with_a_bit_turned(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: list[Any] = [halved, zeroed, Path.unlink, lambda path: path.write_bytes(b""), lambda path: path.write_text("[" * 9)]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_damaged_checkpoint_is_passed_over(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever happened to one of its files: the one before it is gone on from, to the same weights, and a warning names the
+    file. If no other is whole, the error says what to do; nothing is removed."""
+    trainer = saving(tmp_path)
+    trainer.train()
+    right = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    newest, copy = tmp_path / "checkpoint-3", tmp_path / "copy"
+    newest.rename(copy)
+    for damage in [*DAMAGES, *([with_a_bit_turned] if name == "optimizer.pt" else [])]:
+        shutil.copytree(copy, newest)
+        assert last_whole_checkpoint(tmp_path) == newest
+        damage(newest / name)
+        caplog.clear()
+        assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+        assert f"{newest} is damaged: " in caplog.text
+        shutil.rmtree(newest)
+    shutil.copytree(copy, newest)
+    halved(newest / name)
+    again = saving(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert all(torch.equal(again.model.state_dict()[key], value) for key, value in right.items())
+    assert last_whole_checkpoint(tmp_path) == newest, "it was written anew"
+    for step in (1, 2, 3):
+        halved(tmp_path / f"checkpoint-{step}" / name)
+    with pytest.raises(ValueError, match=rf"checkpoint-1 is damaged: {name} .*, and no older one is whole: .* --restart"):
+        again.train(resume_from_checkpoint=True)
+    assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]

@@ -16,6 +16,7 @@ from helpers import word_model
 from mrp_trainer.data.tasks import training_lines
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from mrp_trainer.heads import with_new_head
+from mrp_trainer.outputs import LISTING
 from mrp_trainer.train.decode import decode
 from mrp_trainer.train.inputs import digest, encoder_of
 from mrp_trainer.train.objectives import HeadObjective
@@ -300,17 +301,17 @@ def test_a_digest_is_of_the_backbone(decoded: dict[str, str], word_tokenizer: An
 def test_what_is_there_is_kept_and_the_rest_is_made(decoded: dict[str, str], tmp_path: Path) -> None:
     """Of calls that were stopped behind a batch the one with the same prompts and options is taken up, whatever the checkpoint
     is called, by two processes, of which each makes its own; a file that is done is refused."""
-    whole, part, generate = tmp_path / "whole.jsonl", tmp_path / "whole.part", MRPForCausalLM.generate
+    whole, part, generate = tmp_path / "whole.jsonl", tmp_path / "whole.jsonl.part", MRPForCausalLM.generate
     for change in ({}, {"max_new_tokens": 16}, {"limit": 4}):
         outcomes = mock.Mock(side_effect=[None, KeyboardInterrupt])
         once = mock.patch.object(MRPForCausalLM, "generate", lambda *a, o=outcomes, **k: o() or generate(*a, **k))
         with once, pytest.raises(KeyboardInterrupt):
             decode(short(decoded, whole, **change))
     first = sorted(part.glob("*-0.jsonl"))
-    assert len(first) == len(list(part.iterdir())) == 3
+    assert len(first) == len([path for path in part.iterdir() if path.name != LISTING]) == 3
     for path in first:
         path.write_text(path.read_text().replace("}", ', "kept": 1}', 1))
-    (part / "cut.partial").write_text("{")
+    first[0].with_suffix(".partial").write_text("{")
     assert start(partial(decode_as, options=short(decoded, whole, model=decoded["backbone"] + "/")), 2) == [0, 0]
     assert [line["decoded_by"].get("kept") for line in lines_of(whole)] == [1, *[None] * (COUNT - 1)]
     decode(short(decoded, tmp_path / "again.jsonl"))

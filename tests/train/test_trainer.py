@@ -160,6 +160,8 @@ def test_records_become_the_rows_that_the_command_reads(
         ({"objective": None}, "objective is not given: 'mrp' trains the head on a frozen backbone, 'block_diffusion' trains"),
         ({"objective": "mpr"}, "objective is 'mpr': choose 'block_diffusion' or 'mrp'"),
         ({"noisy_copies": 3}, "noisy_copies is 3: it must be from 1 to 2"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0: it must be 1 or more"),
+        ({"per_device_train_batch_size": -1}, "per_device_train_batch_size is -1: it must be 1 or more"),
         ({"torch_compile": True}, "torch_compile is True, which does nothing here: the objectives run in place of the forward"),
         ({"rows_per_step": 10}, "rows_per_step is 10: 1 processes with per_device_train_batch_size 4 take 4 rows at once"),
         ({"rows_per_step": 16, "gradient_accumulation_steps": 2}, "leave gradient_accumulation_steps out, which is 2"),

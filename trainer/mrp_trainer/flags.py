@@ -4,6 +4,7 @@ Nothing here imports torch, so that help appears at once.
 """
 
 import difflib
+import errno
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -182,7 +183,10 @@ def reported_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
-        lines = [f"Error: {error}", *getattr(error, "__notes__", ())]
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = full and "free some space" not in str(error)
+        remedy = ": free some space, and repeat the command. What was there before is as it was" if full else ""
+        lines = [f"Error: {error}{remedy}", *getattr(error, "__notes__", ())]
         typer.secho("\n".join(lines), fg="red", err=True)
         raise typer.Exit(1) from error
     except Exception as error:

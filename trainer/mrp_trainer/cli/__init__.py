@@ -6,7 +6,6 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +17,7 @@ from ..doctor.options import DoctorOptions
 from ..embedded import located
 from ..evaluate.options import EvaluateOptions
 from ..flags import Commands, for_typer, reported_errors, takes_flags
+from ..outputs import write_output
 from ..picture.options import ShowOptions
 from ..serve.options import ServeOptions
 from ..train.options import DecodeOptions, RunOptions, TrainCommand, TrainerFlags
@@ -156,24 +156,24 @@ def tasks(
     count: Annotated[int, typer.Option(min=1, help="Problems of each family.")] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
     output: Annotated[str | None, typer.Option(metavar="FILE", show_default="standard output", help="File to write.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another file there.")] = False,
 ) -> None:
     """Make synthetic problems as JSON lines for mrp train: chats, or for the family source texts and their continuations."""
     with reported_errors():
         from ..data.tasks import training_lines
 
         lines = [line for one in family for line in training_lines(one.value, split, count, seed)]
-        _written("".join(f"{line}\n" for line in lines), output)
+        _written("".join(f"{line}\n" for line in lines), output, overwrite)
         if output is not None:
             typer.echo(f"wrote {len(lines)} records to {output}")
 
 
-def _written(text: str, output: str | None) -> None:
-    """Write a text to a file, creating the file's folder, or print the text if there is no `output`."""
+def _written(text: str, output: str | None, overwrite: bool) -> None:
+    """Write a text to a file, creating the file's folder, or print the text if there is no `output`; see `write_output`."""
     if output is None:
         typer.echo(text, nl=False)
     else:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        Path(output).write_text(text, encoding="utf-8")
+        write_output(output, text, overwrite=overwrite)
 
 
 @app.command()
@@ -187,11 +187,11 @@ def push(**given: Any) -> None:
 
 @app.command()
 @takes_flags(CardOptions, required=["folder"])
-def card(output: str | None = None, **given: Any) -> None:
+def card(output: str | None = None, overwrite: bool = False, **given: Any) -> None:
     """Print the model card of a checkpoint, as a push would render it."""
     from ..publish.command import card as rendered_card
 
-    _written(rendered_card(located(given.pop("folder")), **given), output)
+    _written(rendered_card(located(given.pop("folder")), **given), output, overwrite)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -37,3 +37,4 @@ class CardOptions(_Rendered):
 
     name: str | None = flag("Repository that the card's examples load.", None, shown="the folder")
     output: str | None = flag("File to write.", None, metavar="FILE", shown="standard output")
+    overwrite: bool = flag("Replace another file there.", False)

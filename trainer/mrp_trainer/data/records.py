@@ -24,6 +24,7 @@ _LAYOUTS = (
     "a record has one layout: 'messages', or 'prompt' and 'completion', or 'text', or what mrp decode writes; ShareGPT's "
     "'conversations' and Alpaca's 'instruction' and 'output' are read, too"
 )
+_MOST = 2**31 - 1  # of a step, which samples hold in 32 bits
 _FIELDS: tuple[set[str], ...] = ({"messages"}, {"prompt", "completion"}, {"text"}, {"reveal_step"})
 # ShareGPT's names of fields and roles, and ours.
 _KEYS = {"from": "role", "value": "content"}
@@ -149,7 +150,14 @@ def _trajectory(given: Mapping[str, Any]) -> Trajectory:
             "needed are ids, response_start, the index of the response's first id, and a step from 0 on for each response id: "
             "give what mrp decode writes",
         )
-    return Trajectory(ids, start, steps, given.get("decoded_by") or {})
+    if max(steps) > _MOST:
+        raise FieldError("reveal_step", f"found {max(steps)}: a step is at most {_MOST}")
+    decoder = given.get("decoded_by", {})
+    if not isinstance(decoder, Mapping):
+        raise FieldError(
+            "decoded_by", f"found {_found(decoder)}: an object is needed, as mrp decode writes it, or no such field"
+        )
+    return Trajectory(ids, start, steps, decoder)
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:

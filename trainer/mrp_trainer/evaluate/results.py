@@ -10,7 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..outputs import check_output, replace_file
+
 Line = dict[str, Any]
+_HEADER = '{"benchmark":'
 
 
 def mode_name(line: Mapping[str, Any]) -> str:
@@ -66,17 +69,20 @@ class ResultsFile:
     def __init__(self, path: str | Path, key: str) -> None:
         self.path = Path(path)
         self.header: Line | None = None
+        check_output(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         held = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         whole, newline, cut = held.rpartition("\n")
         lines = [_record(line) for line in whole.splitlines()]
         wrong = [number for number, line in enumerate(lines, 1) if not {key, "benchmark"} & line.keys()]
-        if wrong or (cut and not cut.startswith("{")):
+        # A line that was cut short begins like a header where it is the first one; a whole one has the key.
+        ours = {key, "benchmark"} & _record(cut).keys() if _record(cut) else cut.startswith("{" if lines else _HEADER)
+        if wrong or (cut and not ours):
             number = wrong[0] if wrong else len(lines) + 1
             raise ValueError(f"{path}, line {number}: no result of this command: write into another file, or remove it")
         self.lines: list[Line] = lines
         if cut:
-            self.path.write_text(whole + newline, encoding="utf-8")
+            replace_file(Path(os.path.realpath(self.path)), (whole + newline).encode())
 
     def begin(self, header: Line) -> None:
         """Set the header of further lines: `find` returns only lines that match it, and the first `add` writes it."""

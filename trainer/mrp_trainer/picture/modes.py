@@ -29,5 +29,5 @@ def show_model(options: ShowOptions) -> Picture:
     settings = options.drawn(model.generation_config.to_dict(), model.mrp_head is not None)
     outputs = {mode_name(one): model.generate(**given, **generate_options(one)) for one in settings}
     picture = show(outputs, tokenizer, prompt=options.prompt, animated=options.animated)
-    picture.save(options.output)
+    picture.save(options.output, options.overwrite)
     return picture

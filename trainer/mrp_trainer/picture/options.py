@@ -6,6 +6,7 @@ from typing import Any
 
 from ..evaluate.options import Decoding, ModeOptions
 from ..flags import flag
+from ..outputs import check_output
 from .svg import check_name
 
 _WHAT, _HOW, _OUTPUT = "Prompt", "Decoding", "Picture"
@@ -21,10 +22,12 @@ class ShowOptions(ModeOptions):
     max_new_tokens: int = flag("Tokens of the text.", 64, panel=_WHAT, min=1)
     animated: bool = flag("The text appears forward by forward.", False, panel=_OUTPUT)
     output: str = flag("File, an .svg or .png.", "decode.svg", panel=_OUTPUT, metavar="FILE")
+    overwrite: bool = flag("Replace any file there, not only a picture of this command.", False, panel=_OUTPUT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_name(self.output)
+        check_output(self.output)
         if self.animated and self.output.endswith(".png"):
             raise ValueError(f"--output is {self.output}, and a .png does not move: name an .svg, or leave out --animated")
 

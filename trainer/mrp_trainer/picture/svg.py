@@ -5,6 +5,7 @@ writes it.
 """
 
 import hashlib
+import re
 import unicodedata
 from collections.abc import Sequence
 from colorsys import hls_to_rgb
@@ -15,6 +16,7 @@ from typing import Any
 
 from rich.cells import cell_len, chop_cells
 
+from ..outputs import write_output
 from .facts import Decode, Token
 
 _MARGIN, _GAP, _PANEL = 20.0, 16.0, 472.0
@@ -37,14 +39,13 @@ class Picture:
     svg: str = field(repr=False)
     title: str
 
-    def save(self, path: Path | str) -> Path:
-        """Write the picture to an .svg or a .png, and return the path; `ValueError` for other names, `ImportError` for a .png
-        without cairosvg."""
+    def save(self, path: Path | str, overwrite: bool = False) -> Path:
+        """Write the picture to an .svg or a .png, and return the path; `ValueError` for other names, and where another file is,
+        unless `overwrite` or that is an .svg of this package that nobody changed; `ImportError` for a .png without cairosvg."""
         path = Path(path)
         check_name(path)
         drawn = self._png() if path.suffix == ".png" else self.svg.encode()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(drawn)
+        write_output(path, drawn, overwrite=overwrite, is_own=is_unchanged)
         return path
 
     def _png(self) -> bytes:
@@ -100,7 +101,19 @@ def draw(decodes: Sequence[Decode], *, prompt: str | None = None, animated: bool
         **{"panel_width": _PANEL, "line": _LINE, "tick": min(max(_ALL / clock, _LEAST), _TICK), "hold": HOLD},
         colours=["inherit", *(colour(at / max(1, clock - 1)) for at in range(clock))],
     )
-    return Picture(svg.replace(_ID, "mrp-" + hashlib.sha256(svg.encode()).hexdigest()[:10]), title)
+    return Picture(svg.replace(_ID, _id_of(svg)), title)
+
+
+def _id_of(svg: str) -> str:
+    """Make the id of a picture from its text with placeholders."""
+    return "mrp-" + hashlib.sha256(svg.encode()).hexdigest()[:10]
+
+
+def is_unchanged(content: bytes) -> bool:
+    """Tell if a file is an SVG that `draw` made and nobody has changed since, by its id."""
+    text = content.decode("utf-8", "replace")
+    found = re.search(r"mrp-[0-9a-f]{10}", text)
+    return found is not None and _id_of(text.replace(found[0], _ID)) == found[0]
 
 
 def _prompt(prompt: str, wide: int) -> list[str]:

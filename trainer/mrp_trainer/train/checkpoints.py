@@ -1,17 +1,26 @@
 """Checkpoints of training runs: finding the last complete one, logging at each, and saving sharded models.
 
-The Trainer writes a checkpoint's `trainer_state.json` last: a checkpoint is incomplete if that file cannot be read.
+The Trainer writes a checkpoint's `trainer_state.json` last: a checkpoint is incomplete if that file cannot be read. It is
+damaged if another file is missing or cannot be read.
 """
 
 import json
+import logging
+import re
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
+
+from ..outputs import OwnFolder
+
+log = logging.getLogger(__name__)
 
 
 class LogAtSaves(TrainerCallback):
@@ -39,10 +48,66 @@ def under_own_class(model: Any) -> Iterator[None]:
         model.__class__ = sharded
 
 
-def last_whole_checkpoint(folder: Path) -> Path | None:
-    """Find the complete checkpoint of the greatest step in a run's folder; None if there is none."""
-    whole = {step: path for path in folder.glob("checkpoint-*") if (step := step_of(path)) is not None}
-    return whole[max(whole)] if whole else None
+def checkpoints_in(folder: Path) -> list[Path]:
+    """List a run's folders `checkpoint-N`, complete or not, by step; names that only begin so are none."""
+    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def last_whole_checkpoint(folder: Path, with_states: bool = True) -> Path | None:
+    """Find the newest complete checkpoint in a run's folder that is not damaged; None if no checkpoint is complete.
+
+    Damaged ones are passed over with a warning; `ValueError` if all complete ones are. `with_states` says that checkpoints hold
+    the states of optimizer, scheduler and random generators in files of their own.
+    """
+    damaged = ""
+    for path in reversed(checkpoints_in(folder)):
+        if step_of(path) is None:
+            continue
+        if (damage := damage_of(path, with_states)) is None:
+            return path
+        damaged = f"{path} is damaged: {damage}"
+        log.warning(f"{damaged}. It is passed over, for the checkpoint before it")
+    if damaged:
+        raise ValueError(f"{damaged}, and no older one is whole: restore it from a copy, or begin again with --restart")
+    return None
+
+
+def make_room(own: OwnFolder, limit: int, kept: set[str]) -> None:
+    """Remove the oldest checkpoints of a run's listing until at most `limit` are left, or those of the names in `kept`."""
+    names = set(own.names())
+    listed = [path.name for path in checkpoints_in(own.path) if path.name in names]
+    removable = [name for name in listed if name not in kept]
+    own.remove(*removable[: max(0, len(listed) - limit)])
+
+
+def damage_of(checkpoint: Path, with_states: bool = True) -> str | None:
+    """Say which file of a checkpoint is missing or cannot be read; None if all are whole. Nothing is unpickled."""
+    files = sorted(path for path in checkpoint.iterdir() if path.is_file())
+    needed = [
+        ("config.json", "adapter_config.json"),
+        ("*.safetensors",),
+        ("optimizer.pt",),
+        ("scheduler.pt",),
+        ("rng_state*.pth",),
+    ]
+    for patterns in needed if with_states else ():
+        if not any(path.match(pattern) for path in files for pattern in patterns):
+            return f"it has no {patterns[0]}"
+    for path in files:
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_bytes())
+            elif path.suffix == ".safetensors":
+                with safe_open(path, framework="pt"):
+                    pass
+            elif path.suffix in (".pt", ".pth", ".bin"):
+                with zipfile.ZipFile(path) as archive:
+                    if (part := archive.testzip()) is not None:
+                        return f"{path.name} has other contents than were written, in {part}"
+        except (OSError, ValueError, RecursionError, SafetensorError, zipfile.BadZipFile, EOFError) as error:
+            return f"{path.name} cannot be read ({error})"
+    return None
 
 
 def step_of(checkpoint: Path) -> int | None:

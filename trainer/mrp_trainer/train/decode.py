@@ -6,7 +6,7 @@ user's records with `static` and writes lines that `mrp train` reads (see `mrp_t
 """
 
 import json
-import shutil
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 from hashlib import sha256
@@ -23,6 +23,7 @@ from ..data.records import FieldError
 from ..data.sources import checked, open_source
 from ..evaluate.decoded import pad_left, padding_id
 from ..loading import load_model, tokenizer_of
+from ..outputs import OwnFolder, check_output
 from .inputs import check_tokenizer, digest, encoder_of
 from .options import DecodeOptions, TrainerFlags
 
@@ -46,9 +47,9 @@ def decode(options: DecodeOptions) -> str | None:
         OSError: if there is no such checkpoint.
     """
     state = PartialState(cpu=options.device == "cpu" or not torch.accelerator.is_available(), timeout=_PATIENCE)
-    path = Path(options.output)
-    if path.exists():
-        raise ValueError(f"{path} is there already: name another file, or remove it")
+    path, folder = Path(options.output), OwnFolder(f"{options.output}.part")
+    _check_free(path)
+    folder.check()
     source = open_source(options.data, options.split)
     tokenizer = tokenizer_of(options)
     device = options.device or str(state.device)
@@ -76,9 +77,9 @@ def decode(options: DecodeOptions) -> str | None:
         "max_new_tokens": options.max_new_tokens,
     }
     told = json.dumps([prompts, {**decoded_by, "model": None}, options.batch_size])
-    key, folder = sha256(told.encode()).hexdigest()[:16], path.with_suffix(".part")
-    folder.mkdir(parents=True, exist_ok=True)
-    batches = {begin: folder / f"{key}-{begin}.jsonl" for begin in range(0, len(prompts), options.batch_size)}
+    key = sha256(told.encode()).hexdigest()[:16]
+    batches = {begin: folder.path / f"{key}-{begin}.jsonl" for begin in range(0, len(prompts), options.batch_size)}
+    folder.claim("whole", *(batch.with_suffix(suffix).name for batch in batches.values() for suffix in (".jsonl", ".partial")))
     for begin, batch in tqdm(list(batches.items())[state.process_index :: state.num_processes], "decoding"):
         if not batch.exists():
             inputs = pad_left(prompts[begin : begin + options.batch_size], padding_id(tokenizer))
@@ -91,12 +92,20 @@ def decode(options: DecodeOptions) -> str | None:
     if not state.is_main_process:
         return None
     made = [line for batch in batches.values() for line in batch.read_text().splitlines()]
-    (folder / "whole").write_text("".join(f"{line}\n" for line in made))
-    (folder / "whole").replace(path)
-    shutil.rmtree(folder)
+    (folder.path / "whole").write_text("".join(f"{line}\n" for line in made))
+    _check_free(path)  # others had time to write it, meanwhile
+    (folder.path / "whole").replace(os.path.realpath(path))
+    folder.give_up()
     cut = sum(json.loads(line)["ids"][-1] not in encoder.end_token_ids for line in made)
     without = f", {cut} of them without an end (of these training takes whole blocks)" if cut else ""
     return f"wrote {len(made)} texts to {path}{without}"
+
+
+def _check_free(path: Path) -> None:
+    """Raise `ValueError` if an output is there, or cannot be written."""
+    check_output(path)
+    if path.exists():
+        raise ValueError(f"{path} is there already: name another file, or remove it")
 
 
 def _decoded_lines(model: Any, inputs: dict[str, Tensor], decoded_by: Mapping[str, Any], **options: Any) -> list[str]:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +21,14 @@ from modeling_mrp.modeling import MRPForCausalLM
 from ..data.sources import open_source
 from ..heads import with_new_head
 from ..loading import tokenizer_of
-from .checkpoints import last_whole_checkpoint, step_of, under_own_class
+from ..outputs import OwnFolder, replace_file, told_if_full
+from .checkpoints import checkpoints_in, step_of, under_own_class
 from .options import RunOptions
 from .settings import RUN_FILE, Settings, read_yaml
 from .trainer import MRPTrainer
 
 _RESTART = "Name another folder, or begin again with --restart"
+_FULL = "free some space and repeat the command, which goes on from the last whole checkpoint"
 
 
 @dataclass(frozen=True)
@@ -47,19 +48,21 @@ class OpenRun:
 
     def train(self) -> Path:
         """Train from the last complete checkpoint on, if any, save the result, and return the folder."""
-        newest = last_whole_checkpoint(self.folder)
+        newest = self.trainer.newest_checkpoint()
         if newest is not None and self.trainer.args.process_index == 0:
             print(f"resuming from {newest.name}")
-        self.trainer.train(resume_from_checkpoint=True)
+        with told_if_full(self.folder, _FULL):
+            return self._train(newest)
+
+    def _train(self, newest: Path | None) -> Path:
+        self.trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
         state = self.trainer.state
         if newest is not None and step_of(newest) == state.global_step and self.trainer.args.process_index == 0:
             print(f"all {state.global_step} steps of this run are done.{_how_to_go_on(self.folder, self.settings)}")
         evaluated = [line["step"] for line in state.log_history if "eval_loss" in line]
         if self.trainer.eval_dataset is not None and evaluated[-1:] != [state.global_step]:
             self.trainer.evaluate()
-        _save(self.trainer, self.settings, self.folder)
-        if self.trainer.args.should_save:
-            self.tokenizer.save_pretrained(self.folder)
+        _save(self.trainer, self.settings, self.folder, self.tokenizer)
         self.trainer.accelerator.wait_for_everyone()
         self.lock.release()
         return self.folder
@@ -78,6 +81,8 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
     held_out = open_source(options.eval_data, options.eval_split) if options.eval_data else None
     data = open_source(options.data, options.split)
     arguments, folder = settings.arguments(), Path(settings.training["output_dir"])
+    _check_inputs(folder, options)
+    OwnFolder(folder).check()
     settings = settings.written_down(arguments, _data_digest(options.data))
     set_seed(arguments.seed)
     tokenizer = tokenizer_of(options)
@@ -102,6 +107,14 @@ def _check_trackers(names: str | Sequence[str] | None) -> None:
             )
 
 
+def _check_inputs(folder: Path, options: RunOptions) -> None:
+    """Raise `ValueError` if a run's output folder is the folder of a checkpoint that it reads."""
+    for name in ("model", "head", "tokenizer"):
+        source = getattr(options, name)
+        if source is not None and os.path.realpath(source) == os.path.realpath(folder):
+            raise ValueError(f"output_dir is {folder}, which is also {name}, and would be overwritten: name another folder")
+
+
 def _data_digest(paths: Sequence[str]) -> str | None:
     """Return a digest of data files; None for a dataset on the Hub."""
     if not all(map(os.path.exists, paths)):
@@ -116,23 +129,24 @@ def _data_digest(paths: Sequence[str]) -> str | None:
 
 def _take(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> None:
     """Make a run's folder if needed, lock it, and write the run's settings; `ValueError` if another run has the folder."""
-    checkpoints, path = list(folder.glob("checkpoint-*")), folder / RUN_FILE
-    if checkpoints and not restart:
+    own, path, checkpoints = OwnFolder(folder), folder / RUN_FILE, checkpoints_in(folder)
+    own.check()
+    if restart and (others := sorted({one.name for one in checkpoints} - {*own.names()})):
+        raise ValueError(f"{folder} holds {others[0]}, which no run here wrote, and so --restart leaves: remove it")
+    if (checkpoints or (folder / "config.json").is_file()) and not restart:
         if not path.is_file():
             raise ValueError(f"{folder} holds checkpoints and no {RUN_FILE}. {_RESTART}")
         if different := settings.differences(read_yaml(path)):
             more = _how_to_go_on(folder, settings) if (folder / "config.json").is_file() else ""
             raise ValueError(f"{folder} holds a run with other settings: {'; '.join(different)}. {_RESTART}.{more}")
-    folder.mkdir(parents=True, exist_ok=True)
+    own.claim(Path(lock.lock_file).name, RUN_FILE)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise ValueError(f"{folder} is held by a run that goes on: wait for it, end it, or name another folder") from error
-    for checkpoint in checkpoints if restart else []:
-        shutil.rmtree(checkpoint)
-    written = folder / f".{RUN_FILE}.partial"
-    written.write_text(yaml.safe_dump(settings.as_dict(), sort_keys=False), encoding="utf-8")
-    written.replace(path)
+    if restart:
+        own.remove(*(name for name in own.names() if name.startswith("checkpoint-")))
+    replace_file(path, yaml.safe_dump(settings.as_dict(), sort_keys=False).encode())
 
 
 def _how_to_go_on(folder: Path, settings: Settings) -> str:
@@ -211,8 +225,8 @@ def meta_model(settings: Settings) -> Any:
     return model
 
 
-def _save(trainer: MRPTrainer, settings: Settings, folder: Path) -> None:
-    """Save the head alone or the whole model, as the settings say, in the dtype of the passes."""
+def _save(trainer: MRPTrainer, settings: Settings, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save the head alone or the whole model, as the settings say, in the dtype of the passes, and the tokenizer."""
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if not trainer.args.should_save:
         return
@@ -222,5 +236,6 @@ def _save(trainer: MRPTrainer, settings: Settings, folder: Path) -> None:
     else:
         state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
     only = settings.objective == "mrp" and settings.options.save == "head"
-    with under_own_class(trainer.model):
-        trainer.model.save_pretrained(folder, state_dict=state, head_only=only)
+    with OwnFolder(folder).saving() as partial, under_own_class(trainer.model):
+        trainer.model.save_pretrained(partial, state_dict=state, head_only=only)
+        tokenizer.save_pretrained(partial)

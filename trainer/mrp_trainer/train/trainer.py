@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import CommitInfo
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
@@ -19,10 +20,11 @@ from modeling_mrp.model.layouts import is_hub_id
 
 from ..data.sampler import FilledUp, LengthBucketSampler
 from ..evaluate.acceptance import measure_acceptance
+from ..outputs import OwnFolder
 from ..publish import push
 from .arguments import MRPTrainingArguments
 from .attention import TRAINING_FLEX, attending
-from .checkpoints import LogAtSaves, last_whole_checkpoint, step_of, under_own_class
+from .checkpoints import LogAtSaves, last_whole_checkpoint, make_room, step_of, under_own_class
 from .collator import DiffusionCollator
 from .inputs import as_rows, bare_model, check_tokenizer, make_ready, prompts_of
 from .measures import Measures
@@ -115,8 +117,7 @@ class MRPTrainer(Trainer):
         """Train as `Trainer.train` does; `resume_from_checkpoint=True` resumes from the newest complete checkpoint, if any. A
         run whose last step is done makes no further one. `FloatingPointError` if a gradient norm or a weight is not finite."""
         if resume_from_checkpoint is True:
-            newest = last_whole_checkpoint(Path(str(self.args.output_dir))) if self.is_world_process_zero() else None
-            (newest,) = broadcast_object_list([newest])
+            newest = self.newest_checkpoint()
             resume_from_checkpoint = None if newest is None else str(newest)
         self._steps_done = (step_of(Path(resume_from_checkpoint)) or 0) if isinstance(resume_from_checkpoint, str) else 0
         bare, attention = bare_model(self.model), self.args.packed_attention
@@ -130,6 +131,15 @@ class MRPTrainer(Trainer):
             output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self._check_trained_weights()
         return output
+
+    def newest_checkpoint(self) -> Path | None:
+        """Find the newest whole checkpoint of the output folder, in all processes; see `last_whole_checkpoint`."""
+        newest: Path | None = None
+        if self.is_world_process_zero():
+            with_states = not (self.args.save_only_model or self.is_fsdp_enabled)
+            newest = last_whole_checkpoint(Path(str(self.args.output_dir)), with_states)
+        (newest,) = broadcast_object_list([newest])
+        return newest
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Compute epochs and steps as `Trainer` does, but leave no epoch if the resumed checkpoint is of the last step: the
@@ -259,10 +269,30 @@ class MRPTrainer(Trainer):
             super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint as `Trainer` does; `FloatingPointError` if a weight that trains is not finite."""
+        """Save a checkpoint as `Trainer` does; `FloatingPointError` if a weight that trains is not finite.
+
+        In a folder of `mrp train`, only checkpoints that its listing names make room for others (`save_total_limit`), and one
+        that cannot be saved, as on a full disk, is removed.
+        """
         self._check_trained_weights()
-        with self._head_alone(self.args.push_to_hub):
-            super()._save_checkpoint(model, trial)
+        own, name = OwnFolder(str(self.args.output_dir)), f"checkpoint-{self.state.global_step}"
+        limit = self.args.save_total_limit
+        ours = self.args.should_save and own.claimed
+        new = not (own.path / name).exists()
+        if ours:
+            own.claim(name)
+            self.args.save_total_limit = None
+        try:
+            with self._head_alone(self.args.push_to_hub):
+                super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError):
+            if ours and new:
+                own.remove(name)
+            raise
+        finally:
+            self.args.save_total_limit = limit
+        if ours and limit is not None and limit > 0:
+            make_room(own, limit, {name, Path(self.state.best_model_checkpoint or "").name})
 
     @contextmanager
     def _head_alone(self, pushed: bool) -> Iterator[None]:
