@@ -60,7 +60,6 @@ def load_in_fork(source: str, modules: Path, release: float, errors: Path) -> No
     from transformers import AutoModelForCausalLM, dynamic_module_utils
 
     dynamic_module_utils.HF_MODULES_CACHE = str(modules)
-    sys.dont_write_bytecode = False
     while time.monotonic() < release:  # spins, since processes that sleep wake up one after the other
         pass
     try:
