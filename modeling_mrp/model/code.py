@@ -7,22 +7,29 @@ from typing import Any
 
 from .families.sdar import DENSE
 
-MODELING, CUSTOM_GENERATE = "modeling_mrp.py", "custom_generate/generate.py"
+MODELING, PACKAGE, CUSTOM_GENERATE = "modeling_mrp.py", "package_mrp.py", "custom_generate/generate.py"
 AUTO_MAP = {
     "AutoConfig": "modeling_mrp.MRPConfig",
     "AutoModel": "modeling_mrp.MRPForCausalLM",
     "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
 }
+_CUSTOM = (
+    "MRP for block-diffusion language models: decoding of a stock SDAR model with this repository's head.",
+    """Contents: `generate`, which transformers calls. It imports transformers and Python's standard library. With a stock
+model it reads this repository's code, config and head by huggingface_hub: from its cache on disk, or from the Hub into it.""",
+)
 
 
 def code_files(family: str = DENSE) -> dict[str, str]:
-    """Return the remote code of a repository, text by path: this file if it is a bundle, else a bundle made for a family."""
+    """Return the remote code of a repository, text by path: that beside this file if it is a bundle, else one for a family."""
     own = Path(__file__)
-    if own.name == MODELING:
-        text = own.read_text(encoding="utf-8")
+    if own.name == PACKAGE:
+        files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (MODELING, PACKAGE)}
     else:
-        text = import_module(f"{__name__.partition('.')[0]}.bundle").bundled(family)
-    return {MODELING: text, CUSTOM_GENERATE: f"from typing import Any\n\n\n{inspect.getsource(generate)}"}
+        files = import_module(f"{__name__.partition('.')[0]}.bundle").bundled(family)
+    origin = files[PACKAGE].split("\n\n")[1]
+    header = f'"""{_CUSTOM[0]}\n\n{origin}\n\n{_CUSTOM[1]}\n"""\n\nfrom typing import Any'
+    return {**files, CUSTOM_GENERATE: f"{header}\n\n\n{inspect.getsource(generate)}"}
 
 
 def write_code(folder: Path, family: str = DENSE) -> None:

@@ -101,6 +101,10 @@ class MRPConfig(Qwen3Config):
         """Make a config from fields of this package or of a published config."""
         return super().from_dict(our_fields(config_dict), **kwargs)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: `save_pretrained` names the remote code itself; transformers would name the file with this class."""
+
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save the config, with an `auto_map` that names the remote code, and write this code beside it."""
         self.auto_map = dict(AUTO_MAP)
