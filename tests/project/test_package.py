@@ -85,6 +85,16 @@ def test_what_the_packages_import_is_declared() -> None:
     assert {"filelock", "packaging"} <= imported
 
 
+def test_the_lowest_versions_that_were_run_are_those_that_the_package_admits() -> None:
+    """Of docs/versions.md, whose first column `make versions` prints for the lower bounds of pyproject.toml."""
+    page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    ran = dict(re.findall(r"^\| ([\w-]+) \| (\d[\d.]*) \|", page, re.MULTILINE))
+    bounds = dict(re.fullmatch(r"([\w-]+)>=([\d.]+)", text).groups() for text in PROJECT["project"]["dependencies"])  # type: ignore[union-attr]
+    wrong = {name for name in ran.keys() & bounds.keys() if not f"{ran[name]}.0.0".startswith(f"{bounds[name]}.")}
+    assert wrong == set()
+    assert {"torch", "transformers", "huggingface-hub", "peft", "numpy"} <= ran.keys() & bounds.keys()
+
+
 def test_a_folder_of_that_name_is_meant_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert located("sdar-tiny-mrp") == mrp_trainer.TINY == str(TINY)
