@@ -87,10 +87,9 @@ def round_of_fresh(source: str, modules: Path, processes: int, errors: Path) -> 
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
         "HF_MODULES_CACHE": str(modules)
     }
-    command, pipes = [sys.executable, "-c", LOAD, source], {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    runs: list[Any] = [
-        subprocess.Popen(command, env=environment, cwd=modules.parent, text=True, **pipes) for _ in range(processes)
-    ]
+    command = [sys.executable, "-c", LOAD, source]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    runs = [subprocess.Popen(command, env=environment, cwd=modules.parent, **quiet) for _ in range(processes)]
     for number, run in enumerate(runs):
         text = run.communicate()[1]
         if run.returncode:

@@ -171,7 +171,8 @@ def import_lines(imported: dict[str, set[str]]) -> str:
 
 def packages_of(modules: dict[str, Module]) -> tuple[list[str], list[str]]:
     """List the packages outside the standard library that modules import: those that are needed, and optional ones."""
-    needed, every = set(), set()
+    needed: set[str] = set()
+    every: set[str] = set()
     for module in modules.values():
         tree = ast.parse(module.text)
         for nodes, names in ((tree.body, needed), (ast.walk(tree), every)):
