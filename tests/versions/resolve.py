@@ -9,8 +9,9 @@ from pathlib import Path
 
 from environments import CONSTRAINTS, PROJECT, PYTHONS, Failed, interpreters, resolve, wheel
 
-# An engine's wheels bring versions of their own, which constraints.txt is not for.
+# An engine's wheels bring versions of their own, which constraints.txt is not for; it has none for the newest Python.
 ENGINE = "sglang"
+NO_ENGINE = {"3.14"}
 EVERY = ",".join(extra for extra in PROJECT["optional-dependencies"] if extra != ENGINE)
 SHOWN = ("torch", "triton", "transformers", "huggingface-hub", "peft", "numpy")
 CASES = [
@@ -33,6 +34,8 @@ def main() -> int:
             asked = version if version in interpreters() else f"{max(interpreters(), key=PYTHONS.index)}, wheels of {version}"
             for extras, constraints in CASES:
                 requirement = f"{package}[{extras}]" if extras else str(package)
+                if extras == ENGINE and version in NO_ENGINE:
+                    continue
                 options = ["-c", str(CONSTRAINTS)] if constraints != "none" else []
                 named = {"": "none", EVERY: f"all but {ENGINE}"}.get(extras, extras)
                 try:
