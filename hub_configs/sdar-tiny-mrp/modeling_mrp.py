@@ -30,6 +30,7 @@ from importlib import import_module
 from inspect import getdoc
 from itertools import accumulate, groupby
 from math import inf, sqrt
+from numbers import Integral, Real
 from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -46,7 +47,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3Model, Qwen3RMSNorm, rotate_half
-from transformers.utils import CONFIG_NAME, ModelOutput, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, can_return_tuple, extract_commit_hash, logging as transformers_logging
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, ModelOutput, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, can_return_tuple, extract_commit_hash, logging as transformers_logging
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, get_type_hints
 
 
@@ -696,6 +697,8 @@ class MRPPreTrainedModel(PreTrainedModel):
             if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
                 model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
             return loaded
+        if "generation_config" not in kwargs:
+            cls._stored_generation_config(source, hub_options(kwargs))  # transformers' own error says neither file nor field
         kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
         with_info = kwargs.pop("output_loading_info", False)
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are told below
@@ -831,8 +834,14 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Attach a head, and adopt its repository's generation config, if any, unless `kwargs` hold one."""
         self.attach_head(head, **hub)
         if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
-            with contextlib.suppress(OSError):  # it comes with none
-                self.generation_config = self.generation_config_class.from_pretrained(head, **hub)
+            self.generation_config = self._stored_generation_config(os.fspath(head), hub) or self.generation_config
+
+    @classmethod
+    def _stored_generation_config(cls: Any, source: str, hub: dict[str, Any]) -> Any:
+        """Read a checkpoint's generation config, or return None if it comes with none; `ValueError` for what it cannot hold."""
+        with contextlib.suppress(OSError):
+            return cls.generation_config_class.from_dict(stored_json(source, GENERATION_CONFIG_NAME, **hub)[0])
+        return None
 
     def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
         """Read the head of a checkpoint from its files."""
@@ -4712,7 +4721,7 @@ class Option:
 
     Attributes:
         name, default: The keyword argument, and its value where neither the call nor a config sets it.
-        kind: The type of its values, as `isinstance` takes it; a bool is no number.
+        kind: The type of its values, as `isinstance` takes it; a bool is no number. `object`: `holds` decides alone.
         holds: Tells if a value of that type is in range, given the model's block size.
         remedy: The end of the error message for other values; `{block_size}` stands for the model's.
         help: Its meaning, a line of Markdown.
@@ -4727,12 +4736,12 @@ class Option:
     help: str = ""
     modes: tuple[str, ...] = DECODINGS
 
-    def check(self, value: Any, block_size: int | None) -> None:
-        """Raise `ValueError` for a value of another type or out of range; a `block_size` of None bounds nothing."""
+    def check(self, value: Any, block_size: int | None, acts: bool = True) -> None:
+        """Raise `ValueError` for a value of another type or, if it acts, out of range; `block_size` None bounds nothing."""
         if value is None:  # it is left to the default
             return
-        fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
-        if not fits or not self.holds(value, block_size or 1 << 63):
+        fits = isinstance(value, self.kind) and (self.kind in (bool, object) or not isinstance(value, bool))
+        if not fits or (acts and not self.holds(value, block_size or 1 << 63)):
             kind = "" if fits else f", of type {type(value).__name__}"
             remedy = self.remedy.replace("{block_size}", f"block_size ({block_size})" if block_size else "block_size")
             raise ValueError(f"{self.name} is {value!r}{kind}: {remedy}")
@@ -4812,6 +4821,72 @@ OPTIONS = tuple(
     for default, values, *modes in [hint.__metadata__]
 )
 
+
+def ids_in(value: Any) -> list[Any]:
+    """List the ids of an option that is None, one id, or several in a list, a tuple, a set or a tensor."""
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    return [] if ids is None else list(ids) if isinstance(ids, list | tuple | set) else [ids]
+
+
+def _are_ids(value: Any, _: int) -> bool:
+    ids = ids_in(value)
+    return all(isinstance(token, Integral) and not isinstance(token, bool) and abs(int(token)) < 1 << 31 for token in ids)
+
+
+def _are_texts(value: Any, _: int) -> bool:
+    return len(value) > 0 and all(isinstance(text, str) and text for text in value)
+
+
+def _are_biases(value: Any, _: int) -> bool:
+    return isinstance(value, dict) or all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
+
+
+_LIMIT: _Values = (Integral, lambda v, _: v >= 1, "it must be an int of 1 or more")
+_AT_LEAST: _Values = (Integral, lambda v, _: v >= 0, "it must be an int of 0 or more (0: off)")
+_SHARE: _Values = (Real, lambda v, _: 0 <= v <= 1, "it must be a probability, a number from 0 to 1")
+_IDS: _Values = (object, _are_ids, "use an id, or a list of ids, ints from this model's tokenizer")
+_ID: _Values = (
+    object,
+    lambda v, _: not isinstance(v, list | tuple) and _are_ids(v, _),
+    "use an id, an int of this model's tokenizer",
+)
+_ID_LIST: _Values = (
+    object,
+    lambda v, _: hasattr(v, "__iter__") and _are_ids(v, _),
+    "use a list of ids, ints of this model's tokenizer",
+)
+_TEXTS: _Values = (str | list | tuple, _are_texts, "use a text, or a list of texts, none of them empty")
+_FLAG: _Values = (object, lambda v, _: getattr(v, "ndim", 0) == 0 and v in (0, 1), "it must be True or False")
+
+# Options of transformers that act here. It leaves some values unchecked, and compares others before it looks at their types;
+# what else it checks is left to it.
+OPTIONS_OF_TRANSFORMERS = tuple(
+    Option(name, None, *values)
+    for names, values in {
+        "max_new_tokens max_length num_return_sequences": _LIMIT,
+        "min_new_tokens min_length no_repeat_ngram_size": _AT_LEAST,
+        "top_p min_p typical_p top_h epsilon_cutoff eta_cutoff": _SHARE,
+        "top_k": (Integral, lambda *_: True, "it must be an int (0: off)"),
+        "temperature": (Real, lambda v, _: 0 <= v < float("inf"), "it must be a finite number, above 0 with do_sample"),
+        "repetition_penalty": (Real, lambda v, _: 0 < v < float("inf"), "it must be a finite number above 0 (1: off)"),
+        "max_time": (Real, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
+        "eos_token_id bos_token_id decoder_start_token_id": _IDS,
+        "pad_token_id": _ID,
+        "suppress_tokens": _ID_LIST,
+        "bad_words_ids": (list | tuple, lambda v, _: [] not in v and () not in v, "use a list of lists of ids, none empty"),
+        "sequence_bias": (dict | list | tuple, _are_biases, "use a dict of tuples of ids, or a list of pairs [ids, bias]"),
+        "stop_strings": _TEXTS,
+        "do_sample return_dict_in_generate output_scores output_logits use_cache": _FLAG,
+        "remove_invalid_values renormalize_logits": _FLAG,
+        "assistant_ensemble_weight": (Real, lambda v, _: 0 < v < 1, "leave it unset, as there is no assistant"),
+        "watermarking_config": (object, lambda v, _: isinstance(v, dict) or hasattr(v, "validate"), "leave it unset"),
+        "early_stopping": (object, lambda v, _: v in (0, 1, "never"), "leave it unset, as there are no beams"),
+    }.items()
+    for name in names.split()
+)
+# Those of them that act with `do_sample` alone.
+OF_SAMPLING = frozenset(["temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"])
+
 _PREFIXES = "it needs prefixes that grow from the left; there are num_return_sequences with do_sample, and infill_ids"
 _COLUMNS = "it acts at a column of the padded batch; there are suppress_tokens and min_new_tokens"
 _ROUNDS = "a forward scores many positions of drafted states side by side; the forward of the model returns what it computes"
@@ -4819,7 +4894,8 @@ _REASONS = {
     "num_beams num_beam_groups penalty_alpha constraints force_words_ids watermarking_config token_healing": _PREFIXES,
     "prefix_allowed_tokens_fn": _PREFIXES,
     "exponential_decay_length_penalty begin_suppress_tokens forced_bos_token_id forced_eos_token_id": _COLUMNS,
-    "use_mtp prompt_lookup_num_tokens assistant_early_exit assistant_model": "decoding='self_spec' or 'mrp_spec' drafts",
+    "use_mtp prompt_lookup_num_tokens assistant_early_exit": "decoding='self_spec' or 'mrp_spec' drafts",
+    "assistant_model is_assistant": "decoding='self_spec' or 'mrp_spec' drafts",
     "guidance_scale negative_prompt_ids dola_layers output_attentions output_hidden_states": _ROUNDS,
     "cache_implementation prefill_chunk_size": "keys and values lie in a BlockCache; prompts are read in chunks of blocks",
     "encoder_repetition_penalty encoder_no_repeat_ngram_size": "there is no encoder; without encoder_ it sees the prompt, too",
@@ -4827,15 +4903,16 @@ _REASONS = {
 }
 # Options and arguments of transformers that are not supported here, and why not.
 UNSUPPORTED = {one: why for several, why in _REASONS.items() for one in several.split()}
-# The value that switches an unsupported option off, besides None and False.
+# The value that switches an unsupported option off, besides None.
 OFF = {"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1}
 OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
+OFF |= dict.fromkeys(("token_healing", "use_mtp", "is_assistant", "output_attentions", "output_hidden_states"), False)
 
 
 def check_supported(values: Mapping[str, Any]) -> None:
     """Raise `ValueError`, with value and reason, for the first given option or argument that is not supported."""
     for name, why in UNSUPPORTED.items():
-        if (value := values.get(name)) is not False and value not in (None, OFF.get(name)):
+        if (value := values.get(name)) not in (None, OFF.get(name)):
             raise ValueError(f"{name}={reprlib.repr(value)} is not supported: {why}. Leave {name} unset")
 
 
@@ -4861,10 +4938,18 @@ _ARGUMENTS = {"input_ids", "attention_mask", "logits_processor", "stopping_crite
 class MRPGenerationConfig(DecodingOptions, GenerationConfig):
     """A `GenerationConfig` with the fields of `DecodingOptions`."""
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a config from the fields of a file; `ValueError` for a field that no model can honour."""
+        _check_values(config_dict)
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except (TypeError, AttributeError) as error:  # transformers reads some fields without checking their type
+            raise ValueError(f"the generation config cannot be read: {error}. Correct the field, or leave it out") from error
+
     def validate(self, *args: Any, **kwargs: Any) -> None:
         """Validate as transformers does, also on `update`; raise `ValueError` for an option that no model can honour."""
-        for option in OPTIONS:
-            option.check(getattr(self, option.name), None)
+        _check_values(vars(self))
         super().validate(*args, **kwargs)
 
     def check(self, block_size: int, has_head: bool) -> None:
@@ -4873,6 +4958,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             if getattr(self, option.name) is None:
                 setattr(self, option.name, option.default)
             option.check(getattr(self, option.name), block_size)
+        _check_values(vars(self))
         if str(self.decoding).startswith("mrp_") and not has_head:
             raise ValueError(
                 f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with model.attach_head(head) "
@@ -4903,8 +4989,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
 
     def eos_ids(self) -> list[int]:
         """List the ids that end a row; `eos_token_id` may be None, one id, several, or a tensor of ids."""
-        ids = self.eos_token_id.tolist() if hasattr(self.eos_token_id, "tolist") else self.eos_token_id
-        return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
+        return ids_in(self.eos_token_id)
 
     def pad_id(self) -> int:
         """Choose the id that pads ended rows: `pad_token_id`, else the first eos id, else 0."""
@@ -4920,6 +5005,12 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         return seeds
 
 
+def _check_values(fields: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for the first value, of an option of ours or of transformers, that no model can honour."""
+    for option in (*OPTIONS, *OPTIONS_OF_TRANSFORMERS):
+        option.check(fields.get(option.name), None, bool(fields.get("do_sample")) or option.name not in OF_SAMPLING)
+
+
 OPTION_NAMES = frozenset({*vars(GenerationConfig()), *DecodingOptions.__annotations__})
 
 
@@ -4931,6 +5022,8 @@ def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
 def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
     """Return the config and the other arguments of a call: `kwargs` override the `given` config, which overrides the model's.
     Raise `ValueError` for anything that `generate` does not know, does not support, or cannot honour."""
+    if not isinstance(given, GenerationConfig | Mapping | None):
+        raise ValueError(f"generation_config is {given!r}, of type {type(given).__name__}: pass a GenerationConfig or a dict")
     given = vars(given) if isinstance(given, GenerationConfig) else given or {}
     asked = set_fields(given) | set_fields(kwargs)
     if kwargs.get("eos_token_id", 0) is None:  # as an argument it means no eos; left as None, the model's own would come back
@@ -4946,18 +5039,30 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
     acting = {config.decoding, config.target if config.decoding in DRAFTING else config.decoding}
     if idle := [one.name for one in OPTIONS if kwargs.get(one.name) is not None and not acting & {*one.modes}]:
         logger.warning_once(f"{', '.join(idle)}: no effect with decoding={config.decoding!r} here. Leave out either")
+    check_callables(others)
     tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
-    if strings is not None and tokenizer is None:
-        raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate")
+    if strings is not None and not hasattr(tokenizer, "get_vocab"):
+        raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate, not {tokenizer!r}")
     if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
         criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
         others["stopping_criteria"] = StoppingCriteriaList(criteria)
-    for name, ids in (("eos_token_id", config.eos_ids()), ("pad_token_id", [config.pad_id()])):
-        if outside := [one for one in ids if not 0 <= one < model.config.vocab_size]:
+    ids_of = {"eos_token_id": config.eos_ids(), "pad_token_id": [config.pad_id()]}
+    ids_of["suppress_tokens"] = ids_in(config.suppress_tokens)
+    for name, ids in ids_of.items():
+        if outside := [token for token in ids if not 0 <= token < model.config.vocab_size]:
             raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {model.config.vocab_size}: use one inside")
     if (mask_id := model.config.mask_token_id) in config.eos_ids():
         raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
     return config, others
+
+
+def check_callables(arguments: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless `logits_processor` and `stopping_criteria`, where they are given, are lists of callables."""
+    for name in ("logits_processor", "stopping_criteria"):
+        value = arguments.get(name, [])
+        for part in value if isinstance(value, list | tuple) else [None]:
+            if not callable(part):
+                raise ValueError(f"{name} is {reprlib.repr(value)}: pass a list of callables, none of them None")
 
 
 def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None = None) -> Tensor:
@@ -5127,6 +5232,8 @@ class Streams:
         different, rows = len(set(map(id, streamers))), len(prompts)
         if not len(streamers) == different == rows:
             raise ValueError(f"streamer holds {different} for {rows} rows: pass a list of {rows}, or one prompt at a time")
+        if wrong := [one for one in streamers if not (hasattr(one, "put") and hasattr(one, "end"))]:
+            raise ValueError(f"streamer is {wrong[0]!r}, without put and end: pass transformers' streamers, or such objects")
         self.open, self.sent = dict(enumerate(streamers)), [len(prompt) for prompt in prompts]
         for one, prompt in zip(streamers, prompts, strict=True):
             one.put(prompt[None].cpu())
@@ -5156,7 +5263,7 @@ class Stopping:
     """
 
     def __init__(self, criteria: Sequence[StoppingCriteria], rows: Sequence[Row], input_ids: Tensor, pad_id: int) -> None:
-        self.criteria, self.rows, self.prompt, self.pad_id = StoppingCriteriaList(criteria), rows, input_ids, pad_id
+        self.criteria, self.rows, self.prompt, self.pad_id = criteria, rows, input_ids, pad_id
         self.asked = [0] * len(rows)  # how many tokens of each row have been shown
 
     def __call__(self, rows: Sequence[Row]) -> None:
@@ -5172,12 +5279,29 @@ class Stopping:
                 continue
             behind = [row.mask_id if row.stop is None else self.pad_id for row in self.rows]
             shown = [(one + [other] * (column + 1))[: column + 1] for one, other in zip(known, behind, strict=True)]
-            stops = self.criteria(torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1), None).tolist()
+            ids = torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1)
+            answers = [_stops(criterion, ids) for criterion in self.criteria]
+            stops = [any(answer) for answer in zip(*answers, strict=True)]
             for at in asking:
                 self.asked[at] = column + 1
                 if stops[at]:
                     self.rows[at].stop = self.rows[at].prompt + column + 1
                     del known[at][column + 1 :]
+
+
+def _stops(criterion: Any, ids: Tensor) -> list[bool]:
+    """Ask a stopping criterion about ids [rows, length]; return its answer by row, or raise `ValueError` for another kind."""
+    answer = criterion(ids, None)
+    if isinstance(answer, bool):
+        return [answer] * len(ids)
+    if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape not in ((), (len(ids),)):
+        kind = f"{answer.dtype} of {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
+        raise ValueError(
+            f"the stopping criterion {type(criterion).__name__} returned {kind}: it must return a bool tensor of [{len(ids)}], "
+            "one for each row"
+        )
+    stops: list[bool] = answer.expand(len(ids)).tolist()
+    return stops
 
 
 def output_of(
@@ -5359,6 +5483,11 @@ def _decode(
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
     least = max(0, (config.min_length or 0) - input_ids.shape[1])
+    if least > new:
+        raise ValueError(
+            f"min_new_tokens (min_length) asks for {least} new tokens, and max_new_tokens (max_length) leaves room for {new}: "
+            "lower the one, or raise the other"
+        )
     rows = laid_out(prompts, infill_ids, new, config, least, model.config, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
@@ -5588,14 +5717,19 @@ class MRPScoringMixin:
         block, mask_id = self.config.block_size, self.config.mask_token_id
         real = check_ids(input_ids, attention_mask, self.config)
         check_rows(real, 0, self.config.max_position_embeddings)
+        if labels is not None and (not isinstance(labels, Tensor) or labels.shape != input_ids.shape):
+            kind = list(labels.shape) if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
+            raise ValueError(f"labels are {kind} for input_ids of {list(input_ids.shape)}: pass a tensor of the same shape")
         scored = real if labels is None else (labels != -100) & real
         if labels is not None and len(where := (scored & (labels != input_ids)).nonzero()):
             raise ValueError(
                 f"labels differ from input_ids at row and column {where[0].tolist()}: pass input_ids, without a shift, and "
                 "-100 where nothing is scored"
             )
-        if not temperature > 0 or tokens_per_forward < 1:
-            raise ValueError(f"temperature is {temperature}, tokens_per_forward {tokens_per_forward}: both must be above 0")
+        if not isinstance(temperature, Real) or not 0 < temperature < float("inf"):
+            raise ValueError(f"temperature is {temperature!r}: it must be a finite number above 0")
+        if not isinstance(tokens_per_forward, Integral) or tokens_per_forward < 1:
+            raise ValueError(f"tokens_per_forward is {tokens_per_forward!r}: it must be an int of 1 or more")
         if self.training:
             raise ValueError("score was called in training mode, with dropout and without a cache: call model.eval() first")
         check_weights(self)

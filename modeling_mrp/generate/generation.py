@@ -155,6 +155,11 @@ def _decode(
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
     least = max(0, (config.min_length or 0) - input_ids.shape[1])
+    if least > new:
+        raise ValueError(
+            f"min_new_tokens (min_length) asks for {least} new tokens, and max_new_tokens (max_length) leaves room for {new}: "
+            "lower the one, or raise the other"
+        )
     rows = laid_out(prompts, infill_ids, new, config, least, model.config, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)

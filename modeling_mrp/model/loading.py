@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .configuration import MRPConfig
 from .head import MRPHead, check_same_backbone
@@ -80,6 +80,8 @@ class MRPPreTrainedModel(PreTrainedModel):
             if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
                 model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
             return loaded
+        if "generation_config" not in kwargs:
+            cls._stored_generation_config(source, hub_options(kwargs))  # transformers' own error says neither file nor field
         kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
         with_info = kwargs.pop("output_loading_info", False)
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are told below
@@ -215,8 +217,14 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Attach a head, and adopt its repository's generation config, if any, unless `kwargs` hold one."""
         self.attach_head(head, **hub)
         if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
-            with contextlib.suppress(OSError):  # it comes with none
-                self.generation_config = self.generation_config_class.from_pretrained(head, **hub)
+            self.generation_config = self._stored_generation_config(os.fspath(head), hub) or self.generation_config
+
+    @classmethod
+    def _stored_generation_config(cls: Any, source: str, hub: dict[str, Any]) -> Any:
+        """Read a checkpoint's generation config, or return None if it comes with none; `ValueError` for what it cannot hold."""
+        with contextlib.suppress(OSError):
+            return cls.generation_config_class.from_dict(stored_json(source, GENERATION_CONFIG_NAME, **hub)[0])
+        return None
 
     def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
         """Read the head of a checkpoint from its files."""
