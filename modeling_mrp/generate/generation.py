@@ -11,7 +11,7 @@ from transformers.generation import logits_process as kinds
 from transformers.generation.streamers import BaseStreamer
 
 from ..kernels.dispatch import PYTORCH, Dispatch, unusable
-from ..model.loading import device_of, fetched
+from ..model.loading import check_lm_head, device_of, dynamically_quantized, fetched
 from ..networks.cache import BlockCache, adapters_of_rows, devices_of_layers, weights_seen
 from ..networks.graphs import cache_for, release_graphs
 from ..networks.layers import pack, plan_layers
@@ -150,7 +150,7 @@ def _decode(
     check_rows(real, new, model.config.max_position_embeddings)
     if infill_ids is not None and (filled := infill_ids.shape[1]) > new:
         raise ValueError(f"infill_ids hold {filled} tokens a row, max_new_tokens (max_length) leaves room for {new}: raise it")
-    mixed = mixed_tokens(getattr(model.config, "quantization_config", None))
+    mixed = mixed_tokens(getattr(model.config, "quantization_config", None), model)
     if mixed and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
@@ -283,6 +283,7 @@ def check_weights(model: Any) -> None:
             "an adapter of the weights instead, such as LoRA, or decode without it under model.disable_adapter()"
         )
     lm_head, weight, why = model.lm_head, model.lm_head.weight, None
+    check_lm_head(lm_head)
     device_of(lm_head)
     if hasattr(weight, "to_local"):
         why = "is divided among processes: leave it, and embed_tokens if these are tied, out of tp_plan"
@@ -309,14 +310,16 @@ def check_past(past: Any, model: Any, rows: int) -> None:
         raise ValueError(f"past_key_values {why}: leave them unset")
 
 
-def mixed_tokens(quantization: Any) -> str | None:
-    """Return a warning if a `quantization_config` lets a forward's tokens change each other's results; otherwise None."""
+def mixed_tokens(quantization: Any, model: Any = None) -> str | None:
+    """Return a warning if a `quantization_config`, or a layer, lets a forward's tokens change each other's results; or None."""
     scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)  # of torchao
     of_activations = scales[0] if isinstance(scales, list | tuple) else scales
     if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
         remedy = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
     elif "DynamicActivation" in type(scheme).__name__ and type(of_activations).__name__ == "PerTensor":
         remedy = "granularity=PerRow()"
+    elif model is not None and dynamically_quantized(model):
+        remedy = "torchao's Int8DynamicActivationInt8WeightConfig() in place of quantize_dynamic"
     else:
         return None
     return (

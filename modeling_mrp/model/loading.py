@@ -143,6 +143,7 @@ class MRPPreTrainedModel(PreTrainedModel):
                 f"the layers are divided among {processes} processes, those of an attached head would not be: attach it in one "
                 "process, save_pretrained the whole model, and load that with tensor parallelism"
             )
+        check_lm_head(self.lm_head)
         device = device_of(self.lm_head)
         head.to(device, self.lm_head.weight.dtype)
         if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices
@@ -191,6 +192,10 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Save weights, both configs and the remote code as transformers does; with `head_only`, only the head's weights, and a
         config that names `backbone_source` as the backbone to load. `ValueError` for a head that cannot be saved alone."""
         folder = Path(save_directory)
+        if dynamically_quantized(self):
+            raise ValueError(
+                "layers made by quantize_dynamic have no tensors to save: save the model, and quantize it once loaded"
+            )
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
         if head_only:
@@ -250,7 +255,8 @@ class MRPPreTrainedModel(PreTrainedModel):
 
 def device_of(module: Any) -> torch.device:
     """Find the device of a module's weight, or, if offloaded, that to which a hook fetches it; `ValueError` without a hook."""
-    device = module.weight.device
+    weight = module.weight() if callable(module.weight) else module.weight  # packed by quantize_dynamic
+    device = weight.device
     if device.type == "meta":
         device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     if device is None:
@@ -259,6 +265,20 @@ def device_of(module: Any) -> torch.device:
             "model with from_pretrained, with device_map if it is to be offloaded"
         )
     return torch.device(device)
+
+
+def check_lm_head(lm_head: Any) -> None:
+    """Raise `ValueError` for an `lm_head` without rows of numbers that can be read."""
+    if not isinstance(lm_head.weight, Tensor):
+        raise ValueError(
+            f"the lm_head is a {type(lm_head).__module__}.{type(lm_head).__name__}, whose weight (rows of it are read) is no "
+            "tensor: leave it as it was. With quantize_dynamic name what to quantize, {'model.layers', 'mrp_head.layers'}"
+        )
+
+
+def dynamically_quantized(model: nn.Module) -> bool:
+    """Tell if `quantize_dynamic` of torch made layers: one scale for the activations of all tokens, and packed weights."""
+    return any(type(part).__module__.startswith("torch.ao.nn.quantized.dynamic") for part in model.modules())
 
 
 def head_to_save(model: Any, state_dict: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], MRPConfig]:
