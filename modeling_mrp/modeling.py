@@ -62,6 +62,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=past_key_values is not None,
+            return_dict=True,
         ).last_hidden_state
 
     def residual(
@@ -168,6 +169,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         hidden = outputs.last_hidden_state

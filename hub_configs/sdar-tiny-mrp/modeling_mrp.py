@@ -22,10 +22,11 @@ import zlib
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from huggingface_hub.errors import StrictDataclassError
 from importlib import import_module
 from inspect import getdoc
 from itertools import accumulate, groupby
@@ -38,15 +39,18 @@ from time import perf_counter
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria, GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StopStringCriteria, StoppingCriteria, StoppingCriteriaList, logits_process as kinds
 from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper, MinPLogitsWarper, TopHLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3Model, Qwen3RMSNorm, rotate_half
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, ModelOutput, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, can_return_tuple, extract_commit_hash, logging as transformers_logging
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, get_type_hints
 
@@ -282,7 +286,7 @@ def families() -> dict[str, Any]:
 
 def backbone_of(name: str) -> Any:
     """Find the backbone class of a family; `ValueError` if there is none of that name."""
-    if name not in FAMILIES and name not in families():
+    if not isinstance(name, str) or (name not in FAMILIES and name not in families()):
         raise ValueError(
             f"family is {name!r}: the families here are {', '.join(sorted(FAMILIES))}. The code of a repository has that of "
             "its own checkpoint only: for others install this package"
@@ -366,6 +370,75 @@ def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
 _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
+# A number's type, least and largest value, and what it is.
+_Range = tuple[Any, float, float, str]
+_SIZE: _Range = (Integral, 1, 1 << 20, "a size of the checkpoint's tensors")
+_SIZES: dict[str, _Range] = {
+    "vocab_size": (Integral, 1, 1 << 24, "a size of the checkpoint's tensors"),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"), _SIZE),
+    "max_position_embeddings": (Integral, 1, 1 << 62, "the longest text"),
+    "rms_norm_eps": (Real, 0, 1, "as the model was trained"),
+    "attention_dropout": (Real, 0, 1, "a probability"),
+    "initializer_range": (Real, 0, 1e6, "a standard deviation"),
+}
+_TRAINED_WITH: _Range = (Real, 1e-9, 1e9, "as the model was trained")
+# What may stand in rope_parameters beside its type; by type, what has to.
+_ROPE: dict[str, _Range] = {
+    "rope_theta": (Real, 1.0001, 1e12, "the base of the rotary frequencies"),
+    "factor": (Real, 1, 1e6, "how much longer texts are than those of the first training"),
+    "original_max_position_embeddings": (Integral, 2, 1 << 62, "the longest text of the first training"),
+    "partial_rotary_factor": (Real, 1e-9, 1, "the share of a head's dimensions that are rotated"),
+    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), _TRAINED_WITH),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), (Real, 0, 1e9, "as the model was trained")),
+}
+_NULLABLE = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+_ROPE_NEEDS = {
+    **dict.fromkeys(("linear", "dynamic", "yarn", "proportional"), ("factor",)),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def check_number(name: str, value: Any, kind: Any, least: float, most: float, why: str) -> None:
+    """Raise `ValueError` unless a value is a number of the type `Integral` or `Real`, within its bounds."""
+    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+        what = "an int" if kind is Integral else "a number"
+        raise ValueError(f"{name} is {value!r}: it must be {what} from {least} to {most} ({why})")
+
+
+def check_rope(rope: Mapping[str, Any], head_dim: int) -> None:
+    """Raise `ValueError` for `rope_parameters` from which no rotary frequencies of finite size can be made."""
+    kind, types = rope.get("rope_type", "default"), ("default", *sorted(ROPE_INIT_FUNCTIONS))
+    if kind not in types:
+        raise ValueError(f"rope_type is {kind!r} in rope_parameters: it must be one of {', '.join(types)}")
+    for name in ("rope_theta", *_ROPE_NEEDS.get(kind, ())):
+        if rope.get(name) is None:
+            raise ValueError(f"{name} is missing in rope_parameters of the type {kind!r}: add it, as the model was trained")
+    for name, bounds in _ROPE.items():
+        if name in rope and (rope[name] is not None or name not in _NULLABLE):
+            check_number(name, rope[name], *bounds)
+    pairs = int(head_dim * (rope.get("partial_rotary_factor") or 1)) // 2
+    if not pairs:
+        raise ValueError(
+            f"partial_rotary_factor is {rope.get('partial_rotary_factor')!r}: of a head's {head_dim} dimensions (head_dim) it "
+            "must leave two or more to be rotated"
+        )
+    if kind == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
+        raise ValueError(f"low_freq_factor is {rope['low_freq_factor']!r}: it must be below high_freq_factor")
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+        if not isinstance(rope[name], list) or len(rope[name]) != pairs:
+            raise ValueError(f"{name} is {rope[name]!r}: it must be a list of {pairs} numbers, one for each frequency")
+        for number in rope[name]:
+            check_number(f"a number in {name}", number, *_TRAINED_WITH)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raise `ValueError` unless a config's dtype is None or floating point, a `torch.dtype` or its name."""
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise ValueError(f"dtype is {dtype!r}: it must be the name of a floating-point dtype, such as 'bfloat16'")
+
+
 def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
     """Translate a config's fields for `MRPConfig`: those of this package as they are, of others the known ones.
 
@@ -424,18 +497,33 @@ class MRPConfig(Qwen3Config):
     family: str = DENSE
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name, value, least, most, why in (
-            ("block_size", self.block_size, 1, self.max_position_embeddings, "max_position_embeddings"),
-            ("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1, "the tokenizer's mask token, inside the vocabulary"),
-            ("pad_token_id", self.pad_token_id or 0, 0, self.vocab_size - 1, "inside the vocabulary, or null"),
-            ("num_nextn_predict_layers", self.num_nextn_predict_layers, 0, 1024, "0: no head"),
-        ):
-            if not isinstance(value, int) or not least <= value <= most:
-                raise ValueError(f"{name} is {value!r}: it must be an int from {least} to {most} ({why})")
+        for name, bounds in _SIZES.items():
+            check_number(name, getattr(self, name), *bounds)
+        last = self.vocab_size - 1
+        check_number("block_size", self.block_size, Integral, 1, self.max_position_embeddings, "max_position_embeddings")
+        check_number(
+            "mask_token_id", self.mask_token_id, Integral, 0, last, "the tokenizer's mask token, inside the vocabulary"
+        )
+        check_number("pad_token_id", self.pad_token_id or 0, Integral, 0, last, "inside the vocabulary, or null")
+        check_number("num_nextn_predict_layers", self.num_nextn_predict_layers, Integral, 0, 1024, "0: no head")
+        if self.num_key_value_heads is not None:
+            why = "num_attention_heads"
+            check_number("num_key_value_heads", self.num_key_value_heads, Integral, 1, self.num_attention_heads, why)
+            if self.num_attention_heads % self.num_key_value_heads:
+                raise ValueError(
+                    f"num_key_value_heads is {self.num_key_value_heads}: it must divide num_attention_heads, "
+                    f"{self.num_attention_heads}"
+                )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act is {self.hidden_act!r}: it must be one of {', '.join(sorted(ACT2FN))}")
+        check_dtype(self.dtype if self.dtype is not None else kwargs.get("torch_dtype"))
         super().__post_init__(**{**backbone_of(self.family).fields, **kwargs})
+        check_rope(self.rope_parameters, self.head_dim)
         if self.layer_types != ["full_attention"] * self.num_hidden_layers:
             needed = f"block diffusion needs 'full_attention' in each of the {self.num_hidden_layers} layers"
             raise ValueError(f"layer_types is {self.layer_types}: {needed}")
+        if not isinstance(self._attn_implementation, str | None):
+            raise ValueError(f"attn_implementation is {self._attn_implementation!r}: use 'sdpa' or 'eager'")
         if "/" in str(self._attn_implementation):
             raise ValueError(
                 f"attn_implementation is {self._attn_implementation!r}, code of another repository, which is not run (and "
@@ -450,8 +538,18 @@ class MRPConfig(Qwen3Config):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make a config from fields of this package or of a published config."""
-        return super().from_dict(our_fields(config_dict), **kwargs)
+        """Make a config from fields of this package or of a published config; `ValueError` for one of another type."""
+        fields = our_fields(config_dict)
+        for name in fields:
+            if callable(getattr(cls, name, None)) or name in ("base_model_tp_plan", "base_model_pp_plan"):
+                raise ValueError(f"the config has a field {name!r}, which is a part of its class and no setting: remove it")
+        try:
+            return super().from_dict(fields, **kwargs)
+        except (StrictDataclassError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
+            said = " ".join(str(error).split())
+            raise ValueError(
+                f"a field of the config cannot be read: {said}. Correct it, or download the config again"
+            ) from error
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save the config, with an `auto_map` that names the remote code, and write this code beside it."""
@@ -611,8 +709,46 @@ def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> 
         raise ValueError(f"no {' and no '.join(names)} in {source}: only safetensors are read. Check the path")
     if not found.endswith(SAFE_WEIGHTS_INDEX_NAME):
         return [Path(found)]
-    shards = {shard for name, shard in json_object(Path(found))["weight_map"].items() if name.startswith(prefixes)}
+    shards = {shard for name, shard in weight_map(Path(found)).items() if name.startswith(prefixes)}
     return [Path(cached_file(source, shard, **hub)) for shard in sorted(shards)]
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Read the file name of each tensor from a checkpoint's index; `ValueError` for one that leads out of its folder."""
+    fields = json_object(index)
+    files, remedy = fields.get("weight_map"), "save the checkpoint again, or download it again"
+    if not isinstance(files, dict) or not files or not isinstance(fields.get("metadata"), dict):
+        raise ValueError(f"weight_map or metadata of {index} is missing, no object, or empty: {remedy}")
+    for name, file in files.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(
+                f"weight_map of {index} has {file!r} for {name}: it must be a safetensors file beside it; {remedy}"
+            )
+    return files
+
+
+def stored_names(source: str, **hub: Any) -> set[str]:
+    """List the names that a checkpoint's tensors have in this package; empty if it has no safetensors under the usual names."""
+    single, index = (
+        cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
+        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    )
+    if single is None:
+        return set() if index is None else set(map(our_name, weight_map(Path(index))))
+    with safe_open(single, framework="pt") as tensors:
+        return set(map(our_name, tensors.keys()))
+
+
+def check_depth(config: Any, names: Collection[str], source: str) -> None:
+    """Raise `ValueError` if a config has more layers than the tensors `names` of a checkpoint, before any layer is made."""
+    for field, prefix in (("num_hidden_layers", "model.layers."), ("num_nextn_predict_layers", f"{HEAD}layers.")):
+        stored = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+        known = bool(names) and (bool(stored) or field != "num_hidden_layers")  # a head repository has none of the backbone's
+        if known and (layers := getattr(config, field)) > len(stored):
+            raise ValueError(
+                f"{source} does not fit its config: {field} is {layers}, and it holds {len(stored)} layers {prefix}*: correct "
+                "config.json (without a head num_nextn_predict_layers is 0), or download the weights again"
+            )
 
 
 def is_hub_id(name: str) -> bool:
@@ -622,8 +758,9 @@ def is_hub_id(name: str) -> bool:
 
 def backbone_location(name: str, source: str) -> str:
     """Return the backbone `name` that a head repository's config gives; `ValueError` if `source` may not name it."""
-    allowed = is_hub_id(name) and not os.path.exists(name)
-    if not allowed and not (os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name)):
+    allowed = isinstance(name, str) and is_hub_id(name) and not os.path.exists(name)
+    of_folder = os.path.isdir(source) and isinstance(name, str) and os.path.isabs(name) and os.path.isdir(name)
+    if not allowed and not of_folder:
         raise ValueError(
             f"the config of {source} names the backbone {name!r}, which is not followed: it must be 'org/name', and no path "
             "that exists here, or in a folder's config another's absolute path. Load both by from_backbone(backbone, head=...)"
@@ -699,6 +836,10 @@ class MRPPreTrainedModel(PreTrainedModel):
             return loaded
         if "generation_config" not in kwargs:
             cls._stored_generation_config(source, hub_options(kwargs))  # transformers' own error says neither file nor field
+        check_quantization(fields.get("quantization_config"))
+        if not kwargs.get("variant") and len(kwargs["key_mapping"]) == len(_KEY_MAPPING):
+            made = config if isinstance(config, MRPConfig) else MRPConfig.from_dict(dict(fields))
+            check_depth(made, stored_names(source, **hub_options(kwargs)), source)
         kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
         with_info = kwargs.pop("output_loading_info", False)
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are told below
@@ -706,6 +847,10 @@ class MRPPreTrainedModel(PreTrainedModel):
             model, info = super().from_pretrained(source, *args, config=config, **kwargs)
         except SafetensorError as error:
             raise ValueError(f"a safetensors file of {source} is not whole: download it again ({error})") from error
+        except (AttributeError, KeyError, TypeError) as error:
+            if "quantization_config" not in fields:
+                raise
+            raise ValueError(f"quantization_config of {source} cannot be read: correct it in config.json ({error})") from error
         if misfits := {name: sorted(keys) for name, keys in info.items() if name.endswith("_keys") and keys}:
             raise ValueError(
                 f"{source} does not fit its config: {misfits}. Check num_nextn_predict_layers (0: no head), the sizes in "
@@ -760,6 +905,7 @@ class MRPPreTrainedModel(PreTrainedModel):
                 f"the layers are divided among {processes} processes, those of an attached head would not be: attach it in one "
                 "process, save_pretrained the whole model, and load that with tensor parallelism"
             )
+        check_lm_head(self.lm_head)
         device = device_of(self.lm_head)
         head.to(device, self.lm_head.weight.dtype)
         if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices
@@ -808,6 +954,10 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Save weights, both configs and the remote code as transformers does; with `head_only`, only the head's weights, and a
         config that names `backbone_source` as the backbone to load. `ValueError` for a head that cannot be saved alone."""
         folder = Path(save_directory)
+        if dynamically_quantized(self):
+            raise ValueError(
+                "layers made by quantize_dynamic have no tensors to save: save the model, and quantize it once loaded"
+            )
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
         if head_only:
@@ -850,10 +1000,11 @@ class MRPPreTrainedModel(PreTrainedModel):
         if not config.has_head:
             raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
         check_same_backbone(config, self.config, source)
-        with torch.device("meta"):
-            head = MRPHead(config)
         state: dict[str, Tensor] = {}
         try:
+            check_depth(config, stored_names(source, **hub), source)
+            with torch.device("meta"):
+                head = MRPHead(config)
             for file in weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub):
                 with safe_open(file, framework="pt") as tensors:
                     for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
@@ -867,7 +1018,8 @@ class MRPPreTrainedModel(PreTrainedModel):
 
 def device_of(module: Any) -> torch.device:
     """Find the device of a module's weight, or, if offloaded, that to which a hook fetches it; `ValueError` without a hook."""
-    device = module.weight.device
+    weight = module.weight() if callable(module.weight) else module.weight  # packed by quantize_dynamic
+    device = weight.device
     if device.type == "meta":
         device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     if device is None:
@@ -876,6 +1028,32 @@ def device_of(module: Any) -> torch.device:
             "model with from_pretrained, with device_map if it is to be offloaded"
         )
     return torch.device(device)
+
+
+def check_quantization(fields: Any) -> None:
+    """Raise `ValueError` for a stored `quantization_config` that transformers would leave out with a warning, or not read."""
+    if fields is None:
+        return
+    method = fields.get("quant_method") if isinstance(fields, dict) else None
+    if method is None or str(method) not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise ValueError(
+            f"quantization_config is {reprlib.repr(fields)}: its quant_method must be one that transformers loads "
+            f"({', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}). Correct config.json, or remove it"
+        )
+
+
+def check_lm_head(lm_head: Any) -> None:
+    """Raise `ValueError` for an `lm_head` without rows of numbers that can be read."""
+    if not isinstance(lm_head.weight, Tensor):
+        raise ValueError(
+            f"the lm_head is a {type(lm_head).__module__}.{type(lm_head).__name__}, whose weight (rows of it are read) is no "
+            "tensor: leave it as it was. With quantize_dynamic name what to quantize, {'model.layers', 'mrp_head.layers'}"
+        )
+
+
+def dynamically_quantized(model: nn.Module) -> bool:
+    """Tell if `quantize_dynamic` of torch made layers: one scale for the activations of all tokens, and packed weights."""
+    return any(type(part).__module__.startswith("torch.ao.nn.quantized.dynamic") for part in model.modules())
 
 
 def head_to_save(model: Any, state_dict: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], MRPConfig]:
@@ -5478,7 +5656,7 @@ def _decode(
     check_rows(real, new, model.config.max_position_embeddings)
     if infill_ids is not None and (filled := infill_ids.shape[1]) > new:
         raise ValueError(f"infill_ids hold {filled} tokens a row, max_new_tokens (max_length) leaves room for {new}: raise it")
-    mixed = mixed_tokens(getattr(model.config, "quantization_config", None))
+    mixed = mixed_tokens(getattr(model.config, "quantization_config", None), model)
     if mixed and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
@@ -5611,6 +5789,7 @@ def check_weights(model: Any) -> None:
             "an adapter of the weights instead, such as LoRA, or decode without it under model.disable_adapter()"
         )
     lm_head, weight, why = model.lm_head, model.lm_head.weight, None
+    check_lm_head(lm_head)
     device_of(lm_head)
     if hasattr(weight, "to_local"):
         why = "is divided among processes: leave it, and embed_tokens if these are tied, out of tp_plan"
@@ -5637,14 +5816,16 @@ def check_past(past: Any, model: Any, rows: int) -> None:
         raise ValueError(f"past_key_values {why}: leave them unset")
 
 
-def mixed_tokens(quantization: Any) -> str | None:
-    """Return a warning if a `quantization_config` lets a forward's tokens change each other's results; otherwise None."""
+def mixed_tokens(quantization: Any, model: Any = None) -> str | None:
+    """Return a warning if a `quantization_config`, or a layer, lets a forward's tokens change each other's results; or None."""
     scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)  # of torchao
     of_activations = scales[0] if isinstance(scales, list | tuple) else scales
     if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
         remedy = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
     elif "DynamicActivation" in type(scheme).__name__ and type(of_activations).__name__ == "PerTensor":
         remedy = "granularity=PerRow()"
+    elif model is not None and dynamically_quantized(model):
+        remedy = "torchao's Int8DynamicActivationInt8WeightConfig() in place of quantize_dynamic"
     else:
         return None
     return (
@@ -5838,6 +6019,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=past_key_values is not None,
+            return_dict=True,
         ).last_hidden_state
 
     def residual(
@@ -5944,6 +6126,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         hidden = outputs.last_hidden_state

@@ -5,6 +5,7 @@ import copy
 import logging
 import os
 import re
+import reprlib
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,23 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .configuration import MRPConfig
 from .head import MRPHead, check_same_backbone
-from .layouts import HEAD, HUB_OPTIONS, PUBLISHED_HEAD, backbone_location, hub_options, our_name, stored_json, weight_files
+from .layouts import (
+    HEAD,
+    HUB_OPTIONS,
+    PUBLISHED_HEAD,
+    backbone_location,
+    check_depth,
+    hub_options,
+    our_name,
+    stored_json,
+    stored_names,
+    weight_files,
+)
 
 try:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -82,6 +95,10 @@ class MRPPreTrainedModel(PreTrainedModel):
             return loaded
         if "generation_config" not in kwargs:
             cls._stored_generation_config(source, hub_options(kwargs))  # transformers' own error says neither file nor field
+        check_quantization(fields.get("quantization_config"))
+        if not kwargs.get("variant") and len(kwargs["key_mapping"]) == len(_KEY_MAPPING):
+            made = config if isinstance(config, MRPConfig) else MRPConfig.from_dict(dict(fields))
+            check_depth(made, stored_names(source, **hub_options(kwargs)), source)
         kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
         with_info = kwargs.pop("output_loading_info", False)
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are told below
@@ -89,6 +106,10 @@ class MRPPreTrainedModel(PreTrainedModel):
             model, info = super().from_pretrained(source, *args, config=config, **kwargs)
         except SafetensorError as error:
             raise ValueError(f"a safetensors file of {source} is not whole: download it again ({error})") from error
+        except (AttributeError, KeyError, TypeError) as error:
+            if "quantization_config" not in fields:
+                raise
+            raise ValueError(f"quantization_config of {source} cannot be read: correct it in config.json ({error})") from error
         if misfits := {name: sorted(keys) for name, keys in info.items() if name.endswith("_keys") and keys}:
             raise ValueError(
                 f"{source} does not fit its config: {misfits}. Check num_nextn_predict_layers (0: no head), the sizes in "
@@ -238,10 +259,11 @@ class MRPPreTrainedModel(PreTrainedModel):
         if not config.has_head:
             raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
         check_same_backbone(config, self.config, source)
-        with torch.device("meta"):
-            head = MRPHead(config)
         state: dict[str, Tensor] = {}
         try:
+            check_depth(config, stored_names(source, **hub), source)
+            with torch.device("meta"):
+                head = MRPHead(config)
             for file in weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub):
                 with safe_open(file, framework="pt") as tensors:
                     for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
@@ -265,6 +287,18 @@ def device_of(module: Any) -> torch.device:
             "model with from_pretrained, with device_map if it is to be offloaded"
         )
     return torch.device(device)
+
+
+def check_quantization(fields: Any) -> None:
+    """Raise `ValueError` for a stored `quantization_config` that transformers would leave out with a warning, or not read."""
+    if fields is None:
+        return
+    method = fields.get("quant_method") if isinstance(fields, dict) else None
+    if method is None or str(method) not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise ValueError(
+            f"quantization_config is {reprlib.repr(fields)}: its quant_method must be one that transformers loads "
+            f"({', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}). Correct config.json, or remove it"
+        )
 
 
 def check_lm_head(lm_head: Any) -> None:

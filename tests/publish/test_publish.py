@@ -225,7 +225,7 @@ def fields(file: str = "config.json", **changed: Any) -> Callable[[Path], Any]:
         (text("config.json", "{}"), "holds no checkpoint: give a folder"),
         (text("config.json", '{"model_type": "llama"}'), "holds a model of type 'llama': give a folder that save_pretrained"),
         (fields(head_dim=16), r"wrong shape: model.layers.0.self_attn.k_norm.weight is \[8\], needs \[16\]"),
-        (fields(num_nextn_predict_layers=3), "missing: mrp_head.layers.2.input_layernorm.weight"),
+        (fields(num_nextn_predict_layers=3), "num_nextn_predict_layers is 3, and it holds 2 layers mrp_head"),
         (fields(base_model_name_or_path="org/backbone"), "(?s)does not fit its config.*unexpected: lm_head.weight"),
         (text("tokenizer.json", "{}"), "the tokenizer of '.*' cannot be loaded"),
         (text("tokenizer_config.json", '{"auto_map": "org/evil--t.T"}'), "takes code from .*org/evil--t.T"),

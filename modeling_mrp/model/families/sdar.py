@@ -57,7 +57,7 @@ def families() -> dict[str, Any]:
 
 def backbone_of(name: str) -> Any:
     """Find the backbone class of a family; `ValueError` if there is none of that name."""
-    if name not in FAMILIES and name not in families():
+    if not isinstance(name, str) or (name not in FAMILIES and name not in families()):
         raise ValueError(
             f"family is {name!r}: the families here are {', '.join(sorted(FAMILIES))}. The code of a repository has that of "
             "its own checkpoint only: for others install this package"
