@@ -262,6 +262,16 @@ class MRPBackbone(Qwen3Model):
     def _can_set_experts_implementation(cls) -> bool:
         return True
 
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Move or cast as torch does (`to`, `half`, ...), but keep the dtype of the rotary frequencies, as loading does:
+        rounded to bfloat16 they turn queries of late positions by wrong angles."""
+        before = dict(self.rotary_emb.named_buffers())
+        super()._apply(fn, *args, **kwargs)
+        for name, frequencies in self.rotary_emb.named_buffers():
+            if frequencies.dtype != before[name].dtype:
+                setattr(self.rotary_emb, name, before[name].to(frequencies.device))
+        return self
+
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         """Run `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as when a trainer computes a next-token loss."""
         if not isinstance(attention_mask, dict):
@@ -5531,6 +5541,15 @@ def output_of(
 
 
 
+# Processors that act at a column of the batch. The options that make them are not supported; as objects they are right without
+# padding, as each row's processors see its own text.
+_OF_COLUMNS = (
+    kinds.ForcedBOSTokenLogitsProcessor,
+    kinds.ForcedEOSTokenLogitsProcessor,
+    kinds.ExponentialDecayLengthPenalty,
+    kinds.SuppressTokensAtBeginLogitsProcessor,
+)
+
 
 class MRPGenerationMixin(GenerationMixin):
     """`generate` of an MRP model: transformers prepares the inputs, this package's loop decodes."""
@@ -5649,18 +5668,24 @@ def _decode(
 ) -> Tensor | MRPGenerateOutput:
     """Decode prompts; `generate` binds the first four arguments, `GenerationMixin.generate` prepares the others."""
     config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
-    input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - input_ids.shape[1]
+    width = input_ids.shape[1]
+    input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - width
     picker, real = _picker(model, logits_processor, config, mode), real.to(device)
     if config.do_sample and config.seed is None and (getattr(model, "_tp_size", None) or 1) > 1:
         raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")
     check_rows(real, new, model.config.max_position_embeddings)
+    if not real.all() and (columns := [one for one in logits_processor if isinstance(one, _OF_COLUMNS)]):
+        raise ValueError(
+            f"the logits processor {type(columns[0]).__name__} acts at a column, where padded rows have other tokens: "
+            "pass prompts of one length, or one prompt at a time"
+        )
     if infill_ids is not None and (filled := infill_ids.shape[1]) > new:
         raise ValueError(f"infill_ids hold {filled} tokens a row, max_new_tokens (max_length) leaves room for {new}: raise it")
     mixed = mixed_tokens(getattr(model.config, "quantization_config", None), model)
     if mixed and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
-    least = max(0, (config.min_length or 0) - input_ids.shape[1])
+    least = max([0, (config.min_length or 0) - width, *_least_new(logits_processor, width, config)])
     if least > new:
         raise ValueError(
             f"min_new_tokens (min_length) asks for {least} new tokens, and max_new_tokens (max_length) leaves room for {new}: "
@@ -5704,6 +5729,24 @@ def _decode(
         with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
         cache.hold([row.text for row in rows], held, *with_head)
     return output_of(input_ids, rows, decoder, progress, cache, config.pad_token_id)
+
+
+def _least_new(processors: kinds.LogitsProcessorList, width: int, config: MRPGenerationConfig) -> list[int]:
+    """List the numbers of new tokens before which processors for minimum lengths, a user's too, forbid an eos."""
+    numbers = []
+    for processor in processors:
+        if isinstance(processor, kinds.MinLengthLogitsProcessor):
+            numbers.append(processor.min_length - width)
+        elif isinstance(processor, kinds.MinNewTokensLengthLogitsProcessor):
+            numbers.append(processor.prompt_length_to_skip + processor.min_new_tokens - width)
+        else:
+            continue
+        if set(ids_in(processor.eos_token_id)) != set(config.eos_ids()):
+            raise ValueError(
+                f"the logits processor {type(processor).__name__} has the eos {ids_in(processor.eos_token_id)}, generate "
+                f"{config.eos_ids()}: pass min_new_tokens (min_length) in its place"
+            )
+    return numbers
 
 
 def laid_out(

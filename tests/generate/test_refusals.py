@@ -5,6 +5,7 @@ import re
 import reprlib
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, ShadowConfig, get_peft_model
 from transformers import BatchEncoding, GenerationConfig
 from transformers.generation import WatermarkingConfig
+from transformers.generation import logits_process as kinds
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp import MRPForCausalLM
@@ -338,6 +340,41 @@ def test_criteria_that_return_the_wrong_thing(random_model: MRPForCausalLM) -> N
     for answer, lengths in ((True, [1, 1]), (torch.tensor(True), [1, 1]), (torch.tensor([False, True]), [4, 1])):
         out: Any = call(PAIR, stopping_criteria=[lambda *_, answer=answer: answer], return_dict_in_generate=True)
         assert (out.reveal_step >= 0).sum(1).tolist() == lengths
+
+
+BEFORE = torch.tensor([[0, 1, 2], [3, 4, 5]])
+COLUMNS: dict[str, Callable[[], Any]] = {
+    "ForcedBOSTokenLogitsProcessor": lambda: kinds.ForcedBOSTokenLogitsProcessor(7),
+    "ForcedEOSTokenLogitsProcessor": lambda: kinds.ForcedEOSTokenLogitsProcessor(6, 7),
+    "ExponentialDecayLengthPenalty": lambda: kinds.ExponentialDecayLengthPenalty((2, 1.5), 7, 3),
+    "SuppressTokensAtBeginLogitsProcessor": lambda: kinds.SuppressTokensAtBeginLogitsProcessor([7], 3),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_processors_of_a_column_are_refused_beside_padding(model: MRPForCausalLM, name: str) -> None:
+    call = partial(model.generate, max_new_tokens=4, logits_processor=[COLUMNS[name]()])
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    for padded in (mask, mask.flip(1)):
+        rejected(partial(call, BEFORE, attention_mask=padded), f"processor {name} acts at a column.*prompts of one length")
+    accepts(partial(call, PAIR))
+
+
+def test_minimum_lengths_given_as_processors(random_model: MRPForCausalLM) -> None:
+    """They were left out: an eos that is the likeliest token everywhere came first."""
+    likes = {"logits_processor": [lambda ids, scores: scores + 100 * (torch.arange(64) == 7)]}
+    for eos, processor in product((7, [7, 9]), ("length", "new")):
+        made: Any = kinds.MinLengthLogitsProcessor(6, eos, "cpu")
+        made = made if processor == "length" else kinds.MinNewTokensLengthLogitsProcessor(3, 3, eos, "cpu")
+        given = {"logits_processor": [*likes["logits_processor"], made], "eos_token_id": eos, "max_new_tokens": 8}
+        options = {**likes, "eos_token_id": eos, "max_new_tokens": 8}
+        for mode in ({"decoding": "static"}, {"decoding": "mrp_spec", "target": "sequential"}):
+            expected = random_model.generate(PAIR, **options, min_new_tokens=3, **mode)
+            assert random_model.generate(PAIR, **given, **mode).equal(expected)
+            assert not random_model.generate(PAIR, **options, **mode).equal(expected)
+        rejected(
+            partial(random_model.generate, PAIR, **{**given, "eos_token_id": 5}), r"has the eos .*generate \[5\]: pass min_new"
+        )
 
 
 def test_caches_heads_and_batches(model: MRPForCausalLM) -> None:

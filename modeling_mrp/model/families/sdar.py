@@ -33,6 +33,16 @@ class MRPBackbone(Qwen3Model):
     def _can_set_experts_implementation(cls) -> bool:
         return True
 
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Move or cast as torch does (`to`, `half`, ...), but keep the dtype of the rotary frequencies, as loading does:
+        rounded to bfloat16 they turn queries of late positions by wrong angles."""
+        before = dict(self.rotary_emb.named_buffers())
+        super()._apply(fn, *args, **kwargs)
+        for name, frequencies in self.rotary_emb.named_buffers():
+            if frequencies.dtype != before[name].dtype:
+                setattr(self.rotary_emb, name, before[name].to(frequencies.device))
+        return self
+
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         """Run `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as when a trainer computes a next-token loss."""
         if not isinstance(attention_mask, dict):
