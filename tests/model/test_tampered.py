@@ -76,12 +76,8 @@ def check(folder: Path, file: str, contents: Iterator[Any], says: str) -> int:
 # Fields that no value changes: notes, and what other kinds of checkpoints have.
 NOTES = {"architectures", "auto_map", "transformers_version", "base_model_revision"}
 # What the error is about where a field is wrong, beside the field's name.
-ABOUT = {
-    "tie_word_embeddings": "lm_head",
-    "hidden_size": "mismatched",
-    "num_hidden_layers": "layers",
-    "model_type": "model_type|family",
-}
+ABOUT = {"tie_word_embeddings": "lm_head", "hidden_size": "mismatched", "num_hidden_layers": "layers"}
+ABOUT |= {"model_type": "model_type|family"}
 
 
 @pytest.mark.parametrize("kind", ["full", "head"])
