@@ -17,7 +17,7 @@ from .generate.score import MRPScoringMixin
 from .model.code import model_tags
 from .model.configuration import MRPConfig
 from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask, taken_from
-from .model.families.sdar import backbone_of
+from .model.families.sdar import backbone_of, untie
 from .model.head import MRPHead, turned_as
 from .model.loading import MRPPreTrainedModel
 from .networks.cache import BlockCache
@@ -44,6 +44,11 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         self.mrp_head = MRPHead(config) if config.has_head else None
         self.add_model_tags(model_tags(config.family))
         self.post_init()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute as torch does; an `lm_head` that gets an adapter is untied first (`untie`)."""
+        untie(self, name, value)
+        super().__setattr__(name, value)
 
     def backbone(self, input_ids: Tensor, position_ids: Tensor, mask: AnyMask, past_key_values: Cache | None = None) -> Tensor:
         """Run the backbone; return its final-norm hidden states h_A, [batch, length, hidden_size], at their inputs' positions.

@@ -262,6 +262,11 @@ class MRPBackbone(Qwen3Model):
     def _can_set_experts_implementation(cls) -> bool:
         return True
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute as torch does; embeddings that get an adapter are untied first (`untie`)."""
+        untie(self, name, value)
+        super().__setattr__(name, value)
+
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Move or cast as torch does (`to`, `half`, ...), but keep the dtype of the rotary frequencies, as loading does:
         rounded to bfloat16 they turn queries of late positions by wrong angles."""
@@ -284,6 +289,20 @@ class MRPBackbone(Qwen3Model):
 
 
 FAMILIES[DENSE] = MRPBackbone
+
+
+def untie(parent: Any, name: str, layer: Any) -> None:
+    """Give a tied `lm_head` or `embed_tokens` that an adapter (of peft) takes the place of a weight of its own.
+
+    Merged into the weight that both share, an adapter of the one would change the other. Nothing is computed otherwise before.
+    """
+    config = getattr(parent, "config", None)
+    if name not in ("lm_head", "embed_tokens") or not getattr(config, "tie_word_embeddings", False):
+        return
+    base = getattr(layer, "base_layer", getattr(layer, "original_module", None))
+    if isinstance(base, nn.Module):
+        base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=base.weight.requires_grad)
+        config.tie_word_embeddings = False
 
 
 def families() -> dict[str, Any]:
@@ -6044,6 +6063,11 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         self.mrp_head = MRPHead(config) if config.has_head else None
         self.add_model_tags(model_tags(config.family))
         self.post_init()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute as torch does; an `lm_head` that gets an adapter is untied first (`untie`)."""
+        untie(self, name, value)
+        super().__setattr__(name, value)
 
     def backbone(self, input_ids: Tensor, position_ids: Tensor, mask: AnyMask, past_key_values: Cache | None = None) -> Tensor:
         """Run the backbone; return its final-norm hidden states h_A, [batch, length, hidden_size], at their inputs' positions.

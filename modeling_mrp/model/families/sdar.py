@@ -4,6 +4,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 DENSE = "sdar"  # the family of a config that names none
@@ -33,6 +34,11 @@ class MRPBackbone(Qwen3Model):
     def _can_set_experts_implementation(cls) -> bool:
         return True
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute as torch does; embeddings that get an adapter are untied first (`untie`)."""
+        untie(self, name, value)
+        super().__setattr__(name, value)
+
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Move or cast as torch does (`to`, `half`, ...), but keep the dtype of the rotary frequencies, as loading does:
         rounded to bfloat16 they turn queries of late positions by wrong angles."""
@@ -55,6 +61,20 @@ class MRPBackbone(Qwen3Model):
 
 
 FAMILIES[DENSE] = MRPBackbone
+
+
+def untie(parent: Any, name: str, layer: Any) -> None:
+    """Give a tied `lm_head` or `embed_tokens` that an adapter (of peft) takes the place of a weight of its own.
+
+    Merged into the weight that both share, an adapter of the one would change the other. Nothing is computed otherwise before.
+    """
+    config = getattr(parent, "config", None)
+    if name not in ("lm_head", "embed_tokens") or not getattr(config, "tie_word_embeddings", False):
+        return
+    base = getattr(layer, "base_layer", getattr(layer, "original_module", None))
+    if isinstance(base, nn.Module):
+        base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=base.weight.requires_grad)
+        config.tie_word_embeddings = False
 
 
 def families() -> dict[str, Any]:

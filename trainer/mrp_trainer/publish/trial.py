@@ -91,7 +91,7 @@ def try_out(found: Folder, sent: Mapping[str, Path | bytes], tensors: Mapping[st
     if trial.returncode:
         error = (trial.stderr.strip().splitlines() or [f"exit status {trial.returncode}"])[-1]
         raise ValueError(
-            f"what is in {found.path} does not load and decode in a fresh process: {error}. Nothing was sent; save it again from "
-            "a model that decodes"
+            f"what is in {found.path} does not load and decode in a fresh process: {error}. Nothing was sent; save it "
+            "again from a model that decodes"
         )
     return f"Not tried: {trial.stdout.strip()}" if trial.stdout.strip() else DONE
