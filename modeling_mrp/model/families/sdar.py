@@ -68,12 +68,13 @@ def untie(parent: Any, name: str, layer: Any) -> None:
 
     Merged into the weight that both share, an adapter of the one would change the other. Nothing is computed otherwise before.
     """
-    config = getattr(parent, "config", None)
+    config: Any = getattr(parent, "config", None)
     if name not in ("lm_head", "embed_tokens") or not getattr(config, "tie_word_embeddings", False):
         return
-    base = getattr(layer, "base_layer", getattr(layer, "original_module", None))
+    base: Any = getattr(layer, "base_layer", getattr(layer, "original_module", None))
     if isinstance(base, nn.Module):
-        base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=base.weight.requires_grad)
+        weight: Any = base.weight
+        base.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
         config.tie_word_embeddings = False
 
 
