@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .model.configuration import MRPConfig
-from .model.layouts import our_name
+from .model.layouts import check_depth, our_name
 from .modeling import MRPForCausalLM
 
 
@@ -36,6 +36,7 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 def check_tensors(config: MRPConfig, found: Mapping[str, StoredTensor], prefix: str = "") -> None:
     """Raise `ValueError`, listing all differences, unless `found` are the tensors that a config implies below `prefix`."""
+    check_depth(config, found, "the checkpoint")
     with torch.device("meta"):
         state: Any = MRPForCausalLM(config).state_dict().items()
     needed = {name: tuple(tensor.shape) for name, tensor in state if name.startswith(prefix)}

@@ -18,7 +18,7 @@ from .model.code import model_tags
 from .model.compat import CACHE_NAME, OLD_CACHE_NAME, chosen_cache
 from .model.configuration import MRPConfig
 from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask, taken_from
-from .model.families.sdar import backbone_of
+from .model.families.sdar import backbone_of, untie
 from .model.head import MRPHead, turned_as
 from .model.loading import MRPPreTrainedModel
 from .networks.cache import BlockCache
@@ -53,6 +53,11 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
         self.add_model_tags(model_tags(config.family))
         self.post_init()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute as torch does; an `lm_head` that gets an adapter is untied first (`untie`)."""
+        untie(self, name, value)
+        super().__setattr__(name, value)
+
     def backbone(self, input_ids: Tensor, position_ids: Tensor, mask: AnyMask, cache: Cache | None = None) -> Tensor:
         """Run the backbone; return its final-norm hidden states h_A, [batch, length, hidden_size], at their inputs' positions.
 
@@ -68,6 +73,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             input_ids=input_ids,
             attention_mask={"full_attention": self._attention_bias(mask)},
             position_ids=position_ids,
+            return_dict=True,
             use_cache=cache is not None,
             **{CACHE_NAME: cache},
         ).last_hidden_state
@@ -178,6 +184,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
             attention_mask={"full_attention": mask},
             position_ids=position_ids,
             use_cache=use_cache,
+            return_dict=True,
             **{CACHE_NAME: cache},
             **kwargs,
         )

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..kernels.dispatch import PYTORCH, Dispatch, unusable
 from ..model.compat import CACHE_NAME, chosen_cache
-from ..model.loading import device_of, fetched
+from ..model.loading import check_lm_head, device_of, dynamically_quantized, fetched
 from ..networks.cache import BlockCache, adapters_of_rows, devices_of_layers, weights_seen
 from ..networks.graphs import cache_for, release_graphs
 from ..networks.layers import pack, plan_layers
@@ -24,8 +24,18 @@ from ..rules.state import Counts, Row
 from ..versions import tested_versions
 from .budget import budget_of
 from .loop import Decoder, Mode
+from .option_table import ids_in
 from .options import MRPGenerationConfig, check_ids, check_rows, logger, resolved, set_fields
 from .output import MRPGenerateOutput, Progress, Stopping, Streams, output_of
+
+# Processors that act at a column of the batch. The options that make them are not supported; as objects they are right without
+# padding, as each row's processors see its own text.
+_OF_COLUMNS = (
+    kinds.ForcedBOSTokenLogitsProcessor,
+    kinds.ForcedEOSTokenLogitsProcessor,
+    kinds.ExponentialDecayLengthPenalty,
+    kinds.SuppressTokensAtBeginLogitsProcessor,
+)
 
 
 class MRPGenerationMixin(GenerationMixin):
@@ -161,18 +171,29 @@ def _decode(
 ) -> Tensor | MRPGenerateOutput:
     """Decode prompts; `generate` binds the first four arguments, `GenerationMixin.generate` prepares the others."""
     config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
-    input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - input_ids.shape[1]
+    width = input_ids.shape[1]
+    input_ids, mode, new = input_ids.to(device), config.mode(block, len(input_ids)), config.max_length - width
     picker, real = _picker(model, logits_processor, config, mode), real.to(device)
     if config.do_sample and config.seed is None and (model.tp_size or 1) > 1:
         raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")
     check_rows(real, new, model.config.max_position_embeddings)
+    if not real.all() and (columns := [one for one in logits_processor if isinstance(one, _OF_COLUMNS)]):
+        raise ValueError(
+            f"the logits processor {type(columns[0]).__name__} acts at a column, where padded rows have other tokens: "
+            "pass prompts of one length, or one prompt at a time"
+        )
     if infill_ids is not None and (filled := infill_ids.shape[1]) > new:
         raise ValueError(f"infill_ids hold {filled} tokens a row, max_new_tokens (max_length) leaves room for {new}: raise it")
-    mixed = mixed_tokens(getattr(model.config, "quantization_config", None))
+    mixed = mixed_tokens(getattr(model.config, "quantization_config", None), model)
     if mixed and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
-    least = max(0, (config.min_length or 0) - input_ids.shape[1])
+    least = max([0, (config.min_length or 0) - width, *_least_new(logits_processor, width, config)])
+    if least > new:
+        raise ValueError(
+            f"min_new_tokens (min_length) asks for {least} new tokens, and max_new_tokens (max_length) leaves room for {new}: "
+            "lower the one, or raise the other"
+        )
     rows = laid_out(prompts, infill_ids, new, config, least, model.config, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
@@ -213,6 +234,24 @@ def _decode(
         with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
         cache.hold([row.text for row in rows], held, *with_head)
     return output_of(input_ids, rows, decoder, progress, cache, config.pad_token_id)
+
+
+def _least_new(processors: kinds.LogitsProcessorList, width: int, config: MRPGenerationConfig) -> list[int]:
+    """List the numbers of new tokens before which processors for minimum lengths, a user's too, forbid an eos."""
+    numbers = []
+    for processor in processors:
+        if isinstance(processor, kinds.MinLengthLogitsProcessor):
+            numbers.append(processor.min_length - width)
+        elif isinstance(processor, kinds.MinNewTokensLengthLogitsProcessor):
+            numbers.append(processor.prompt_length_to_skip + processor.min_new_tokens - width)
+        else:
+            continue
+        if set(ids_in(processor.eos_token_id)) != set(config.eos_ids()):
+            raise ValueError(
+                f"the logits processor {type(processor).__name__} has the eos {ids_in(processor.eos_token_id)}, generate "
+                f"{config.eos_ids()}: pass min_new_tokens (min_length) in its place"
+            )
+    return numbers
 
 
 def laid_out(
@@ -298,6 +337,7 @@ def check_weights(model: Any) -> None:
             "an adapter of the weights instead, such as LoRA, or decode without it under model.disable_adapter()"
         )
     lm_head, weight, why = model.lm_head, model.lm_head.weight, None
+    check_lm_head(lm_head)
     device_of(lm_head)
     if hasattr(weight, "to_local"):
         why = "is divided among processes: leave it, and embed_tokens if these are tied, out of tp_plan"
@@ -324,14 +364,16 @@ def check_past(past: Any, model: Any, rows: int) -> None:
         raise ValueError(f"past_key_values {why}: leave them unset")
 
 
-def mixed_tokens(quantization: Any) -> str | None:
-    """Return a warning if a `quantization_config` lets a forward's tokens change each other's results; otherwise None."""
+def mixed_tokens(quantization: Any, model: Any = None) -> str | None:
+    """Return a warning if a `quantization_config`, or a layer, lets a forward's tokens change each other's results; or None."""
     scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)  # of torchao
     of_activations = scales[0] if isinstance(scales, list | tuple) else scales
     if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
         remedy = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
     elif "DynamicActivation" in type(scheme).__name__ and type(of_activations).__name__ == "PerTensor":
         remedy = "granularity=PerRow()"
+    elif model is not None and dynamically_quantized(model):
+        remedy = "torchao's Int8DynamicActivationInt8WeightConfig() in place of quantize_dynamic"
     else:
         return None
     return (

@@ -10,6 +10,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import getdoc
+from numbers import Integral, Real
 from typing import Annotated, Any, Literal, get_type_hints
 
 from ..rules.published import (
@@ -71,7 +72,7 @@ class Option:
 
     Attributes:
         name, default: The keyword argument, and its value where neither the call nor a config sets it.
-        kind: The type of its values, as `isinstance` takes it; a bool is no number.
+        kind: The type of its values, as `isinstance` takes it; a bool is no number. `object`: `holds` decides alone.
         holds: Tells if a value of that type is in range, given the model's block size.
         remedy: The end of the error message for other values; `{block_size}` stands for the model's.
         help: Its meaning, a line of Markdown.
@@ -86,12 +87,12 @@ class Option:
     help: str = ""
     modes: tuple[str, ...] = DECODINGS
 
-    def check(self, value: Any, block_size: int | None) -> None:
-        """Raise `ValueError` for a value of another type or out of range; a `block_size` of None bounds nothing."""
+    def check(self, value: Any, block_size: int | None, acts: bool = True) -> None:
+        """Raise `ValueError` for a value of another type or, if it acts, out of range; `block_size` None bounds nothing."""
         if value is None:  # it is left to the default
             return
-        fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
-        if not fits or not self.holds(value, block_size or 1 << 63):
+        fits = isinstance(value, self.kind) and (self.kind in (bool, object) or not isinstance(value, bool))
+        if not fits or (acts and not self.holds(value, block_size or 1 << 63)):
             kind = "" if fits else f", of type {type(value).__name__}"
             remedy = self.remedy.replace("{block_size}", f"block_size ({block_size})" if block_size else "block_size")
             raise ValueError(f"{self.name} is {value!r}{kind}: {remedy}")
@@ -171,6 +172,72 @@ OPTIONS = tuple(
     for default, values, *modes in [hint.__metadata__]
 )
 
+
+def ids_in(value: Any) -> list[Any]:
+    """List the ids of an option that is None, one id, or several in a list, a tuple, a set or a tensor."""
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    return [] if ids is None else list(ids) if isinstance(ids, list | tuple | set) else [ids]
+
+
+def _are_ids(value: Any, _: int) -> bool:
+    ids = ids_in(value)
+    return all(isinstance(token, Integral) and not isinstance(token, bool) and abs(int(token)) < 1 << 31 for token in ids)
+
+
+def _are_texts(value: Any, _: int) -> bool:
+    return len(value) > 0 and all(isinstance(text, str) and text for text in value)
+
+
+def _are_biases(value: Any, _: int) -> bool:
+    return isinstance(value, dict) or all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
+
+
+_LIMIT: _Values = (Integral, lambda v, _: v >= 1, "it must be an int of 1 or more")
+_AT_LEAST: _Values = (Integral, lambda v, _: v >= 0, "it must be an int of 0 or more (0: off)")
+_SHARE: _Values = (Real, lambda v, _: 0 <= v <= 1, "it must be a probability, a number from 0 to 1")
+_IDS: _Values = (object, _are_ids, "use an id, or a list of ids, ints from this model's tokenizer")
+_ID: _Values = (
+    object,
+    lambda v, _: not isinstance(v, list | tuple) and _are_ids(v, _),
+    "use an id, an int of this model's tokenizer",
+)
+_ID_LIST: _Values = (
+    object,
+    lambda v, _: hasattr(v, "__iter__") and _are_ids(v, _),
+    "use a list of ids, ints of this model's tokenizer",
+)
+_TEXTS: _Values = (str | list | tuple, _are_texts, "use a text, or a list of texts, none of them empty")
+_FLAG: _Values = (object, lambda v, _: getattr(v, "ndim", 0) == 0 and v in (0, 1), "it must be True or False")
+
+# Options of transformers that act here. It leaves some values unchecked, and compares others before it looks at their types;
+# what else it checks is left to it.
+OPTIONS_OF_TRANSFORMERS = tuple(
+    Option(name, None, *values)
+    for names, values in {
+        "max_new_tokens max_length num_return_sequences": _LIMIT,
+        "min_new_tokens min_length no_repeat_ngram_size": _AT_LEAST,
+        "top_p min_p typical_p top_h epsilon_cutoff eta_cutoff": _SHARE,
+        "top_k": (Integral, lambda *_: True, "it must be an int (0: off)"),
+        "temperature": (Real, lambda v, _: 0 <= v < float("inf"), "it must be a finite number, above 0 with do_sample"),
+        "repetition_penalty": (Real, lambda v, _: 0 < v < float("inf"), "it must be a finite number above 0 (1: off)"),
+        "max_time": (Real, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
+        "eos_token_id bos_token_id decoder_start_token_id": _IDS,
+        "pad_token_id": _ID,
+        "suppress_tokens": _ID_LIST,
+        "bad_words_ids": (list | tuple, lambda v, _: [] not in v and () not in v, "use a list of lists of ids, none empty"),
+        "sequence_bias": (dict | list | tuple, _are_biases, "use a dict of tuples of ids, or a list of pairs [ids, bias]"),
+        "stop_strings": _TEXTS,
+        "do_sample return_dict_in_generate output_scores output_logits use_cache": _FLAG,
+        "remove_invalid_values renormalize_logits": _FLAG,
+        "assistant_ensemble_weight": (Real, lambda v, _: 0 < v < 1, "leave it unset, as there is no assistant"),
+        "watermarking_config": (object, lambda v, _: isinstance(v, dict) or hasattr(v, "validate"), "leave it unset"),
+        "early_stopping": (object, lambda v, _: v in (0, 1, "never"), "leave it unset, as there are no beams"),
+    }.items()
+    for name in names.split()
+)
+# Those of them that act with `do_sample` alone.
+OF_SAMPLING = frozenset(["temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"])
+
 _PREFIXES = "it needs prefixes that grow from the left; there are num_return_sequences with do_sample, and infill_ids"
 _COLUMNS = "it acts at a column of the padded batch; there are suppress_tokens and min_new_tokens"
 _ROUNDS = "a forward scores many positions of drafted states side by side; the forward of the model returns what it computes"
@@ -178,7 +245,8 @@ _REASONS = {
     "num_beams num_beam_groups penalty_alpha constraints force_words_ids watermarking_config token_healing": _PREFIXES,
     "prefix_allowed_tokens_fn": _PREFIXES,
     "exponential_decay_length_penalty begin_suppress_tokens forced_bos_token_id forced_eos_token_id": _COLUMNS,
-    "use_mtp prompt_lookup_num_tokens assistant_early_exit assistant_model": "decoding='self_spec' or 'mrp_spec' drafts",
+    "use_mtp prompt_lookup_num_tokens assistant_early_exit": "decoding='self_spec' or 'mrp_spec' drafts",
+    "assistant_model is_assistant": "decoding='self_spec' or 'mrp_spec' drafts",
     "guidance_scale negative_prompt_ids dola_layers output_attentions output_hidden_states": _ROUNDS,
     "cache_implementation prefill_chunk_size": "keys and values lie in a BlockCache; prompts are read in chunks of blocks",
     "encoder_repetition_penalty encoder_no_repeat_ngram_size": "there is no encoder; without encoder_ it sees the prompt, too",
@@ -186,15 +254,16 @@ _REASONS = {
 }
 # Options and arguments of transformers that are not supported here, and why not.
 UNSUPPORTED = {one: why for several, why in _REASONS.items() for one in several.split()}
-# The value that switches an unsupported option off, besides None and False.
+# The value that switches an unsupported option off, besides None.
 OFF = {"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1}
 OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
+OFF |= dict.fromkeys(("token_healing", "use_mtp", "is_assistant", "output_attentions", "output_hidden_states"), False)
 
 
 def check_supported(values: Mapping[str, Any]) -> None:
     """Raise `ValueError`, with value and reason, for the first given option or argument that is not supported."""
     for name, why in UNSUPPORTED.items():
-        if (value := values.get(name)) is not False and value not in (None, OFF.get(name)):
+        if (value := values.get(name)) not in (None, OFF.get(name)):
             raise ValueError(f"{name}={reprlib.repr(value)} is not supported: {why}. Leave {name} unset")
 
 

@@ -1,5 +1,6 @@
 """Checks of the input of `generate`: its config, the options of a call, and prompts."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,17 @@ from ..rules.draft import BRANCHES, CROWD
 from ..rules.reveal import logit
 from .budget import WIDTHS
 from .loop import Drafting, Mode
-from .option_table import DRAFTING, OPTIONS, RULES, DecodingOptions, check_supported, closest_name
+from .option_table import (
+    DRAFTING,
+    OF_SAMPLING,
+    OPTIONS,
+    OPTIONS_OF_TRANSFORMERS,
+    RULES,
+    DecodingOptions,
+    check_supported,
+    closest_name,
+    ids_in,
+)
 from .refine import Direct, RereadRemask, ResidualRemask, ThresholdRemask
 
 logger = transformers_logging.get_logger(__name__)
@@ -24,10 +35,18 @@ _ARGUMENTS = {"input_ids", "attention_mask", "logits_processor", "stopping_crite
 class MRPGenerationConfig(DecodingOptions, GenerationConfig):
     """A `GenerationConfig` with the fields of `DecodingOptions`."""
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a config from the fields of a file; `ValueError` for a field that no model can honour."""
+        _check_values(config_dict)
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except (TypeError, AttributeError) as error:  # transformers reads some fields without checking their type
+            raise ValueError(f"the generation config cannot be read: {error}. Correct the field, or leave it out") from error
+
     def validate(self, *args: Any, **kwargs: Any) -> None:
         """Validate as transformers does, also on `update`; raise `ValueError` for an option that no model can honour."""
-        for option in OPTIONS:
-            option.check(getattr(self, option.name), None)
+        _check_values(vars(self))
         super().validate(*args, **kwargs)
 
     def check(self, block_size: int, has_head: bool) -> None:
@@ -36,6 +55,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             if getattr(self, option.name) is None:
                 setattr(self, option.name, option.default)
             option.check(getattr(self, option.name), block_size)
+        _check_values(vars(self))
         if str(self.decoding).startswith("mrp_") and not has_head:
             raise ValueError(
                 f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with model.attach_head(head) "
@@ -66,8 +86,7 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
 
     def eos_ids(self) -> list[int]:
         """List the ids that end a row; `eos_token_id` may be None, one id, several, or a tensor of ids."""
-        ids = self.eos_token_id.tolist() if hasattr(self.eos_token_id, "tolist") else self.eos_token_id
-        return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
+        return ids_in(self.eos_token_id)
 
     def pad_id(self) -> int:
         """Choose the id that pads ended rows: `pad_token_id`, else the first eos id, else 0."""
@@ -83,6 +102,12 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
         return seeds
 
 
+def _check_values(fields: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for the first value, of an option of ours or of transformers, that no model can honour."""
+    for option in (*OPTIONS, *OPTIONS_OF_TRANSFORMERS):
+        option.check(fields.get(option.name), None, bool(fields.get("do_sample")) or option.name not in OF_SAMPLING)
+
+
 OPTION_NAMES = frozenset({*vars(GenerationConfig()), *DecodingOptions.__annotations__})
 
 
@@ -94,6 +119,8 @@ def set_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
 def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
     """Return the config and the other arguments of a call: `kwargs` override the `given` config, which overrides the model's.
     Raise `ValueError` for anything that `generate` does not know, does not support, or cannot honour."""
+    if not isinstance(given, GenerationConfig | Mapping | None):
+        raise ValueError(f"generation_config is {given!r}, of type {type(given).__name__}: pass a GenerationConfig or a dict")
     given = vars(given) if isinstance(given, GenerationConfig) else given or {}
     asked = set_fields(given) | set_fields(kwargs)
     if kwargs.get("eos_token_id", 0) is None:  # as an argument it means no eos; left as None, the model's own would come back
@@ -109,20 +136,30 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
     acting = {config.decoding, config.target if config.decoding in DRAFTING else config.decoding}
     if idle := [one.name for one in OPTIONS if kwargs.get(one.name) is not None and not acting & {*one.modes}]:
         logger.warning_once(f"{', '.join(idle)}: no effect with decoding={config.decoding!r} here. Leave out either")
+    check_callables(others)
     tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
-    if strings is not None and tokenizer is None:
-        raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate")
+    if strings is not None and not hasattr(tokenizer, "get_vocab"):
+        raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate, not {tokenizer!r}")
     if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
         criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
         others["stopping_criteria"] = StoppingCriteriaList(criteria)
-    for name, ids in (("eos_token_id", config.eos_ids()), ("pad_token_id", [config.pad_id()])):
-        if outside := [one for one in ids if not (hasattr(one, "__index__") and 0 <= one < model.config.vocab_size)]:
-            raise ValueError(
-                f"{name} holds {outside[0]!r}, outside the vocabulary of {model.config.vocab_size}: use one inside"
-            )
+    ids_of = {"eos_token_id": config.eos_ids(), "pad_token_id": [config.pad_id()]}
+    ids_of["suppress_tokens"] = ids_in(config.suppress_tokens)
+    for name, ids in ids_of.items():
+        if outside := [token for token in ids if not 0 <= token < model.config.vocab_size]:
+            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {model.config.vocab_size}: use one inside")
     if (mask_id := model.config.mask_token_id) in config.eos_ids():
         raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
     return config, others
+
+
+def check_callables(arguments: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless `logits_processor` and `stopping_criteria`, where they are given, are lists of callables."""
+    for name in ("logits_processor", "stopping_criteria"):
+        value = arguments.get(name, [])
+        for part in value if isinstance(value, list | tuple) else [None]:
+            if not callable(part):
+                raise ValueError(f"{name} is {reprlib.repr(value)}: pass a list of callables, none of them None")
 
 
 def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None = None) -> Tensor:

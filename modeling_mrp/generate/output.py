@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import StoppingCriteria, StoppingCriteriaList
+from transformers.generation import StoppingCriteria
 from transformers.utils import ModelOutput
 
 from ..model.compat import CacheOutput
@@ -137,6 +137,8 @@ class Streams:
         different, rows = len(set(map(id, streamers))), len(prompts)
         if not len(streamers) == different == rows:
             raise ValueError(f"streamer holds {different} for {rows} rows: pass a list of {rows}, or one prompt at a time")
+        if wrong := [one for one in streamers if not (hasattr(one, "put") and hasattr(one, "end"))]:
+            raise ValueError(f"streamer is {wrong[0]!r}, without put and end: pass transformers' streamers, or such objects")
         self.open, self.sent = dict(enumerate(streamers)), [len(prompt) for prompt in prompts]
         for one, prompt in zip(streamers, prompts, strict=True):
             one.put(prompt[None].cpu())
@@ -166,7 +168,7 @@ class Stopping:
     """
 
     def __init__(self, criteria: Sequence[StoppingCriteria], rows: Sequence[Row], input_ids: Tensor, pad_id: int) -> None:
-        self.criteria, self.rows, self.prompt, self.pad_id = StoppingCriteriaList(criteria), rows, input_ids, pad_id
+        self.criteria, self.rows, self.prompt, self.pad_id = criteria, rows, input_ids, pad_id
         self.asked = [0] * len(rows)  # how many tokens of each row have been shown
 
     def __call__(self, rows: Sequence[Row]) -> None:
@@ -182,12 +184,29 @@ class Stopping:
                 continue
             behind = [row.mask_id if row.stop is None else self.pad_id for row in self.rows]
             shown = [(one + [other] * (column + 1))[: column + 1] for one, other in zip(known, behind, strict=True)]
-            stops = self.criteria(torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1), None).tolist()
+            ids = torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1)
+            answers = [_stops(criterion, ids) for criterion in self.criteria]
+            stops = [any(answer) for answer in zip(*answers, strict=True)]
             for at in asking:
                 self.asked[at] = column + 1
                 if stops[at]:
                     self.rows[at].stop = self.rows[at].prompt + column + 1
                     del known[at][column + 1 :]
+
+
+def _stops(criterion: Any, ids: Tensor) -> list[bool]:
+    """Ask a stopping criterion about ids [rows, length]; return its answer by row, or raise `ValueError` for another kind."""
+    answer = criterion(ids, None)
+    if isinstance(answer, bool):
+        return [answer] * len(ids)
+    if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape not in ((), (len(ids),)):
+        kind = f"{answer.dtype} of {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
+        raise ValueError(
+            f"the stopping criterion {type(criterion).__name__} returned {kind}: it must return a bool tensor of [{len(ids)}], "
+            "one for each row"
+        )
+    stops: list[bool] = answer.expand(len(ids)).tolist()
+    return stops
 
 
 def output_of(

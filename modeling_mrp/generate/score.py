@@ -5,6 +5,7 @@ text determines all states: one pass over the text gives the keys and values the
 """
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -72,14 +73,19 @@ class MRPScoringMixin:
         block, mask_id = self.config.block_size, self.config.mask_token_id
         real = check_ids(input_ids, attention_mask, self.config)
         check_rows(real, 0, self.config.max_position_embeddings)
+        if labels is not None and (not isinstance(labels, Tensor) or labels.shape != input_ids.shape):
+            kind = list(labels.shape) if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
+            raise ValueError(f"labels are {kind} for input_ids of {list(input_ids.shape)}: pass a tensor of the same shape")
         scored = real if labels is None else (labels != -100) & real
         if labels is not None and len(where := (scored & (labels != input_ids)).nonzero()):
             raise ValueError(
                 f"labels differ from input_ids at row and column {where[0].tolist()}: pass input_ids, without a shift, and "
                 "-100 where nothing is scored"
             )
-        if not temperature > 0 or tokens_per_forward < 1:
-            raise ValueError(f"temperature is {temperature}, tokens_per_forward {tokens_per_forward}: both must be above 0")
+        if not isinstance(temperature, Real) or not 0 < temperature < float("inf"):
+            raise ValueError(f"temperature is {temperature!r}: it must be a finite number above 0")
+        if not isinstance(tokens_per_forward, Integral) or tokens_per_forward < 1:
+            raise ValueError(f"tokens_per_forward is {tokens_per_forward!r}: it must be an int of 1 or more")
         if self.training:
             raise ValueError("score was called in training mode, with dropout and without a cache: call model.eval() first")
         check_weights(self)

@@ -2,9 +2,15 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from .code import AUTO_MAP, write_code
@@ -12,6 +18,75 @@ from .families.sdar import DENSE, backbone_of, families
 
 # How transformers 4.52, which wrote the published configs, spelled three of today's fields.
 _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
+
+
+# A number's type, least and largest value, and what it is.
+_Range = tuple[Any, float, float, str]
+_SIZE: _Range = (Integral, 1, 1 << 20, "a size of the checkpoint's tensors")
+_SIZES: dict[str, _Range] = {
+    "vocab_size": (Integral, 1, 1 << 24, "a size of the checkpoint's tensors"),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"), _SIZE),
+    "max_position_embeddings": (Integral, 1, 1 << 62, "the longest text"),
+    "rms_norm_eps": (Real, 0, 1, "as the model was trained"),
+    "attention_dropout": (Real, 0, 1, "a probability"),
+    "initializer_range": (Real, 0, 1e6, "a standard deviation"),
+}
+_TRAINED_WITH: _Range = (Real, 1e-9, 1e9, "as the model was trained")
+# What may stand in rope_parameters beside its type; by type, what has to.
+_ROPE: dict[str, _Range] = {
+    "rope_theta": (Real, 1.0001, 1e12, "the base of the rotary frequencies"),
+    "factor": (Real, 1, 1e6, "how much longer texts are than those of the first training"),
+    "original_max_position_embeddings": (Integral, 2, 1 << 62, "the longest text of the first training"),
+    "partial_rotary_factor": (Real, 1e-9, 1, "the share of a head's dimensions that are rotated"),
+    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), _TRAINED_WITH),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), (Real, 0, 1e9, "as the model was trained")),
+}
+_NULLABLE = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+_ROPE_NEEDS = {
+    **dict.fromkeys(("linear", "dynamic", "yarn", "proportional"), ("factor",)),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def check_number(name: str, value: Any, kind: Any, least: float, most: float, why: str) -> None:
+    """Raise `ValueError` unless a value is a number of the type `Integral` or `Real`, within its bounds."""
+    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+        what = "an int" if kind is Integral else "a number"
+        raise ValueError(f"{name} is {value!r}: it must be {what} from {least} to {most} ({why})")
+
+
+def check_rope(rope: Mapping[str, Any], head_dim: int) -> None:
+    """Raise `ValueError` for `rope_parameters` from which no rotary frequencies of finite size can be made."""
+    kind, types = rope.get("rope_type", "default"), ("default", *sorted(ROPE_INIT_FUNCTIONS))
+    if kind not in types:
+        raise ValueError(f"rope_type is {kind!r} in rope_parameters: it must be one of {', '.join(types)}")
+    for name in ("rope_theta", *_ROPE_NEEDS.get(kind, ())):
+        if rope.get(name) is None:
+            raise ValueError(f"{name} is missing in rope_parameters of the type {kind!r}: add it, as the model was trained")
+    for name, bounds in _ROPE.items():
+        if name in rope and (rope[name] is not None or name not in _NULLABLE):
+            check_number(name, rope[name], *bounds)
+    pairs = int(head_dim * (rope.get("partial_rotary_factor") or 1)) // 2
+    if not pairs:
+        raise ValueError(
+            f"partial_rotary_factor is {rope.get('partial_rotary_factor')!r}: of a head's {head_dim} dimensions (head_dim) it "
+            "must leave two or more to be rotated"
+        )
+    if kind == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
+        raise ValueError(f"low_freq_factor is {rope['low_freq_factor']!r}: it must be below high_freq_factor")
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+        if not isinstance(rope[name], list) or len(rope[name]) != pairs:
+            raise ValueError(f"{name} is {rope[name]!r}: it must be a list of {pairs} numbers, one for each frequency")
+        for number in rope[name]:
+            check_number(f"a number in {name}", number, *_TRAINED_WITH)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raise `ValueError` unless a config's dtype is None or floating point, a `torch.dtype` or its name."""
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise ValueError(f"dtype is {dtype!r}: it must be the name of a floating-point dtype, such as 'bfloat16'")
 
 
 def our_fields(fields: dict[str, Any], source: str = "") -> dict[str, Any]:
@@ -72,18 +147,33 @@ class MRPConfig(Qwen3Config):
     family: str = DENSE
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name, value, least, most, why in (
-            ("block_size", self.block_size, 1, self.max_position_embeddings, "max_position_embeddings"),
-            ("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1, "the tokenizer's mask token, inside the vocabulary"),
-            ("pad_token_id", self.pad_token_id or 0, 0, self.vocab_size - 1, "inside the vocabulary, or null"),
-            ("num_nextn_predict_layers", self.num_nextn_predict_layers, 0, 1024, "0: no head"),
-        ):
-            if not isinstance(value, int) or not least <= value <= most:
-                raise ValueError(f"{name} is {value!r}: it must be an int from {least} to {most} ({why})")
+        for name, bounds in _SIZES.items():
+            check_number(name, getattr(self, name), *bounds)
+        last = self.vocab_size - 1
+        check_number("block_size", self.block_size, Integral, 1, self.max_position_embeddings, "max_position_embeddings")
+        check_number(
+            "mask_token_id", self.mask_token_id, Integral, 0, last, "the tokenizer's mask token, inside the vocabulary"
+        )
+        check_number("pad_token_id", self.pad_token_id or 0, Integral, 0, last, "inside the vocabulary, or null")
+        check_number("num_nextn_predict_layers", self.num_nextn_predict_layers, Integral, 0, 1024, "0: no head")
+        if self.num_key_value_heads is not None:
+            why = "num_attention_heads"
+            check_number("num_key_value_heads", self.num_key_value_heads, Integral, 1, self.num_attention_heads, why)
+            if self.num_attention_heads % self.num_key_value_heads:
+                raise ValueError(
+                    f"num_key_value_heads is {self.num_key_value_heads}: it must divide num_attention_heads, "
+                    f"{self.num_attention_heads}"
+                )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act is {self.hidden_act!r}: it must be one of {', '.join(sorted(ACT2FN))}")
+        check_dtype(self.dtype if self.dtype is not None else kwargs.get("torch_dtype"))
         super().__post_init__(**{**backbone_of(self.family).fields, **kwargs})
+        check_rope(self.rope_parameters, self.head_dim)
         if self.layer_types != ["full_attention"] * self.num_hidden_layers:
             needed = f"block diffusion needs 'full_attention' in each of the {self.num_hidden_layers} layers"
             raise ValueError(f"layer_types is {self.layer_types}: {needed}")
+        if not isinstance(self._attn_implementation, str | None):
+            raise ValueError(f"attn_implementation is {self._attn_implementation!r}: use 'sdpa' or 'eager'")
         if "/" in str(self._attn_implementation):
             raise ValueError(
                 f"attn_implementation is {self._attn_implementation!r}, code of another repository, which is not run (and "
@@ -98,8 +188,18 @@ class MRPConfig(Qwen3Config):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Make a config from fields of this package or of a published config."""
-        return super().from_dict(our_fields(config_dict), **kwargs)
+        """Make a config from fields of this package or of a published config; `ValueError` for one of another type."""
+        fields = our_fields(config_dict)
+        for name in fields:
+            if callable(getattr(cls, name, None)) or name in ("base_model_tp_plan", "base_model_pp_plan"):
+                raise ValueError(f"the config has a field {name!r}, which is a part of its class and no setting: remove it")
+        try:
+            return super().from_dict(fields, **kwargs)
+        except (StrictDataclassError, TypeError, AttributeError, KeyError, ArithmeticError) as error:
+            said = " ".join(str(error).split())
+            raise ValueError(
+                f"a field of the config cannot be read: {said}. Correct it, or download the config again"
+            ) from error
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

@@ -3,10 +3,11 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, extract_commit_hash
 
 HEAD = "mrp_head."
@@ -54,8 +55,46 @@ def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> 
         raise ValueError(f"no {' and no '.join(names)} in {source}: only safetensors are read. Check the path")
     if not found.endswith(SAFE_WEIGHTS_INDEX_NAME):
         return [Path(found)]
-    shards = {shard for name, shard in json_object(Path(found))["weight_map"].items() if name.startswith(prefixes)}
+    shards = {shard for name, shard in weight_map(Path(found)).items() if name.startswith(prefixes)}
     return [Path(cached_file(source, shard, **hub)) for shard in sorted(shards)]
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Read the file name of each tensor from a checkpoint's index; `ValueError` for one that leads out of its folder."""
+    fields = json_object(index)
+    files, remedy = fields.get("weight_map"), "save the checkpoint again, or download it again"
+    if not isinstance(files, dict) or not files or not isinstance(fields.get("metadata"), dict):
+        raise ValueError(f"weight_map or metadata of {index} is missing, no object, or empty: {remedy}")
+    for name, file in files.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(
+                f"weight_map of {index} has {file!r} for {name}: it must be a safetensors file beside it; {remedy}"
+            )
+    return files
+
+
+def stored_names(source: str, **hub: Any) -> set[str]:
+    """List the names that a checkpoint's tensors have in this package; empty if it has no safetensors under the usual names."""
+    single, index = (
+        cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
+        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    )
+    if single is None:
+        return set() if index is None else set(map(our_name, weight_map(Path(index))))
+    with safe_open(single, framework="pt") as tensors:
+        return set(map(our_name, tensors.keys()))
+
+
+def check_depth(config: Any, names: Collection[str], source: str) -> None:
+    """Raise `ValueError` if a config has more layers than the tensors `names` of a checkpoint, before any layer is made."""
+    for field, prefix in (("num_hidden_layers", "model.layers."), ("num_nextn_predict_layers", f"{HEAD}layers.")):
+        stored = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+        known = bool(names) and (bool(stored) or field != "num_hidden_layers")  # a head repository has none of the backbone's
+        if known and (layers := getattr(config, field)) > len(stored):
+            raise ValueError(
+                f"{source} does not fit its config: {field} is {layers}, and it holds {len(stored)} layers {prefix}*: correct "
+                "config.json (without a head num_nextn_predict_layers is 0), or download the weights again"
+            )
 
 
 def is_hub_id(name: str) -> bool:
@@ -65,7 +104,8 @@ def is_hub_id(name: str) -> bool:
 
 def backbone_location(name: str, source: str) -> str:
     """Return the backbone `name` that a head repository's config gives; `ValueError` if `source` may not name it."""
-    allowed, of_folder = is_hub_id(name) and not os.path.exists(name), os.path.isdir(source) and os.path.isabs(name)
+    allowed = isinstance(name, str) and is_hub_id(name) and not os.path.exists(name)
+    of_folder = isinstance(name, str) and os.path.isdir(source) and os.path.isabs(name)
     if of_folder and not os.path.isdir(name):
         raise ValueError(
             f"the folder {name} is gone, which the head in {source} names as its backbone: name its new place, with --backbone "

@@ -5,6 +5,7 @@ import copy
 import logging
 import os
 import re
+import reprlib
 import threading
 import weakref
 from pathlib import Path
@@ -16,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..versions import tested_versions
 from .compat import CACHE_NAME
@@ -27,10 +29,12 @@ from .layouts import (
     HUB_OPTIONS,
     PUBLISHED_HEAD,
     backbone_location,
+    check_depth,
     hub_options,
     json_object,
     our_name,
     stored_json,
+    stored_names,
     weight_files,
 )
 
@@ -96,6 +100,12 @@ class MRPPreTrainedModel(PreTrainedModel):
             if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
                 model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
             return loaded
+        if "generation_config" not in kwargs:
+            cls._stored_generation_config(source, hub_options(kwargs))  # transformers' own error says neither file nor field
+        check_quantization(fields.get("quantization_config"))
+        if not kwargs.get("variant") and len(kwargs["key_mapping"]) == len(_KEY_MAPPING):
+            made = config if isinstance(config, MRPConfig) else MRPConfig.from_dict(dict(fields))
+            check_depth(made, stored_names(source, **hub_options(kwargs)), source)
         kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
         with_info = kwargs.pop("output_loading_info", False)
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # they are told below
@@ -103,6 +113,10 @@ class MRPPreTrainedModel(PreTrainedModel):
             model, info = super().from_pretrained(source, *args, config=config, **kwargs)
         except SafetensorError as error:
             raise ValueError(f"a safetensors file of {source} is not whole: download it again ({error})") from error
+        except (AttributeError, KeyError, TypeError) as error:
+            if "quantization_config" not in fields:
+                raise
+            raise ValueError(f"quantization_config of {source} cannot be read: correct it in config.json ({error})") from error
         if misfits := {name: sorted(keys) for name, keys in info.items() if name.endswith("_keys") and keys}:
             raise ValueError(
                 f"{source} does not fit its config: {misfits}. Check num_nextn_predict_layers (0: no head), the sizes in "
@@ -167,6 +181,7 @@ class MRPPreTrainedModel(PreTrainedModel):
                 f"the layers are divided among {processes} processes, those of an attached head would not be: attach it in one "
                 "process, save_pretrained the whole model, and load that with tensor parallelism"
             )
+        check_lm_head(self.lm_head)
         device = device_of(self.lm_head)
         head.to(device, self.lm_head.weight.dtype)
         if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices
@@ -221,6 +236,10 @@ class MRPPreTrainedModel(PreTrainedModel):
         config that names `backbone_source` as the backbone to load. `ValueError` for a head that cannot be saved alone, and
         for a folder that holds another checkpoint than a head's."""
         folder = Path(save_directory)
+        if dynamically_quantized(self):
+            raise ValueError(
+                "layers made by quantize_dynamic have no tensors to save: save the model, and quantize it once loaded"
+            )
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         self.generation_config.validate(strict=True)  # as it is when it is saved, behind the config
         if head_only:
@@ -254,8 +273,14 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Attach a head, and adopt its repository's generation config, if any, unless `kwargs` hold one."""
         self.attach_head(head, **hub)
         if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
-            with contextlib.suppress(OSError):  # it comes with none
-                self.generation_config = self.generation_config_class.from_pretrained(head, **hub)
+            self.generation_config = self._stored_generation_config(os.fspath(head), hub) or self.generation_config
+
+    @classmethod
+    def _stored_generation_config(cls: Any, source: str, hub: dict[str, Any]) -> Any:
+        """Read a checkpoint's generation config, or return None if it comes with none; `ValueError` for what it cannot hold."""
+        with contextlib.suppress(OSError):
+            return cls.generation_config_class.from_dict(stored_json(source, GENERATION_CONFIG_NAME, **hub)[0])
+        return None
 
     def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
         """Read the head of a checkpoint from its files."""
@@ -264,10 +289,11 @@ class MRPPreTrainedModel(PreTrainedModel):
         if not config.has_head:
             raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
         check_same_backbone(config, self.config, source)
-        with torch.device("meta"):
-            head = MRPHead(config)
         state: dict[str, Tensor] = {}
         try:
+            check_depth(config, stored_names(source, **hub), source)
+            with torch.device("meta"):
+                head = MRPHead(config)
             for file in weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub):
                 with safe_open(file, framework="pt") as tensors:
                     for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
@@ -281,7 +307,8 @@ class MRPPreTrainedModel(PreTrainedModel):
 
 def device_of(module: Any) -> torch.device:
     """Find the device of a module's weight, or, if offloaded, that to which a hook fetches it; `ValueError` without a hook."""
-    device = module.weight.device
+    weight = module.weight() if callable(module.weight) else module.weight  # packed by quantize_dynamic
+    device = weight.device
     if device.type == "meta":
         device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     if device is None:
@@ -305,6 +332,32 @@ def check_head_folder(folder: Path) -> None:
             f"head_only=True: {folder} holds {held[-1]} of another checkpoint than a head's, which would be overwritten: name "
             "another folder"
         )
+
+
+def check_quantization(fields: Any) -> None:
+    """Raise `ValueError` for a stored `quantization_config` that transformers would leave out with a warning, or not read."""
+    if fields is None:
+        return
+    method = fields.get("quant_method") if isinstance(fields, dict) else None
+    if method is None or str(method) not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise ValueError(
+            f"quantization_config is {reprlib.repr(fields)}: its quant_method must be one that transformers loads "
+            f"({', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}). Correct config.json, or remove it"
+        )
+
+
+def check_lm_head(lm_head: Any) -> None:
+    """Raise `ValueError` for an `lm_head` without rows of numbers that can be read."""
+    if not isinstance(lm_head.weight, Tensor):
+        raise ValueError(
+            f"the lm_head is a {type(lm_head).__module__}.{type(lm_head).__name__}, whose weight (rows of it are read) is no "
+            "tensor: leave it as it was. With quantize_dynamic name what to quantize, {'model.layers', 'mrp_head.layers'}"
+        )
+
+
+def dynamically_quantized(model: nn.Module) -> bool:
+    """Tell if `quantize_dynamic` of torch made layers: one scale for the activations of all tokens, and packed weights."""
+    return any(type(part).__module__.startswith("torch.ao.nn.quantized.dynamic") for part in model.modules())
 
 
 def head_to_save(model: Any, state_dict: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], MRPConfig]:

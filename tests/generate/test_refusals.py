@@ -1,10 +1,11 @@
 """Whatever `generate`, a forward, `score` or a config cannot follow is refused before the backbone runs, by an error that names
-the value and the remedy. What transformers checks itself is left to it."""
+the value and the remedy."""
 
 import re
 import reprlib
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,21 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, ShadowConfig, get_peft_model
 from transformers import BatchEncoding, GenerationConfig
 from transformers.generation import WatermarkingConfig
+from transformers.generation import logits_process as kinds
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.option_table import DECODINGS, OFF, OPTIONS, REMASK_RULES, TARGETS, UNSUPPORTED
+from modeling_mrp.generate.option_table import (
+    DECODINGS,
+    OF_SAMPLING,
+    OFF,
+    OPTIONS,
+    OPTIONS_OF_TRANSFORMERS,
+    REMASK_RULES,
+    TARGETS,
+    UNSUPPORTED,
+)
+from modeling_mrp.generate.options import MRPGenerationConfig
 from tests.random_cases import make_model
 
 NAN = float("nan")
@@ -90,6 +102,85 @@ def test_values_of_an_option(option: Any) -> None:
         rejected(lambda value=value: option.check(value, 4), said)
 
 
+NUMBERS = ["8", [], {}, True, NAN]
+FLAGS = ([True, False, 1, 0, np.True_], ["false", 2, 1.5, [], {}])
+ID_LISTS = ([[], [3], (3, 5), torch.tensor([3, 5])], ["a", 5, [1.5], ["a"], [[1]], [True], {}, torch.tensor([1.5])])
+# Of each option of transformers, as of ours: values that come to the backbone, and values that do not.
+EDGES_OF_TRANSFORMERS: dict[str, tuple[list[Any], list[Any]]] = {
+    "max_new_tokens": ([1, np.int64(8), 400], [0, -1, 1.5, *NUMBERS]),
+    "max_length": ([6, np.int64(8)], [0, -1, 6.5, *NUMBERS]),
+    "num_return_sequences": ([1, 3], [0, -1, 1.5, *NUMBERS]),
+    "min_new_tokens": ([0, np.int64(3)], [-1, 1.5, *NUMBERS]),
+    "min_length": ([0, 8], [-1, 1.5, *NUMBERS]),
+    "no_repeat_ngram_size": ([0, 1, 9], [-1, 1.5, *NUMBERS]),
+    "top_p": ([0, 0.5, 1, np.float64(0.5)], [-0.1, 1.01, 2.0, *NUMBERS]),
+    "min_p": ([0, 0.5, 1], [-0.1, 1.01, *NUMBERS]),
+    "typical_p": ([0.5, 1], [-0.1, 1.01, *NUMBERS]),
+    "top_h": ([0.5, 1.0], [-0.1, 1.01, *NUMBERS]),
+    "epsilon_cutoff": ([0, 0.1], [-0.1, 1.01, *NUMBERS]),
+    "eta_cutoff": ([0, 0.1], [-0.1, 1.01, *NUMBERS]),
+    "top_k": ([0, 1, 1000], ["8", [], {}, True, 2.0]),
+    "temperature": ([0.1, np.float64(2.0)], [-0.1, float("inf"), *NUMBERS]),
+    "repetition_penalty": ([0.5, 1.5], [0, -0.1, float("inf"), *NUMBERS]),
+    "max_time": ([0, 3.5], [-0.1, *NUMBERS]),
+    "eos_token_id": ([3, np.int64(3), *ID_LISTS[0]], [1.5, "a", *ID_LISTS[1][2:]]),
+    "bos_token_id": ([3], [1.5, "a", 10**20, *ID_LISTS[1][2:]]),
+    "decoder_start_token_id": ([3], [1.5, "a", 10**20, *ID_LISTS[1][2:]]),
+    "pad_token_id": ([63], [[0], 1.5, "a", *ID_LISTS[1][2:]]),
+    "suppress_tokens": ID_LISTS,
+    "bad_words_ids": ([[[3]], [[3, 5], [9]]], [5, "a", {}, [[]], [[3], []]]),
+    "sequence_bias": ([{(3,): 1.0}, [[[3], 1.0]]], [5, "a", [1], [[3]], [[[3], 1.0, 2]]]),
+    "stop_strings": (["w01", ["w01", "w02"]], [5, "", [], [5], ["w01", ""], b"w01", {}]),
+    **dict.fromkeys(("do_sample", "return_dict_in_generate", "output_scores", "output_logits", "use_cache"), FLAGS),
+    **dict.fromkeys(("remove_invalid_values", "renormalize_logits"), FLAGS),
+    "assistant_ensemble_weight": ([0.5], ["x", 1.5, [], {}]),
+    "watermarking_config": ([], [5, "x", []]),
+    "early_stopping": ([False, "never"], ["x", [], {}, 3]),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS_OF_TRANSFORMERS, ids=lambda option: option.name)
+def test_values_of_an_option_of_transformers(model: MRPForCausalLM, id_tokenizer: Any, option: Any) -> None:
+    """As an argument, and in the file of a generation config; transformers sees only what it can compare."""
+    allowed, refused = EDGES_OF_TRANSFORMERS[option.name]
+    call = partial(model.generate, PROMPT, tokenizer=id_tokenizer, do_sample=True)
+    for value in allowed:
+        accepts(partial(call, **{option.name: value}))
+    for value in refused:
+        said = f"^{option.name} is {re.escape(repr(value))}.*: {re.escape(option.remedy)}$"
+        rejected(partial(call, **{option.name: value}), said)
+        rejected(lambda value=value: MRPGenerationConfig.from_dict({"do_sample": True, option.name: value}), said)
+
+
+def test_greedy_decoding_reads_no_range_of_sampling_but_types(model: MRPForCausalLM) -> None:
+    for name in OF_SAMPLING:
+        accepts(partial(model.generate, PROMPT, **{name: -1}))
+        rejected(partial(model.generate, PROMPT, **{name: "x"}), f"^{name} is 'x', of type str: ")
+
+
+def test_the_table_has_every_option_of_transformers_that_acts() -> None:
+    """The others are not supported, or are about beams, assistants, caches and compilation, which are not here."""
+    elsewhere = {"cache_config", "max_cache_len", "length_penalty", "diversity_penalty", "low_memory", "transformers_version"}
+    elsewhere |= {"num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "speculation_type"}
+    elsewhere |= {"max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "compile_config", "disable_compile"}
+    elsewhere |= {"continuous_batching_config"}
+    theirs = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert theirs <= {option.name for option in OPTIONS_OF_TRANSFORMERS} | UNSUPPORTED.keys() | elsewhere
+
+
+def test_lengths_that_exclude_each_other(model: MRPForCausalLM) -> None:
+    said = r"min_new_tokens \(min_length\) asks for {} new tokens, and max_new_tokens \(max_length\) leaves room for {}: lower"
+    for options, asked, room in (
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, 9, 8),
+        ({"min_length": 14, "max_new_tokens": 8}, 9, 8),
+        ({"min_new_tokens": 9, "max_length": 13}, 9, 8),
+        ({"min_new_tokens": 4, "infill_ids": torch.tensor([[9, 60]])}, 4, 2),
+    ):
+        rejected(partial(model.generate, PROMPT, **options), said.format(asked, room))
+    accepts(partial(model.generate, PROMPT, min_new_tokens=8, max_new_tokens=8))
+    accepts(partial(model.generate, PROMPT, min_length=13, max_new_tokens=8))
+
+
 def test_options_that_have_no_meaning_here(model: MRPForCausalLM) -> None:
     """Each with a reason; what switches them off is allowed."""
     values = {"cache_implementation": "static", "watermarking_config": WatermarkingConfig()}
@@ -98,6 +189,8 @@ def test_options_that_have_no_meaning_here(model: MRPForCausalLM) -> None:
         value = values.get(name, 3)
         said = f"^{name}={re.escape(reprlib.repr(value))} is not supported: {re.escape(why)}.*Leave {name} unset"
         rejected(partial(call, **{name: value}), said)
+        if name not in (*OFF, *values):
+            rejected(partial(call, **{name: False}), f"^{name}=False is not supported")
         for off in (None, OFF.get(name), GenerationConfig._get_default_generation_params().get(name)):
             accepts(partial(call, **{name: off}))
 
@@ -134,6 +227,18 @@ ARGUMENTS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"eos_token_id": "abc"}, "eos_token_id holds 'abc', outside the vocabulary of 64.*inside"),
         ({"eos_token_id": 64}, "eos_token_id holds 64, outside the vocabulary of 64.*inside"),
         ({"eos_token_id": [9, 60]}, "eos_token_id holds the mask id 60"),
+        *(({"suppress_tokens": [3, id]}, f"suppress_tokens holds {id}, outside the vocabulary of 64") for id in (64, -1)),
+        *(
+            ({name: value}, f"^{name} is .*: pass a list of callables, none of them None$")
+            for name in ("stopping_criteria", "logits_processor")
+            for value in (5, "a", len, [None], [len, None], ["a"], {})
+        ),
+        *(
+            ({"generation_config": value}, f"^generation_config is {re.escape(repr(value))}.*pass a Gen")
+            for value in (5, "static", [1])
+        ),
+        *(({"tokenizer": value, "stop_strings": "x"}, f"tokenizer=... to generate, not {value!r}") for value in (5, "a")),
+        *(({"streamer": value}, f"^streamer is {value!r}, without put and end: pass") for value in (5, "a", len)),
         ({"sequence_bias": {(3, 99): 1.0}}, "bad_words_ids or sequence_bias hold the id 99"),
         ({"kernels": True}, "kernels is True, but .* no kernels for torch.float64.*load the model in bfloat16"),
         ({"graphs": True}, "graphs is True, but the model is on cpu: move it to a CUDA device, or leave graphs"),
@@ -165,8 +270,19 @@ ARGUMENTS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"input_ids": torch.tensor([[1, 60]])}, "mask id 60.*call the model"),
         ({"input_ids": torch.ones(1, 40_000, dtype=torch.long)}, "40000.*max_position_embeddings.*shorten"),
         ({"labels": PROMPT.roll(-1, 1)}, r"labels differ from input_ids at row and column \[0, 0\]: .*without a shift"),
-        ({"temperature": 0.0}, "temperature is 0.0.*above 0"),
-        ({"tokens_per_forward": 0}, "tokens_per_forward 0: both must be above 0"),
+        *(({"labels": PROMPT[:, :width]}, rf"^labels are \[1, {width}\] for input_ids of \[1, 5\]: pass") for width in (1, 3)),
+        *(
+            ({"labels": labels}, r"^labels are .* for input_ids of \[1, 5\]: pass")
+            for labels in (PAIR, PROMPT[0], 5, "a", [[1]])
+        ),
+        *(
+            ({"temperature": value}, f"^temperature is {value!r}: it must be a finite number above 0")
+            for value in (0.0, -1, NAN, float("inf"), "a", None)
+        ),
+        *(
+            ({"tokens_per_forward": value}, f"^tokens_per_forward is {value!r}: it must be an int of 1 or more")
+            for value in (0, -1, 1.5, "a", None)
+        ),
     ],
 }
 ALWAYS: dict[str, dict[str, Any]] = {"generate": {"max_new_tokens": 4, "pad_token_id": 0}, "loss": {"labels": PROMPT}}
@@ -200,6 +316,66 @@ def test_processors_that_return_the_wrong_thing(random_model: MRPForCausalLM) ->
         wrong = type("Wrong", (), {"__call__": lambda *_, answer=answer, **__: answer})()
         call = partial(random_model.generate, PAIR, max_new_tokens=4, logits_processor=[wrong])
         rejected(call, f"processor Wrong {said}")
+
+
+ANSWERS: list[tuple[Any, str]] = [
+    (7, "a int"),
+    (None, "a NoneType"),
+    ([True, False], "a list"),
+    (torch.tensor([1, 0]), r"torch\.int64 of \[2\]"),
+    (torch.ones(2), r"torch\.float32 of \[2\]"),
+    (torch.tensor([True]), r"torch\.bool of \[1\]"),
+    (torch.ones(3, dtype=torch.bool), r"torch\.bool of \[3\]"),
+    (torch.ones(2, 1, dtype=torch.bool), r"torch\.bool of \[2, 1\]"),
+]
+
+
+def test_criteria_that_return_the_wrong_thing(random_model: MRPForCausalLM) -> None:
+    """For one row, and where another criterion is right. What a criterion may return is a bool, for all rows or each."""
+    call = partial(random_model.generate, max_new_tokens=4)
+    for answer, kind in ANSWERS:
+        wrong = type("Wrong", (), {"__call__": lambda *_, answer=answer, **__: answer})()
+        said = f"the stopping criterion Wrong returned {kind}: it must return a bool tensor of "
+        rejected(partial(call, PAIR, stopping_criteria=[lambda *_: torch.tensor([True, True]), wrong]), said)
+    rejected(partial(call, PROMPT, stopping_criteria=[lambda *_: 7]), "criterion function returned a int: .*bool tensor of .1.")
+    for answer, lengths in ((True, [1, 1]), (torch.tensor(True), [1, 1]), (torch.tensor([False, True]), [4, 1])):
+        out: Any = call(PAIR, stopping_criteria=[lambda *_, answer=answer: answer], return_dict_in_generate=True)
+        assert (out.reveal_step >= 0).sum(1).tolist() == lengths
+
+
+BEFORE = torch.tensor([[0, 1, 2], [3, 4, 5]])
+COLUMNS: dict[str, Callable[[], Any]] = {
+    "ForcedBOSTokenLogitsProcessor": lambda: kinds.ForcedBOSTokenLogitsProcessor(7),
+    "ForcedEOSTokenLogitsProcessor": lambda: kinds.ForcedEOSTokenLogitsProcessor(6, 7),
+    "ExponentialDecayLengthPenalty": lambda: kinds.ExponentialDecayLengthPenalty((2, 1.5), 7, 3),
+    "SuppressTokensAtBeginLogitsProcessor": lambda: kinds.SuppressTokensAtBeginLogitsProcessor([7], 3),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_processors_of_a_column_are_refused_beside_padding(model: MRPForCausalLM, name: str) -> None:
+    call = partial(model.generate, max_new_tokens=4, logits_processor=[COLUMNS[name]()])
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    for padded in (mask, mask.flip(1)):
+        rejected(partial(call, BEFORE, attention_mask=padded), f"processor {name} acts at a column.*prompts of one length")
+    accepts(partial(call, PAIR))
+
+
+def test_minimum_lengths_given_as_processors(random_model: MRPForCausalLM) -> None:
+    """They were left out: an eos that is the likeliest token everywhere came first."""
+    likes = {"logits_processor": [lambda ids, scores: scores + 100 * (torch.arange(64) == 7)]}
+    for eos, processor in product((7, [7, 9]), ("length", "new")):
+        made: Any = kinds.MinLengthLogitsProcessor(6, eos, "cpu")
+        made = made if processor == "length" else kinds.MinNewTokensLengthLogitsProcessor(3, 3, eos, "cpu")
+        given = {"logits_processor": [*likes["logits_processor"], made], "eos_token_id": eos, "max_new_tokens": 8}
+        options = {**likes, "eos_token_id": eos, "max_new_tokens": 8}
+        for mode in ({"decoding": "static"}, {"decoding": "mrp_spec", "target": "sequential"}):
+            expected = random_model.generate(PAIR, **options, min_new_tokens=3, **mode)
+            assert random_model.generate(PAIR, **given, **mode).equal(expected)
+            assert not random_model.generate(PAIR, **options, **mode).equal(expected)
+        rejected(
+            partial(random_model.generate, PAIR, **{**given, "eos_token_id": 5}), r"has the eos .*generate \[5\]: pass min_new"
+        )
 
 
 def test_caches_heads_and_batches(model: MRPForCausalLM) -> None:

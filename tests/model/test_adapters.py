@@ -66,6 +66,32 @@ def test_round_trips_and_merging(saved: tuple[Path, Path], tmp_path: Path) -> No
         assert speculate(again, PROMPT) == drafts
 
 
+@pytest.mark.parametrize("kind", ["target_modules", "modules_to_save"])
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+@torch.no_grad()
+def test_an_adapter_of_a_tied_weight_changes_one_of_both(kind: str, name: str, tmp_path: Path) -> None:
+    """Unmerged, merged, saved and loaded, and put on by peft's call or by that of transformers."""
+    make_model(tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    plain = MRPForCausalLM.from_pretrained(tmp_path / "tied")
+    assert plain.lm_head.weight is plain.model.embed_tokens.weight
+    other = {"lm_head": "model.embed_tokens.weight", "embed_tokens": "lm_head.weight"}[name]
+    before = plain.lm_head.weight.clone()
+    config = LoraConfig(**{"target_modules": ["q_proj"], "r": 2, "init_lora_weights": False, kind: [name]})
+    model: Any = get_peft_model(MRPForCausalLM.from_pretrained(tmp_path / "tied"), config, autocast_adapter_dtype=False)
+    if kind == "modules_to_save":
+        getattr(model.base_model.model.get_submodule({"lm_head": "", "embed_tokens": "model"}[name]), name).weight.mul_(1.5)
+    logits = model(PROMPT).logits
+    model.save_pretrained(tmp_path / "adapter")
+    again: Any = PeftModel.from_pretrained(MRPForCausalLM.from_pretrained(tmp_path / "tied"), tmp_path / "adapter")
+    close(again.eval()(PROMPT).logits, logits)
+    merged = model.merge_and_unload()
+    close(merged(PROMPT).logits, logits)
+    assert torch.equal(merged.state_dict()[other], before)
+    assert not torch.equal(merged.get_parameter({"lm_head": "lm_head.weight"}.get(name, "model.embed_tokens.weight")), before)
+    merged.save_pretrained(tmp_path / "merged")
+    close(MRPForCausalLM.from_pretrained(tmp_path / "merged")(PROMPT).logits, logits)
+
+
 def test_the_commands_load_an_adapter_with_its_base(
     saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

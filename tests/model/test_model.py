@@ -1,6 +1,7 @@
 """Forward, head and config: arguments and ways to one answer. What a model computes is compared to slow twins, written from
 method.md alone, in `test_layouts.py` and `test_families.py`."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,3 +91,30 @@ def test_what_a_forward_gives(random_model: MRPForCausalLM) -> None:
     assert nowhere(torch.tensor([[1, 2, 3]], device="meta")).logits.shape == (1, 3, 64)
     with pytest.raises(ValueError, match=r"is on the meta device.*load the model with from_pretrained"):
         nowhere.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rotary_frequencies_are_not_rounded_by_a_cast(dtype: torch.dtype, tmp_path: Path) -> None:
+    """In every way to cast, also of what a model is a part of; position 1,000 has the logits of a model that was loaded so.
+    Rounded, the frequencies changed them by more than the weights' rounding."""
+    make_model(max_position_embeddings=2048).float().save_pretrained(tmp_path)
+    ids, positions = random_ids(5, 1, 8), torch.arange(1000, 1008)[None]
+    expected = MRPForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    logits = expected(ids, position_ids=positions).logits
+    casts: dict[str, Any] = {
+        "to": lambda model: model.to(dtype),
+        "type": lambda model: model.type(dtype),
+        "by name": lambda model: model.half() if dtype == torch.float16 else model.bfloat16(),
+        "around": lambda model: torch.nn.ModuleList([model]).to(dtype)[0],
+        "backbone": lambda model: (model.model.to(dtype), model.to(dtype))[1],
+        "there and back": lambda model: model.double().to(dtype),
+    }
+    for name, cast in casts.items():
+        model = cast(MRPForCausalLM.from_pretrained(tmp_path))
+        assert model.dtype == dtype
+        assert {buffer.dtype for buffer in model.model.rotary_emb.buffers()} == {torch.float32}, name
+        assert torch.equal(model(ids, position_ids=positions).logits, logits), name
+    for buffer in expected.model.rotary_emb.buffers():
+        buffer.copy_(buffer.to(dtype))
+    assert not torch.equal(expected(ids, position_ids=positions).logits, logits)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.generation import mixed_tokens
+from tests.random_cases import make_model
 
 QUESTIONS = (
     "Sum the numbers of a list that are even, each plus 5.",
@@ -103,6 +104,28 @@ def test_scales_of_activations_and_of_weights_are_told_apart() -> None:
             scheme = SimpleNamespace(quant_type=type(kind, (), {"granularity": granularity})())
             assert (mixed_tokens(scheme) is not None) == ((kind, scales) == ("DynamicActivationConfig", "PerTensor"))
     assert mixed_tokens(None) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor")
+def test_layers_of_quantize_dynamic(said: list[str], tmp_path: Path) -> None:
+    """An lm_head of its is refused wherever rows of it are read, with the remedy, under which drafts are warned of."""
+    quantize, prompt = torch.ao.quantization.quantize_dynamic, torch.tensor([[5, 6, 7]])
+    model: Any = quantize(make_model().float(), {nn.Linear}, dtype=torch.qint8)
+    calls = (lambda: model.generate(prompt, max_new_tokens=2), lambda: model.score(prompt), lambda: model.attach_head(head))
+    head = make_model().float().mrp_head
+    for call in calls:
+        with pytest.raises(ValueError, match=r"lm_head is a torch\.ao.*no tensor.*name what to quantize, \{'model\.layers'"):
+            call()
+    assert said == []
+    model = quantize(make_model().float(), {"model.layers", "mrp_head.layers"}, dtype=torch.qint8)
+    for target in (model, quantize(make_model().float(), {nn.Linear}, dtype=torch.qint8)):
+        with pytest.raises(ValueError, match="made by quantize_dynamic have no tensors to save: save the model, and quantize"):
+            target.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    assert model.generate(prompt, max_new_tokens=2, decoding="mrp_spec").shape == (1, 5)
+    assert len(said) == 1
+    assert said[0].endswith("in place of quantize_dynamic for the same text")
+    assert model.score(prompt).scored.all()
 
 
 def test_kernels_around_quantized_layers(tiny_tokenizer: Any) -> None:

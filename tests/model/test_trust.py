@@ -72,7 +72,7 @@ def test_damaged_weights_are_refused_and_no_pickle_is_read(copy: Callable[[str],
 ATTENTION = ("attn_implementation", "_attn_implementation")
 LIES: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 16}, "'mismatched_keys': [('lm_head.weight'"),
-    ({"num_nextn_predict_layers": 3}, "'missing_keys': ['mrp_head.layers.2."),
+    ({"num_nextn_predict_layers": 3}, "num_nextn_predict_layers is 3, and it holds 2 layers mrp_head.layers.*: correct"),
     ({"num_nextn_predict_layers": 1}, "'unexpected_keys': ['mrp_head.layers.1."),
     ({"block_size": 513}, "block_size is 513: it must be an int from 1 to 512 (max_position_embeddings)"),
     ({"mask_token_id": -4}, "mask_token_id is -4: it must be an int from 0"),

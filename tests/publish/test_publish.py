@@ -15,7 +15,7 @@ from helpers import hashes
 from hub_server import HubServer
 from huggingface_hub import ModelCard, snapshot_download
 from mrp_trainer.publish import push
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -207,6 +207,80 @@ def test_what_was_pushed_loads_without_this_package(
     assert again["model.safetensors"] == files["model.safetensors"]
 
 
+# What is tried
+
+
+def edited(file: str, change: Callable[[torch.Tensor], Any], name: str) -> Callable[[Path], Any]:
+    """Return a function that changes a tensor in a folder's file."""
+
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / file)
+        change(tensors[name])
+        save_file(tensors, folder / file, {"format": "pt"})
+
+    return edit
+
+
+@pytest.mark.real_trial
+def test_what_is_sent_is_tried_before(hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:
+    """As users have it, in a fresh process: a head whose backbone is a folder here. What cannot be tried here is told; what
+    does not decode is not sent."""
+    done = "\nLoaded in a fresh process, and decoded a block with and without drafts.\n"
+    head = shutil.copytree(folders["head"], tmp_path / "head")
+    not_tried = str(push(head, REPO, dry_run=True))
+    assert "\nNot tried: " in not_tried
+    assert "org/backbone" in not_tried
+    fields(base_model_name_or_path=str(folders["full"]))(head)
+    assert done in str(push(head, REPO, "org/backbone", dry_run=True))
+    outside = shutil.copytree(folders["full"], tmp_path / "outside")
+    fields("generation_config.json", eos_token_id=64)(outside)
+    with pytest.raises(ValueError, match=r"does not load and decode in a fresh process: .*eos_token_id holds 64, outside"):
+        push(outside, REPO)
+    assert hub.repositories == {}
+
+
+@pytest.mark.parametrize("kind", ["full", "shards", "head", "adapter"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.real_trial
+def test_weights_that_are_not_finite(hub: HubServer, folders: dict[str, Path], tmp_path: Path, kind: str, value: float) -> None:
+    folder = shutil.copytree(folders[kind], tmp_path / kind)
+    file, name = next(
+        (path.name, name) for path in folder.glob("*.safetensors") for name in load_file(path) if "mrp_head" in name
+    )
+    edited(file, lambda tensor: tensor.view(-1)[-1:].fill_(value), name)(folder)
+    for dry_run in (True, False):
+        with pytest.raises(ValueError, match=rf"{name} in .* holds NaN or infinity: train it again"):
+            push(folder, REPO, dry_run=dry_run)
+    assert hub.repositories == {}
+
+
+IDS = (
+    "../x",
+    " ",
+    "",
+    "http://evil/x",
+    "org/<b>",
+    "a/b/c",
+    "org/",
+    "/x",
+    "org/na me",
+    "-x",
+    "x" * 97,
+    "org/a--b",
+    "o\n",
+)
+
+
+@pytest.mark.parametrize("repo_id", IDS)
+def test_ids_that_no_repository_has(hub: HubServer, folders: dict[str, Path], repo_id: str) -> None:
+    for dry_run in (True, False):
+        with pytest.raises(ValueError, match=r"[Rr]epo id must|in repo_id"):
+            push(folders["full"], repo_id, dry_run=dry_run)
+    with pytest.raises(ValueError, match=r"base_model is .*: it must be the id of a model on the Hub"):
+        push(folders["head"], REPO, repo_id or " ")
+    assert hub.repositories == {}
+
+
 # What is refused
 
 
@@ -225,10 +299,13 @@ def fields(file: str = "config.json", **changed: Any) -> Callable[[Path], Any]:
         (text("config.json", "{}"), "holds no checkpoint: give a folder"),
         (text("config.json", '{"model_type": "llama"}'), "holds a model of type 'llama': give a folder that save_pretrained"),
         (fields(head_dim=16), r"wrong shape: model.layers.0.self_attn.k_norm.weight is \[8\], needs \[16\]"),
-        (fields(num_nextn_predict_layers=3), "missing: mrp_head.layers.2.input_layernorm.weight"),
+        (fields(num_nextn_predict_layers=3), "num_nextn_predict_layers is 3, and it holds 2 layers mrp_head"),
         (fields(base_model_name_or_path="org/backbone"), "(?s)does not fit its config.*unexpected: lm_head.weight"),
         (text("tokenizer.json", "{}"), "the tokenizer of '.*' cannot be loaded"),
         (text("tokenizer_config.json", '{"auto_map": "org/evil--t.T"}'), "takes code from .*org/evil--t.T"),
+        (fields("generation_config.json", decoding="evil"), "decoding is 'evil': choose one of static"),
+        (fields("generation_config.json", max_new_tokens="8"), "max_new_tokens is '8', of type str"),
+        (text("generation_config.json", "[]"), r"generation_config\.json holds no JSON object"),
         (lambda folder: tokenizer(65).save_pretrained(folder), "has 65 tokens, and the model 64: publish the model's own"),
     ],
 )
@@ -238,8 +315,9 @@ def test_a_folder_that_is_not_fit_is_refused_before_anything_is_sent(
     folder = shutil.copytree(folders["full"], tmp_path / "model")
     spoil(folder)
     before = hashes(folder)
-    with pytest.raises(ValueError, match=message):
-        push(folder, REPO)
+    for dry_run in (True, False):
+        with pytest.raises(ValueError, match=message):
+            push(folder, REPO, dry_run=dry_run)
     with pytest.raises(ValueError, match=r"is not a folder: save the model there first, .* hf download"):
         push("org/elsewhere", REPO)
     with pytest.raises(ValueError, match=r"base_model is org/b, but .* holds a full model"):

@@ -4,6 +4,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from ...versions import tested_versions
@@ -35,6 +36,21 @@ class MRPBackbone(Qwen3Model):
     def _can_set_experts_implementation(cls) -> bool:
         return True
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute as torch does; embeddings that get an adapter are untied first (`untie`)."""
+        untie(self, name, value)
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Move or cast as torch does (`to`, `half`, ...), but keep the dtype of the rotary frequencies, as loading does:
+        rounded to bfloat16 they turn queries of late positions by wrong angles."""
+        before = dict(self.rotary_emb.named_buffers())
+        super()._apply(fn, *args, **kwargs)
+        for name, frequencies in self.rotary_emb.named_buffers():
+            if frequencies.dtype != before[name].dtype:
+                setattr(self.rotary_emb, name, before[name].to(frequencies.device))
+        return self
+
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         """Run `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as when a trainer computes a next-token loss."""
         if not isinstance(attention_mask, dict):
@@ -49,6 +65,21 @@ class MRPBackbone(Qwen3Model):
 FAMILIES[DENSE] = MRPBackbone
 
 
+def untie(parent: Any, name: str, layer: Any) -> None:
+    """Give a tied `lm_head` or `embed_tokens` that an adapter (of peft) takes the place of a weight of its own.
+
+    Merged into the weight that both share, an adapter of the one would change the other. Nothing is computed otherwise before.
+    """
+    config: Any = getattr(parent, "config", None)
+    if name not in ("lm_head", "embed_tokens") or not getattr(config, "tie_word_embeddings", False):
+        return
+    base: Any = getattr(layer, "base_layer", getattr(layer, "original_module", None))
+    if isinstance(base, nn.Module):
+        weight: Any = base.weight
+        base.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+        config.tie_word_embeddings = False
+
+
 @tested_versions()
 def families() -> dict[str, Any]:
     """Import all families of this folder; return all registered backbone classes by name (remote code has only its own)."""
@@ -60,7 +91,7 @@ def families() -> dict[str, Any]:
 
 def backbone_of(name: str) -> Any:
     """Find the backbone class of a family; `ValueError` if there is none of that name."""
-    if name not in FAMILIES and name not in families():
+    if not isinstance(name, str) or (name not in FAMILIES and name not in families()):
         raise ValueError(
             f"family is {name!r}: the families here are {', '.join(sorted(FAMILIES))}. The code of a repository has that of "
             "its own checkpoint only: for others install this package"

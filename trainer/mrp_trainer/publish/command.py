@@ -9,13 +9,14 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from modeling_mrp.model.code import AUTO_MAP
 from modeling_mrp.model.layouts import is_hub_id
 
 from .card import FORM, is_users_card, read_results, renamed, render_card
-from .folder import CONFIGS, KINDS, Folder, json_of, read_folder
+from .folder import CONFIGS, KINDS, Folder, json_of, read_folder, tensors_in
+from .trial import try_out
 
 # Of the library for HTTP that huggingface_hub calls, which is another one in other versions.
 _HTTP_ERRORS: Any = HfHubHTTPError.__bases__
@@ -26,12 +27,13 @@ _STALE = ["model*.safetensors*", "adapter_model*", "*_mrp.py", "custom_generate/
 @dataclass(frozen=True)
 class Publication:
     """The result of a push or a dry run: the kind (of `KINDS`), the bytes of each file by path in the repository, the files of
-    the folder that are not published, and the commit, None after a dry run."""
+    the folder that are not published, what was tried before, and the commit, None after a dry run."""
 
     repo_id: str
     kind: str
     sizes: dict[str, int]
     left_out: list[str]
+    trial: str
     commit: CommitInfo | None = None
 
     def __str__(self) -> str:
@@ -39,6 +41,7 @@ class Publication:
         lines += [f"{size:>15,}  {path}" for path, size in self.sizes.items()]
         lines += [f"{sum(self.sizes.values()):>15,}  bytes in {len(self.sizes)} files"]
         lines += [f"left out: {', '.join(self.left_out)}"] if self.left_out else []
+        lines += [self.trial]
         if self.commit is None:
             return "\n".join([*lines, "Dry run: nothing was sent."])
         return "\n".join([*lines, str(self.commit.pr_url or self.commit.commit_url)])
@@ -70,18 +73,20 @@ def push(
         base_revision: The base's commit, branch or tag.
         revision: The branch, created if it is not there; `main` by default.
         create_pr: Open a pull request instead of changing `main`.
-        dry_run: Only return what would be sent, without any connection.
+        dry_run: Only return what would be sent, after the same trial (`try_out`), without any connection.
         new_card: Render the card in any case. By default the folder's README.md is the card if a person wrote it or no other
             argument changes it; else one is rendered, which does not replace what a person wrote in the repository.
         results: Result files for the rendered card (`read_results`).
         about: A description of the checkpoint for the rendered card (`render_card`), which also has `tags`.
 
     Raises:
-        ValueError: if the folder, the card, the base or the id is not fit to be published.
+        ValueError: if the folder, the card, the base or the id is not fit to be published, or what is to be sent does not load
+            and decode.
         OSError: if the Hub refused it, or cannot be reached. The folder and the branch are as they were.
     """
     if revision is not None and create_pr:
         raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
+    validate_repo_id(repo_id)
     found = read_folder(folder)
     base = base_model or found.base
     if base_model is not None and found.kind == "full":
@@ -99,8 +104,9 @@ def push(
         written = str(render_card(found.path, found.kind, repo_id, read_results(results), about, tags, base_model))
     sent = _contents(found, base_model, base_revision) | {"README.md": renamed(written, repo_id).encode()}
     sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in sorted(sent.items())}
+    trial = try_out(found, sent, tensors_in(found.path))
     if dry_run:
-        return Publication(repo_id, found.kind, sizes, found.left_out)
+        return Publication(repo_id, found.kind, sizes, found.left_out, trial)
     api = HfApi(token=token)
     with _reached(api):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -120,7 +126,7 @@ def push(
             revision=revision,
             create_pr=create_pr,
         )
-    return Publication(repo_id, found.kind, sizes, found.left_out, commit)
+    return Publication(repo_id, found.kind, sizes, found.left_out, trial, commit)
 
 
 @contextmanager

@@ -1,9 +1,13 @@
 """Checkpoint folders to be published: their kind, checks, and which of their files are published."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
+from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.headers import StoredTensor, check_tensors, stored_tensors
 from modeling_mrp.model.code import code_files
 from modeling_mrp.model.configuration import MRPConfig
@@ -64,6 +68,8 @@ def read_folder(path: Path | str) -> Folder:
     chosen = {CONFIGS[kind], *weights, *(_DECLARED & names)}
     if kind == "adapter":
         chosen.discard("generation_config.json")
+    if kind != "adapter":
+        MRPGenerationConfig.from_dict(json_of(path / "generation_config.json"))
     if {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"} & names:
         _check_tokenizer(path, kind)
     files = {name: path / name for name in sorted(chosen)}
@@ -84,6 +90,17 @@ def tensors_in(path: Path) -> dict[str, StoredTensor]:
     """List the tensors of a folder's weights, by name, from the headers of the files."""
     adapter = path / "adapter_model.safetensors"
     return stored_tensors([adapter] if adapter.is_file() else weight_files(str(path)))
+
+
+def first_not_finite(tensors: Mapping[str, StoredTensor]) -> str | None:
+    """Return the name of the first tensor that holds NaN or infinity, None if there is none; all numbers are read."""
+    for file in sorted({tensor.file for tensor in tensors.values()}):
+        with safe_open(file, framework="pt") as stored:
+            for name in sorted(stored.keys()):
+                tensor = stored.get_tensor(name)
+                if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
+                    return str(name)
+    return None
 
 
 def _checked_weights(path: Path, kind: str) -> set[str]:

@@ -86,6 +86,11 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave it out")
         check_declared(self)
+        if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs > 0):
+            name, other = ("max_steps", "-1 (by epochs)") if self.max_steps == 0 else ("num_train_epochs", "a number above 0")
+            raise ValueError(
+                f"{name} is {getattr(self, name)!r}: nothing would be trained. Give {other}, or max_steps of 1 or more"
+            )
         # Otherwise several processes on a CPU would each train alone, all alike.
         if not torch.accelerator.is_available():
             self.use_cpu = True

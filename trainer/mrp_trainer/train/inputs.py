@@ -15,6 +15,7 @@ from ..data.rows import RecordRows
 from ..data.samples import samples_of
 from ..data.sources import source_of
 from .arguments import MRPTrainingArguments
+from .options import TrainerFlags
 
 _DIGESTED = 256  # first values of each tensor that enter a digest
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -97,7 +98,10 @@ def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int) 
     """Make the encoder of samples and prompts for a model."""
     bare, config = bare_model(model), bare_model(model).config
     ids = config.mask_token_id, ends_of(bare), config.vocab_size
-    return RecordEncoder(tokenizer, config.block_size, max_length, *ids, digest(bare))
+    positions = config.max_position_embeddings
+    if max_length > positions and max_length != TrainerFlags.max_length:  # the default is for models with more positions
+        raise ValueError(f"max_length is {max_length}: the model has {positions} positions (max_position_embeddings), lower it")
+    return RecordEncoder(tokenizer, config.block_size, min(max_length, positions), *ids, digest(bare))
 
 
 def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tokenizer: Any, held_out: bool = False) -> Any:
