@@ -1,6 +1,7 @@
 """Who imports whom in the package: one way, and nothing of the project's other parts; and how many files a decode needs."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,7 +66,7 @@ def test_a_repositorys_code_uses_public_names_only() -> None:
     for name, others in GRAPH.items():
         # torch has pytrees under this name only.
         others = {other for other in others if not other.startswith("torch.utils._pytree")}
-        private = [other for other in others if any(part.startswith("_") for part in other.split(".") if part != "__future__")]
+        private = [other for other in others if any(re.match("_(?!_)", part) for part in other.split("."))]
         assert not private, f"{name}: {private}"
 
 
