@@ -38,20 +38,14 @@ test-extras: $(VENV)/.extras
 	$(MAKE) peers
 
 # transformers' and PEFT's own tests, which their source distributions carry, on our model. What is expected to fail, and why, is
-# in tests/peers/expected.py; what else fails is printed. Masks with holes, which the model refuses, are made whole.
+# in tests/peers/expected.py; what else fails is printed.
 PEERS := build/peers
 
 peers: $(VENV)/.extras $(PEERS)/.unpacked
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -o addopts=-q --tb=line -rfX tests/peers
 
-$(PEERS)/.unpacked: constraints.txt
-	rm -rf $(PEERS)
-	mkdir -p $(PEERS)/transformers $(PEERS)/peft
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --dest $(PEERS) \
-		$$(grep -E '^(transformers|peft)==' constraints.txt)
-	tar xzf $(PEERS)/transformers-*.tar.gz --strip-components=1 -C $(PEERS)/transformers
-	tar xzf $(PEERS)/peft-*.tar.gz --strip-components=1 -C $(PEERS)/peft
-	sed -i 's/\[1, 0, 1\]/[1, 1, 1]/' $(PEERS)/peft/tests/*.py
+$(PEERS)/.unpacked: constraints.txt tests/peers/unpack.py
+	$(BIN)/python tests/peers/unpack.py $(PEERS) $$(grep -E '^(transformers|peft)==' constraints.txt)
 	touch $@
 
 # Of the plugin in SGLang, which runs on a CPU: an environment of its own, servers on loopback. 25 minutes on two cores.
@@ -68,14 +62,16 @@ $(SERVING)/sglang-%: $(SERVING)/.installed
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ sglang==$*
 
 # What users do on the lowest, the pinned and the newest versions, as a table: docs/versions.md. Environments are in the user's
-# cache. ONLY=newest PYTHONS=3.12 has some of them, TORCH=2.13.0 another torch, ISOLATED=1 no local wheels or settings of pip.
+# cache. ONLY=newest PYTHONS=3.12 has some of them, TORCH=2.13.0 another torch, ISOLATED=1 no local wheels or settings of pip;
+# WHOLE=1 runs all tests, and transformers' and PEFT's of the same versions, in place of those of `make check`.
+WHOLE :=
 ONLY :=
 PYTHONS :=
 TORCH := own
 ISOLATED :=
 
 versions:
-	$(PYTHON) tests/versions/matrix.py --only $(ONLY) --python $(PYTHONS) --torch $(TORCH) $(ISOLATED:%=--isolated) \
+	$(PYTHON) tests/versions/matrix.py --only $(ONLY) --python $(PYTHONS) --torch $(TORCH) $(ISOLATED:%=--isolated) $(WHOLE:%=--whole) \
 		--tests $(wildcard $(CHECKED:%=tests/*/test_%.py))
 
 # Whether the registry alone resolves the project, its extras and constraints.txt for each Python.

@@ -60,6 +60,7 @@ class Environment:
     site: Path
     folder: Path
     tests: tuple[str, ...]
+    versions: dict[str, str]
 
     @property
     def stand_in(self) -> Path:
@@ -163,6 +164,28 @@ def server(env: Environment) -> None:
             process.kill()
 
 
+def whole_tests(env: Environment) -> None:
+    """Run the tests of `make test`."""
+    path = os.pathsep.join(str(part) for part in (ROOT, ROOT / "trainer", ROOT / "serving", env.stand_in))
+    settings = {**variables(False), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    words = [env.python, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider"]
+    run([*words, "--ignore=tests/kernels/test_compiled.py"], settings)
+
+
+def peers(env: Environment) -> None:
+    """Run transformers' and PEFT's own tests, of the versions of the environment, on our model."""
+    projects = ("transformers", "peft")
+    folder = cache() / "-".join(["peers", *(env.versions[project] for project in projects)])
+    if not (folder / ".whole").exists():
+        requirements = [f"{project}=={env.versions[project]}" for project in projects]
+        run([sys.executable, ROOT / "tests" / "peers" / "unpack.py", folder, *requirements], variables(False))
+        (folder / ".whole").touch()
+    path = os.pathsep.join(str(part) for part in (ROOT, ROOT / "trainer", ROOT / "serving", env.stand_in))
+    settings = {**variables(False), "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "MRP_PEERS": str(folder), "HF_HUB_OFFLINE": "1"}
+    run([env.python, "-m", "pytest", "-n", "2", "-o", "addopts=-q", "--tb=line", "tests/peers"], settings)
+
+
+WHOLE: dict[str, Callable[[Environment], None]] = {"make test": whole_tests, "make peers": peers}
 CHECKS: dict[str, Callable[[Environment], None]] = {
     "README's two commands": readme_commands,
     "README's Python": readme_python,
@@ -187,10 +210,10 @@ def torch_choice(choice: str, version: str) -> list[str]:
     return [pinned("torch")] if "torch" in found.local else []
 
 
-def resolution(kind: str, version: str, torch: list[str], isolated: bool) -> Resolution:
+def resolution(kind: str, version: str, torch: list[str], isolated: bool, whole: bool) -> Resolution:
     """Ask pip for the versions of an environment."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        requirements, options = [*REQUIREMENTS, *torch], []
+        requirements, options = [*REQUIREMENTS, *(EXTRAS["dev"] + ["parameterized>=0.9"] if whole else []), *torch], []
         if kind == "floor":
             bounds = [bound for bound in lowest(PROJECT["dependencies"]) if not (torch and bound.startswith("torch=="))]
             file.write("\n".join(bounds))
@@ -218,16 +241,23 @@ def environment(kind: str, version: str, resolved: Resolution, isolated: bool) -
     return python
 
 
-def check(python: Path, package: Path, tests: tuple[str, ...], log: Path) -> dict[str, str]:
-    """Run every check in an environment; return a cell of the table for each."""
+def check(
+    python: Path,
+    package: Path,
+    tests: tuple[str, ...],
+    versions: dict[str, str],
+    checks: dict[str, Callable[[Environment], None]],
+    log: Path,
+) -> dict[str, str]:
+    """Run the checks in an environment of packages by version; return a cell of the table for each."""
     cells = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder / "site", package], variables(False))
         (folder / "clone").mkdir()
         (folder / "clone" / "hub_configs").symlink_to(ROOT / "hub_configs")
-        env = Environment(python, folder / "site", folder / "clone", tests)
-        for title, function in CHECKS.items():
+        env = Environment(python, folder / "site", folder / "clone", tests, versions)
+        for title, function in checks.items():
             begin = time.monotonic()
             try:
                 function(env)
@@ -265,7 +295,9 @@ def main() -> int:
     )
     parser.add_argument("--isolated", action="store_true", help="without pip's configuration and local wheels")
     parser.add_argument("--tests", nargs="+", required=True, help="the test files of make check")
+    parser.add_argument("--whole", action="store_true", help="all tests, and those of transformers and PEFT")
     asked = parser.parse_args()
+    checks = {name: check for name, check in CHECKS.items() if name != "make check"} | WHOLE if asked.whole else CHECKS
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     package, columns = wheel(BUILD), {}
@@ -277,14 +309,14 @@ def main() -> int:
         name = f"{kind}, Python {version}"
         log = BUILD / f"{kind}-{version}.log"
         try:
-            resolved = resolution(kind, version, torch_choice(asked.torch, version), asked.isolated)
+            resolved = resolution(kind, version, torch_choice(asked.torch, version), asked.isolated, asked.whole)
             if kind == "pre" and version in newest and newest[version] == resolved:
                 print("The registry has no pre-release of transformers that fits.", file=sys.stderr)
                 continue
             newest |= {version: resolved} if kind == "newest" else {}
             python = environment(kind, version, resolved, asked.isolated)
             shown = {package: resolved.versions[package] for package in SHOWN if package in resolved.versions}
-            columns[name] = {**shown, **check(python, package, tuple(asked.tests), log)}
+            columns[name] = {**shown, **check(python, package, tuple(asked.tests), resolved.versions, checks, log)}
         except Failed as error:
             log.write_text(str(error))
             columns[name] = dict.fromkeys(CHECKS, "FAILS: not installed")
