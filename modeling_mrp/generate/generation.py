@@ -345,6 +345,11 @@ def check_weights(model: Any) -> None:
         why = f"has packed weights, {weight.dtype}: keep it as it was, with 'lm_head' in llm_int8_skip_modules if that is given"
     elif hasattr(lm_head, "base_layer") and not (lm_head.merged or lm_head.disable_adapters):
         why = f"has an adapter ({', '.join(lm_head.active_adapters)}): merge_and_unload() it, or leave it out of target_modules"
+    elif of_rows and hasattr(lm_head, "original_module"):  # peft's copy or rows of an adapter's own
+        why = (
+            "differs from adapter to adapter (modules_to_save or trainable_token_indices): decode the rows of one adapter at a "
+            "time, after set_adapter and without adapter_names"
+        )
     if why is not None:
         raise ValueError(f"rows of lm_head's own weight are read, and lm_head {why}")
 

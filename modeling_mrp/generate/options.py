@@ -141,7 +141,7 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
     if strings is not None and not hasattr(tokenizer, "get_vocab"):
         raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=... to generate, not {tokenizer!r}")
     if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
-        criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
+        criteria = [*others.get("stopping_criteria", []), stop_strings_of(tokenizer, strings)]
         others["stopping_criteria"] = StoppingCriteriaList(criteria)
     ids_of = {"eos_token_id": config.eos_ids(), "pad_token_id": [config.pad_id()]}
     ids_of["suppress_tokens"] = ids_in(config.suppress_tokens)
@@ -160,6 +160,18 @@ def check_callables(arguments: Mapping[str, Any]) -> None:
         for part in value if isinstance(value, list | tuple) else [None]:
             if not callable(part):
                 raise ValueError(f"{name} is {reprlib.repr(value)}: pass a list of callables, none of them None")
+
+
+def stop_strings_of(tokenizer: Any, strings: Any) -> StopStringCriteria:
+    """Make the criterion of stop strings; `ValueError` for a tokenizer whose tokens transformers cannot match with them."""
+    try:
+        return StopStringCriteria(tokenizer, strings)
+    except ValueError as error:
+        raise ValueError(
+            f"stop_strings={strings!r} cannot be matched with the tokens of this {type(tokenizer).__name__}, as transformers "
+            f"learns how they join from 'abcdef', which it cannot write ({error}): pass a StoppingCriteria of your own as "
+            "stopping_criteria, which decodes the ids and looks for them"
+        ) from error
 
 
 def check_ids(ids: Any, attention_mask: Any, config: Any, infilled: int | None = None) -> Tensor:

@@ -259,8 +259,10 @@ class MRPPreTrainedModel(PreTrainedModel):
                     partial.unlink(missing_ok=True)
         else:
             more["save_original_format"] = False  # our names, also if the model came in a published layout
+            check_other_variants(folder, more.get("variant"))
             super().save_pretrained(folder, is_main_process, state_dict, **more)
-        both = [path for path in (folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME) if path.is_file()]
+        names = variant_of(SAFE_WEIGHTS_NAME, more.get("variant")), variant_of(SAFE_WEIGHTS_INDEX_NAME, more.get("variant"))
+        both = [path for path in map(folder.joinpath, names) if path.is_file()]
         if is_main_process and len(both) == 2:  # transformers leaves those of an earlier save, and loads them first
             min(both, key=lambda path: path.stat().st_mtime_ns).unlink()
 
@@ -317,6 +319,23 @@ def device_of(module: Any) -> torch.device:
             "model with from_pretrained, with device_map if it is to be offloaded"
         )
     return torch.device(device)
+
+
+def variant_of(name: str, variant: str | None) -> str:
+    """Return the name that transformers gives to a file of a `variant` of the weights: the word before the last suffix."""
+    stem, suffix = os.path.splitext(name)
+    return f"{stem}.{variant}{suffix}" if variant else name
+
+
+def check_other_variants(folder: Path, variant: str | None) -> None:
+    """Raise `ValueError` for shards of another variant in a folder that is saved to, which transformers would delete."""
+    stem = variant_of(SAFE_WEIGHTS_NAME, variant).removesuffix(".safetensors")
+    shards = sorted(path.name for path in folder.glob(f"{stem}.*-?????-of-?????.safetensors"))
+    if shards:
+        raise ValueError(
+            f"{folder} holds {shards[0]} of another variant, which would be deleted: save to another folder, or save this "
+            "one before the variant"
+        )
 
 
 def check_head_folder(folder: Path) -> None:

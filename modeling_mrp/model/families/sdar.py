@@ -43,12 +43,17 @@ class MRPBackbone(Qwen3Model):
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """Move or cast as torch does (`to`, `half`, ...), but keep the dtype of the rotary frequencies, as loading does:
-        rounded to bfloat16 they turn queries of late positions by wrong angles."""
-        before = dict(self.rotary_emb.named_buffers())
+        rounded to bfloat16 they turn queries of late positions by wrong angles. Where `to_empty` gives memory to a model of
+        the meta device, they are computed anew, since no checkpoint holds them."""
+        rotary: Any = self.rotary_emb
+        kept = dict(rotary.named_buffers())
         super()._apply(fn, *args, **kwargs)
-        for name, frequencies in self.rotary_emb.named_buffers():
-            if frequencies.dtype != before[name].dtype:
-                setattr(self.rotary_emb, name, before[name].to(frequencies.device))
+        emptied = any(kept[name].is_meta and not frequencies.is_meta for name, frequencies in rotary.named_buffers())
+        if emptied:
+            kept = dict(type(rotary)(config=self.config).named_buffers())
+        for name, frequencies in list(rotary.named_buffers()):
+            if emptied or frequencies.dtype != kept[name].dtype:
+                setattr(rotary, name, kept[name].to(frequencies.device))
         return self
 
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
@@ -69,12 +74,21 @@ def untie(parent: Any, name: str, layer: Any) -> None:
     """Give a tied `lm_head` or `embed_tokens` that an adapter (of peft) takes the place of a weight of its own.
 
     Merged into the weight that both share, an adapter of the one would change the other. Nothing is computed otherwise before.
+    Where peft gives both the same rows or the same copy (`ensure_weight_tying`), they stay tied.
     """
     config: Any = getattr(parent, "config", None)
-    if name not in ("lm_head", "embed_tokens") or not getattr(config, "tie_word_embeddings", False):
+    if name not in ("lm_head", "embed_tokens"):
         return
+    rows = getattr(layer, "token_adapter", None)
+    if rows is not None and (name == "embed_tokens" or rows.tied_adapter is not None):  # peft ties lm_head's to the embedding's
+        return
+    if name == "lm_head" and (copies := getattr(layer, "modules_to_save", None)) is not None:
+        of_embedding = getattr(parent.model.embed_tokens, "modules_to_save", {})
+        if any(copies[key].weight is of_embedding[key].weight for key in copies if key in of_embedding):
+            config.tie_word_embeddings = True
+            return
     base: Any = getattr(layer, "base_layer", getattr(layer, "original_module", None))
-    if isinstance(base, nn.Module):
+    if getattr(config, "tie_word_embeddings", False) and isinstance(base, nn.Module):
         weight: Any = base.weight
         base.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
         config.tie_word_embeddings = False

@@ -31,7 +31,8 @@ def make_ready(model: Any, args: MRPTrainingArguments) -> None:
     rounded away. With objective `mrp` the model decodes with `mrp_spec` by default, unless its generation config names a mode.
 
     Raises:
-        ValueError: if `mrp` or `eval_prompts` is given without a head, or frozen weights have 16 bits and the passes do not.
+        ValueError: if `mrp` or `eval_prompts` is given without a head, frozen weights have 16 bits and the passes do not, or
+            the generation config is one that no checkpoint can hold.
     """
     bare = bare_model(model)
     if args.objective == "mrp" and bare.mrp_head is None:
@@ -41,6 +42,13 @@ def make_ready(model: Any, args: MRPTrainingArguments) -> None:
         )
     if args.eval_prompts and bare.mrp_head is None:
         raise ValueError(f"eval_prompts is {args.eval_prompts}, but there is no head to decode them with: use 0")
+    try:
+        bare.generation_config.validate(strict=True)  # as every save does
+    except ValueError as error:
+        raise ValueError(
+            f"the model's generation_config could not be saved with a checkpoint ({error}): correct its fields before "
+            "training, such as model.generation_config.temperature = None"
+        ) from error
     passes = _HALF.get(bare.dtype)
     if args.objective == "mrp" and bare is model and passes is not None and not getattr(args, passes):
         raise ValueError(f"the model is {bare.dtype}: give {passes}=True, or load it with dtype=torch.float32")
