@@ -63,7 +63,7 @@ def test_the_embedded_card_is_what_the_command_prints_and_complete(
     shipped = json.loads((TINY / "generation_config.json").read_text())
     for option in ("decoding", "target", "num_draft_states"):
         assert f"\n| `{option}` | `{shipped[option]}` | " in text
-    assert f"transformers: tested with {TESTED[0]} to {TESTED[1]}. " in text
+    assert f"transformers: tested with {TESTED[0]} to {TESTED[1]}.\n" in text
     assert f"transformers\n{TESTED[0]} to {TESTED[1]}, on" in (ROOT / "MODEL_CARD.md").read_text()
     names: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], names)
