@@ -1,4 +1,4 @@
-"""The model: a block-diffusion backbone with an optional MRP head on top; symbols as in `model/head.py`."""
+"""The model: a block-diffusion backbone with an optional MRP head on top; symbols as in `model.head`."""
 
 from typing import Any
 

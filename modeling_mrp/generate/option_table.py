@@ -1,7 +1,7 @@
 """The options of `generate`, each declared once as a field of `DecodingOptions`; the rules; unsupported options.
 
 The fields are also those of `MRPGenerationConfig`; from them come help, defaults, checks, the flags of command lines, and the
-table of docs/decoding.md. Nothing here imports torch, so that a command line prints its help at once.
+table of docs/decoding.md. In the package this module imports no torch, so that a command line prints its help at once.
 """
 
 import difflib

@@ -1,6 +1,6 @@
 """The choice between a Triton kernel and its plain PyTorch twin. The kernels themselves lie beside their twins.
 
-Only this module imports triton, which need not be installed: kernels are defined under `if triton is not None`.
+triton need not be installed: it is imported here alone, and kernels are defined under `if triton is not None`.
 """
 
 import math

@@ -15,8 +15,14 @@ AUTO_MAP = {
 }
 _CUSTOM = (
     "MRP for block-diffusion language models: decoding of a stock SDAR model with this repository's head.",
-    """Contents: `generate`, which transformers calls. It imports transformers and Python's standard library. With a stock
-model it reads this repository's code, config and head by huggingface_hub: from its cache on disk, or from the Hub into it.""",
+    f"""Contents: `generate`, which transformers calls with the model and the arguments of `sdar.generate`.
+
+Imports: Python's standard library and transformers. With an MRP model it calls that model's own `generate`. With a stock
+model it loads and EXECUTES this repository's {MODELING} and {PACKAGE}, at the commit of this file, and reads the
+repository's config, generation config and head (safetensors): by huggingface_hub from its cache on disk or, where they
+are not there yet, from the Hub into that cache. transformers copies code that it runs to its cache of modules. Nothing
+else is written. The MRP model made of both shares the stock model's parameters, and lives as long as that one; on an
+NVIDIA GPU decoding moves these parameters to new storage. What decoding does is told at the top of {PACKAGE}.""",
 )
 
 
@@ -29,7 +35,8 @@ def code_files(family: str = DENSE) -> dict[str, str]:
         files = import_module(f"{__name__.partition('.')[0]}.bundle").bundled(family)
     origin = files[PACKAGE].split("\n\n")[1]
     header = f'"""{_CUSTOM[0]}\n\n{origin}\n\n{_CUSTOM[1]}\n"""\n\nfrom typing import Any'
-    return {**files, CUSTOM_GENERATE: f"{header}\n\n\n{inspect.getsource(generate)}"}
+    source = inspect.getsource(generate_on_stock).replace(f"def {generate_on_stock.__name__}(", "def generate(", 1)
+    return {**files, CUSTOM_GENERATE: f"{header}\n\n\n{source}"}
 
 
 def write_code(folder: Path, family: str = DENSE) -> None:
@@ -44,12 +51,13 @@ def model_tags(family: str) -> list[str]:
     return ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", family, "mrp"]
 
 
-def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
+def generate_on_stock(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
     """Decode with a stock SDAR model and the head of the Hub repository that holds this file, called as
     `sdar.generate(custom_generate="org/head", trust_remote_code=True)`; an MRP model decodes with its own head.
 
-    `custom_generate/generate.py` holds this function alone, which so imports all it needs. The path at which transformers
-    caches the file gives the repository and commit. `ValueError` if the head does not fit, or the repository is a folder.
+    `custom_generate/generate.py` holds this function alone, as `generate`, so that it imports all it needs. The path at which
+    transformers caches that file gives the repository and commit. `ValueError` if the head does not fit, or the repository is
+    a local folder.
     """
     import re
     from pathlib import Path

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import logging
 import os
 import re
 import reprlib
@@ -19,6 +18,7 @@ from transformers import initialization as init
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import logging as transformers_logging
 
 from ..versions import tested_versions
 from .compat import CACHE_NAME
@@ -44,7 +44,7 @@ try:
 except ImportError:  # then no model is spread over devices
     AlignDevicesHook, add_hook_to_module, fetched = None, None, contextlib.nullcontext
 
-log = logging.getLogger(__name__)
+logger = transformers_logging.get_logger(__name__)
 
 _KEY_MAPPING = {f"^{re.escape(PUBLISHED_HEAD)}": HEAD}  # transformers renames by it while it loads
 # By stock transformers model, while it is in use: the source of a head, and the MRP model made from both.
@@ -154,7 +154,7 @@ class MRPPreTrainedModel(PreTrainedModel):
             for name in {"block_size", "mask_token_id"} & kwargs.keys():
                 found[name] = kwargs.pop(name)
             kwargs["config"] = config = MRPConfig.from_dict({**found, "model_type": "sdar"})
-            log.warning(
+            logger.warning(
                 f"{source} is an autoregressive Qwen3 checkpoint: until it is trained with the block-diffusion loss, in blocks "
                 f"of {config.block_size} with the mask {config.mask_token_id}, it generates nonsense"
             )

@@ -169,7 +169,7 @@ def noise_key(seed: Any, position: Any, masks: Any) -> Any:
 
 
 def gumbel(keys: list[int], tokens: Any) -> Any:
-    """Compute on the host the Gumbel noise of `kernels/pick.py`: [n, m] float64, for n keys and token ids [n, m] int64."""
+    """Compute on the host the Gumbel noise of `kernels.pick`: [n, m] float64, for n keys and token ids [n, m] int64."""
     hashed = mix_bits(tokens * 0x9E3779B1 & _MASK)
     bits = mix_bits(hashed ^ np.array(keys, dtype=np.int64)[:, None])
     # -log(u) for u = (bits + 1/2) / 2^32, computed from the nearer end of the unit interval, for precision.
@@ -240,7 +240,7 @@ def accept(
         else:
             state = frontier.state
             break
-        write(row, frontier)
+        write_reveals(row, frontier)
     row.state = state
     if frontier is None:
         row.source = None
@@ -268,7 +268,7 @@ def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Front
     return Frontier(state, scores, where, memo, row.after(state, where, scores.token))
 
 
-def write(row: Row, frontier: Frontier) -> None:
+def write_reveals(row: Row, frontier: Frontier) -> None:
     """Write a frontier's reveal into the row's text, and move the row to the frontier's successor.
 
     Raises:

@@ -14,11 +14,12 @@ from huggingface_hub import ModelCard
 from mrp_trainer.evaluate.cost import charged
 from mrp_trainer.evaluate.results import mode_name
 from mrp_trainer.publish import push
-from mrp_trainer.publish.card import eval_results, read_results, render_card, results_table
+from mrp_trainer.publish.card import eval_results, read_results, renamed, render_card, results_table
 from mrp_trainer.publish.folder import PICTURE
 from mrp_trainer.train.settings import read_settings
 
 from benchmarks import tables
+from modeling_mrp.versions import TESTED
 from tests.random_cases import make_model
 
 RESULTS = [f"benchmarks/results/tiny_heldout_{family}.jsonl" for family in ("math", "code")]
@@ -59,6 +60,11 @@ def test_the_embedded_card_is_what_the_command_prints_and_complete(
     found = [metric["value"] for metric in metrics if metric["name"] == unit]
     assert found == pytest.approx([charged(line)["tokens_per_unit"] for line in lines], abs=5e-4)
     assert f"\n{tables.heldout()}\n" in text
+    shipped = json.loads((TINY / "generation_config.json").read_text())
+    for option in ("decoding", "target", "num_draft_states"):
+        assert f"\n| `{option}` | `{shipped[option]}` | " in text
+    assert f"transformers: tested with {TESTED[0]} to {TESTED[1]}.\n" in text
+    assert f"transformers\n{TESTED[0]} to {TESTED[1]}, on" in (ROOT / "MODEL_CARD.md").read_text()
     names: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], names)
     assert "#### 5" in capsys.readouterr().out
@@ -76,6 +82,8 @@ def test_a_card_claims_nothing_that_no_person_said(folder: Path, tmp_path: Path)
     }
     assert "# some-model\n\nAn SDAR block-diffusion language model with an MRP head.\n" in str(card)
     assert "## Measured\n\nNot measured yet.\n" in str(card)
+    assert "\n| `decoding` | `static` | " in str(card)
+    assert "\n| `target` | `static` | " in str(card)
     assert not [word for word in ("## Trained", f"]({PICTURE})") if word in str(card)]
     make_model(num_nextn_predict_layers=0).save_pretrained(tmp_path)
     (tmp_path / PICTURE).write_text("<svg/>")
@@ -84,6 +92,17 @@ def test_a_card_claims_nothing_that_no_person_said(folder: Path, tmp_path: Path)
     assert "custom_generate" not in alone
     assert f"]({PICTURE})" in alone
     assert push(tmp_path, "org/m", dry_run=True).sizes[PICTURE] == len("<svg/>")
+
+
+@pytest.mark.parametrize(
+    ("name", "repository"), [("org/some-model", "org/some-model"), ("./folder/some-model", "org/some-model")]
+)
+def test_custom_generate_names_a_repository(folder: Path, name: str, repository: str) -> None:
+    """Never a folder, which its code refuses; that to which the card is pushed, once it is."""
+    text = str(render_card(folder, "full", name))
+    assert text.count(f'custom_generate="{repository}"') == text.count("custom_generate=") == 1
+    pushed = renamed(text, "me/mine")
+    assert pushed.count('custom_generate="me/mine"') == pushed.count("custom_generate=") == 1
 
 
 @pytest.mark.parametrize("kind", ["head", "adapter"])

@@ -4,7 +4,6 @@
 embedding of a part of each head. Checkpoints hold queries', keys' and values' projections in one matrix, but each expert apart.
 """
 
-import logging
 import re
 from typing import Any, ClassVar
 
@@ -12,6 +11,7 @@ import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
+from transformers.utils import logging as transformers_logging
 
 from .backbone import FamilyBackbone
 
@@ -27,7 +27,7 @@ _NAMES = {
     "mlp.gate.expert_bias": "mlp.gate.e_score_correction_bias",
 }
 
-log = logging.getLogger(__name__)
+logger = transformers_logging.get_logger(__name__)
 
 
 class _SplitHeads(ConversionOps):
@@ -79,7 +79,7 @@ class LLaDA2Backbone(FamilyBackbone):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         if re.search(r"llada-?2\.[1-9]", config.name_or_path, re.IGNORECASE):
-            log.warning(
+            logger.warning(
                 f"{config.name_or_path} was trained to edit tokens that are already there. It decodes here with editing off: "
                 "each token is final once it is revealed, as in LLaDA2.0"
             )

@@ -9,9 +9,11 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, RepoCard
 
+from modeling_mrp.generate.option_table import OPTIONS
 from modeling_mrp.model.code import model_tags
 from modeling_mrp.model.families.sdar import DENSE, backbone_of
 from modeling_mrp.model.layouts import HEAD, is_hub_id
+from modeling_mrp.versions import TESTED
 
 from ..evaluate.cost import CHARGED, charged, charged_as
 from ..evaluate.results import mode_name
@@ -27,6 +29,7 @@ _SUMMARIES = {
     "head": "{} block-diffusion language model's MRP head.",
     "adapter": "{} block-diffusion language model's adapter, by peft.",
 }
+_DEFAULTS = {option.name: option.default for option in OPTIONS if option.name in ("decoding", "target", "num_draft_states")}
 _METRICS = {
     "accuracy": "accuracy %",
     "tokens_per_unit": "tokens per backbone forward, head passes charged as at {}",
@@ -151,6 +154,7 @@ def render_card(
         metadata.setdefault("base_model_relation", "finetune" if kind == "full" else "adapter")
     if results:
         metadata |= {"model_name": _title(name), "eval_results": eval_results(results, shape)}
+    chosen = json_of(folder / "generation_config.json")
     held = "backbone" if kind == "full" and not config.get("num_nextn_predict_layers") else kind
     has_head = held in ("full", "head") or any(HEAD in tensor for tensor in tensors_in(folder))
     return ModelCard.from_template(
@@ -158,6 +162,8 @@ def render_card(
         template_path=str(TEMPLATE),
         name=name,
         title=_title(name),
+        repository=_repository(name),
+        tested=TESTED,
         kind=kind,
         base=base or metadata["base_model"] or "org/backbone",
         about=None if person is None else person.text.strip(),
@@ -166,7 +172,7 @@ def render_card(
         decoding="mrp_spec" if has_head else "self_spec",
         custom=held in ("full", "head") and config.get("family", DENSE) == DENSE,
         picture=(folder / PICTURE).is_file(),
-        default=json_of(folder / "generation_config.json").get("decoding", "static"),
+        defaults={option: chosen.get(option) or value for option, value in _DEFAULTS.items()},
         table=results_table(results, shape) if results else None,
         recipe=recipe_of(folder, metadata["base_model"]),
         papers={"MRP, Multi-token Residual Prediction": "2605.18817"} | ({family.models: family.paper} if family.paper else {}),
@@ -183,7 +189,13 @@ def renamed(text: str, name: str) -> str:
     if (found := _RENDERED.search(text)) is None:
         return text
     text = text.replace(found[0], found[0].replace(found[1], name)).replace(f'"{found[1]}"', f'"{name}"')
+    text = text.replace(f'custom_generate="{_repository(found[1])}"', f'custom_generate="{_repository(name)}"')
     return text.replace(f"\n# {_title(found[1])}\n", f"\n# {_title(name)}\n", 1)
+
+
+def _repository(name: str) -> str:
+    """Return a name that `custom_generate` takes, which is no folder: this one, or what a repository of it could be called."""
+    return name if is_hub_id(name) else f"org/{_title(name)}"
 
 
 def _title(name: str) -> str:
