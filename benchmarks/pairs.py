@@ -2,9 +2,9 @@
 
     python -m benchmarks.pairs --cases 10000 --seed 1 --processes 2
 
-The registry is `tests/capabilities.py`, a case `tests/pairs.py`: each pair comes once, in an order of the seed, before any comes
-again. Cases are functions of the seed and their number: `--first N --cases 1` repeats one. The result, `--output`, has the
-seed, the count of cases of each pair, those that were refused as they have to be, and every mismatch.
+The registry is `tests/capabilities.py`, a case `tests/pairs.py`: each pair comes once, in an order of the seed, before any
+comes again. Cases are functions of the seed and their number: `--first N --cases 1` repeats one. The result, `--output`, has
+the seed, the count of cases of each pair, those that were refused as they have to be, and every mismatch.
 """
 
 import json
@@ -72,11 +72,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no more cases after this time")
     parser.add_argument("--output", type=Path, default=RESULTS / "pairs.json")
     options = parser.parse_args(arguments)
-    begin, lines = time.monotonic(), list[dict[str, Any]]()
-    head = header("pairs", options)
-    last = options.first + options.cases
-    parts = [range(number, min(number + 50, last)) for number in range(options.first, last, 50)]
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    from tests.capabilities import REGISTRY
+    from tests.pairs import pairs_of
+
+    begin, lines = time.monotonic(), list[dict[str, Any]]()
+    head = header("pairs", options) | {"registry": len(REGISTRY), "pairs_of_registry": len(pairs_of(REGISTRY))}
+    last = options.first + options.cases
+    parts = [range(number, min(number + 25, last)) for number in range(options.first, last, 25)]
     with multiprocessing.get_context("spawn").Pool(options.processes, quiet_process) as pool:
         calls = [(options.seed, part) for part in parts]
         for made in pool.imap(_try_part, calls):
