@@ -105,8 +105,8 @@ class Sways(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """See `LogitsProcessor`."""
-        weights = torch.arange(1, input_ids.shape[1] + 1) % 7
-        tokens = torch.arange(scores.shape[1])
+        weights = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device) % 7
+        tokens = torch.arange(scores.shape[1], device=scores.device)
         ranks = ((input_ids * weights).sum(1, keepdim=True) + 5 * tokens) % 11
         lifted = torch.where(scores == -torch.inf, 1 + tokens / 97, scores)
         return (lifted + self.strength * ranks).masked_fill(ranks == 10, torch.nan)
@@ -202,6 +202,19 @@ def random_infill(rng: random.Random, rows: int, most: int) -> Tensor | None:
     return torch.tensor(pattern)
 
 
+def given_in(way: str, model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments that give the same options in one of `WAYS`; "own" changes the model's own config."""
+    if way == "arguments":
+        return given
+    fields = {name: value for name, value in given.items() if name in OPTION_NAMES}
+    others = {name: value for name, value in given.items() if name not in OPTION_NAMES}
+    if way == "own":
+        model.generation_config = MRPGenerationConfig(**fields)
+        return others
+    kinds: dict[str, Any] = {"dict": dict, "theirs": GenerationConfig, "ours": MRPGenerationConfig}
+    return {"generation_config": kinds[way](**fields), **others}
+
+
 class Case:
     """A random batch with its decoding mode and options, all functions of the case's name.
 
@@ -266,7 +279,7 @@ class Case:
         if criteria:
             given["stopping_criteria"] = [*given.get("stopping_criteria", []), *criteria]
         infill = None if self.infill is None else self.infill[list(places)]
-        own, given = self.model.generation_config, self.given_in(way, given)
+        own, given = self.model.generation_config, given_in(way, self.model, given)
         try:
             out: Any = self.model.generate(**inputs, infill_ids=infill, return_dict_in_generate=True, **given)
         finally:
@@ -274,18 +287,6 @@ class Case:
         new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         parts = zip(new, out.reveal_step.tolist(), out.token_logprobs, strict=True)
         return [{"tokens": tokens, "steps": steps, "logprobs": logprobs} for tokens, steps, logprobs in parts], out
-
-    def given_in(self, way: str, given: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments that give the same options in one of `WAYS`; "own" changes the model's own config."""
-        if way == "arguments":
-            return given
-        fields = {name: value for name, value in given.items() if name in OPTION_NAMES}
-        others = {name: value for name, value in given.items() if name not in OPTION_NAMES}
-        if way == "own":
-            self.model.generation_config = MRPGenerationConfig(**fields)
-            return others
-        kinds: dict[str, Any] = {"dict": dict, "theirs": GenerationConfig, "ours": MRPGenerationConfig}
-        return {"generation_config": kinds[way](**fields), **others}
 
     def by_reference(self, row: int, **options: Any) -> SlowRow:
         """Decode a row by the slow decoder."""
@@ -314,10 +315,10 @@ def of_slow(told: SlowRow) -> Row:
     return {"tokens": told.tokens, "steps": told.reveal_step, "logprobs": torch.tensor(told.logprobs)}
 
 
-def assert_same_text(a: Row, b: Row, case: Any) -> None:
-    """Assert that two rows are equal, up to the padding that a row may have in a batch."""
+def assert_same_text(a: Row, b: Row, case: Any, atol: float = 1e-5) -> None:
+    """Assert that two rows are equal, up to the padding that a row may have in a batch; log-probabilities up to `atol`."""
     count = min(len(a["steps"]), len(b["steps"]))
     assert a["tokens"][:count] == b["tokens"][:count], case
     assert a["steps"][:count] == b["steps"][:count], case
     assert all(step == -1 for step in a["steps"][count:] + b["steps"][count:]), case
-    torch.testing.assert_close(a["logprobs"][:count].double(), b["logprobs"][:count].double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(a["logprobs"][:count].double(), b["logprobs"][:count].double(), rtol=0, atol=atol)

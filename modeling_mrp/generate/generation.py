@@ -115,6 +115,12 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError("gradient checkpointing is on, and layers in training keep no keys and values: call model.eval()")
         copies = config.num_return_sequences or 1
         check_weights(self)
+        names = adapters_of_rows(self)
+        if names is not None and len(names) != len(prompt) * copies:
+            raise ValueError(
+                f"adapter_names holds {len(names)} names for {len(prompt) * copies} rows: give one per row (after "
+                "num_return_sequences)"
+            )
         if cache is not None:
             check_past(cache, self, len(prompt))
         if infill_ids is not None:

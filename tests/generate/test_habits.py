@@ -49,6 +49,10 @@ def test_an_adapter_for_each_row(decoding: str) -> None:
         assert together.sequences[row, max(map(len, PROMPTS)) :][: len(alone)].equal(alone)
         lengths.add(len(alone))
     assert len(lengths) == 3, "no row ends before another"
+    twice: dict[str, Any] = {**left_padded(PROMPTS), **options, "do_sample": True, "num_return_sequences": 2}
+    with pytest.raises(ValueError, match=r"adapter_names holds 3 names for 6 rows.*after num_return_sequences"):
+        model.generate(**twice, adapter_names=names)
+    assert len(model.generate(**twice, adapter_names=[name for name in names for _ in range(2)])) == 6
     call = {"input_ids": together.sequences[:, :12], "past_key_values": together.past_key_values, **options}
     with pytest.raises(ValueError, match="older than the weights"):
         model.generate(**call, adapter_names=names[::-1])
