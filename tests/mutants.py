@@ -5,6 +5,7 @@ and the reason if no test can: such a fault is left out. Each fault is made in a
 of tests runs in a process of its own, up to the first failure. Faults that survive are printed at the end.
 """
 
+import argparse
 import ast
 import json
 import os
@@ -17,6 +18,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+
+from drawn_faults import campaign
+from line_map import PACKAGES, measure_all
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "mutants.json"
@@ -99,11 +103,9 @@ def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
         report.write_text(note.failed, encoding="utf-8")
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Try all mutants, or those whose file or text has an argument in it; `harmless` selects those that no test can find."""
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it where it is imported
-    for name in WARM:
-        import_module(name)
+def of_list(arguments: Sequence[str]) -> int:
+    """Try all mutants of the list, or those whose file or text has an argument in it; `harmless` selects those that no test can
+    find."""
     mutants: list[Mutant] = json.loads(RECORD.read_text(encoding="utf-8"))
     stale = [f"{one['file']}: {one['old']!r}" for one in mutants if changed(one) is None]
     if stale:
@@ -129,6 +131,29 @@ def main(arguments: Sequence[str]) -> int:
                 survivors.append(line)
     print(f"{len(chosen)} mutants, {len(survivors)} of them survive", *survivors, sep="\n")
     return int(bool(survivors))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Try faults of the list, or with `--seed` new ones, for which `--measure` has to run before."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="of the list, those whose file or text has one of these; or `harmless`")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure which lines the tests run, those of files named by WORDS"
+    )
+    parser.add_argument("--seed", type=int, help="draw faults from the syntax trees")
+    parser.add_argument("--count", type=int, default=150, help="how many")
+    parser.add_argument("--only", nargs="+", default=PACKAGES, metavar="FOLDER", help="of these folders or files")
+    parser.add_argument("--seconds", type=float, default=120, help="of tests for each fault, as they were measured")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes side by side")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it where it is imported
+    for name in WARM:
+        import_module(name)
+    if options.measure:
+        return measure_all(options.words, options.workers)
+    if options.seed is not None:
+        return campaign(options.seed, options.count, options.only, options.seconds, options.workers)
+    return of_list(options.words)
 
 
 if __name__ == "__main__":
