@@ -25,6 +25,8 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mult: ast.FloorDiv,
     ast.Div: ast.Mult,
 }
+# Keyword arguments that no test can see: `strict` asserts what holds, a locale decides `encoding`; `**given` has no name.
+UNSEEN = {"strict", "encoding", "stacklevel", "init", "repr", None}
 # Whose arguments' order, presence or text decides nothing that is promised.
 UNPROMISED = {"print", "info", "warning", "debug", "getLogger", "TypeVar"}
 
@@ -145,7 +147,7 @@ def keyword(node: ast.AST) -> Iterator[Change]:
     """Drop a keyword argument of a call."""
     if isinstance(node, ast.Call):
         for index, given in enumerate(node.keywords):
-            if given.arg is not None:
+            if given.arg not in UNSEEN:
                 yield node, with_fields(node, keywords=[*node.keywords[:index], *node.keywords[index + 1 :]])
 
 
@@ -287,6 +289,8 @@ def parts(node: ast.AST, function: range = range(0)) -> Iterator[tuple[ast.AST, 
             case ast.Compare(ops=[ast.In() | ast.NotIn()]), "comparators" if isinstance(
                 node.comparators[0], ast.Tuple | ast.List
             ):
+                continue
+            case ast.keyword(arg=("strict" | "init" | "repr")), _:
                 continue
             case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))), _:
                 continue

@@ -173,13 +173,9 @@ class LineMap:
             function: Lines of the function around them; empty if there is none.
         """
         ran = self.lines.get(file, {})
-        if file in self.changed or not function:
-            return [*self.varied(ran), *(test for test in self.of_room(file) if test not in ran)]
-        inside = {test: numbers.intersection(function) for test, numbers in ran.items()}
-        seen = {test: inside[test] for test, numbers in ran.items() if any(first <= number <= last for number in numbers)}
-        if seen:
-            return list(self.varied(seen))
-        return [*self.varied(ran), *(test for test in self.of_room(file) if test not in ran)]
+        lines = range(first, last + 1) if function and file not in self.changed else range(0)
+        seen = {test: numbers.intersection(function) for test, numbers in ran.items() if not numbers.isdisjoint(lines)}
+        return list(self.varied(seen)) or list(dict.fromkeys((*self.of_room(file), *self.varied(ran))))
 
     def varied(self, ran: Mapping[str, frozenset[int]]) -> Iterator[str]:
         """Order tests so that the first ones differ in the lines that they ran, and quick ones come before slow ones."""

@@ -1,4 +1,5 @@
-"""Small faults put into the engine, one at a time, to see whether the tests find them: `make mutants`.
+"""Small faults put into the packages, one at a time, to see whether the tests find them: `make mutants`. With `--seed`, faults
+that are drawn anew from the syntax trees (`drawn_faults.py`).
 
 `tests/mutants.json` lists the faults: the file, a text that occurs there once, its replacement, the test that found the fault,
 and the reason if no test can: such a fault is left out. Each fault is made in a copy of the package, on which a fast selection
@@ -39,9 +40,14 @@ SECONDS = 300  # of CPU time for the tests of a mutant; one that takes longer co
 Mutant = dict[str, str]
 
 
+def file_of(mutant: Mutant) -> str:
+    """Return the path of its file from the root; the list's are within `modeling_mrp`, or begin with `trainer/`."""
+    return mutant["file"] if mutant["file"].startswith("trainer/") else f"modeling_mrp/{mutant['file']}"
+
+
 def changed(mutant: Mutant) -> str | None:
     """Return the text of its file with the change; None if the old text does not stand there once, or it is no Python."""
-    text = (ROOT / "modeling_mrp" / mutant["file"]).read_text(encoding="utf-8")
+    text = (ROOT / file_of(mutant)).read_text(encoding="utf-8")
     made = text.replace(mutant["old"], mutant["new"])
     with suppress(SyntaxError):
         return made if text.count(mutant["old"]) == 1 and ast.parse(made) else None
@@ -51,6 +57,9 @@ def changed(mutant: Mutant) -> str | None:
 def selected(mutant: Mutant) -> list[list[str]]:
     """List the tests to run, in order, a list for each call of pytest; the test that found the mutant before comes first."""
     room = mutant["file"].split("/")[0]
+    if room not in SELECTION:
+        files = sorted(str(path) for path in ROOT.glob(f"tests/{Path(mutant['file']).parent.name}/test_*.py"))
+        return [[mutant["found_by"]], files] if mutant["found_by"] else [files]
     names = dict.fromkeys(name for one in (room, *SELECTION) for name in SELECTION[one])
     files = [[str(next(ROOT.glob(f"tests/*/test_{name}.py")))] for name in names]
     files.insert({"rules": 2, "kernels": 6}.get(room, 0), FIRST)
@@ -60,10 +69,11 @@ def selected(mutant: Mutant) -> list[list[str]]:
 
 def outcome(mutant: Mutant, text: str, folder: Path) -> str:
     """Run the tests in a process of its own, on a copy with a changed file; return what failed first, "" if nothing did."""
-    package, report, tests = folder / "modeling_mrp", folder / "report", selected(mutant)
+    report, tests = folder / "report", selected(mutant)
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "modeling_mrp", package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / mutant["file"]).write_text(text, encoding="utf-8")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / file_of(mutant)).write_text(text, encoding="utf-8")
     if not (child := os.fork()):
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
         run_tests(tests, folder, report)
@@ -93,8 +103,12 @@ def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
     os.dup2(null, 1)
     os.dup2(null, 2)
     os.chdir(ROOT)
-    sys.path[:0] = [str(folder)]
-    note, options = Note(), ["-x", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={folder} . trainer serving"]
+    sys.path[:0] = [str(folder), str(folder / "trainer")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # of processes that tests start
+    note, options = (
+        Note(),
+        ["-x", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={folder} {folder}/trainer . trainer serving"],
+    )
     ran = False
     for tests in calls:  # a test that fails at once need not wait for the others' imports
         if not note.failed:  # a test that is gone ends with a code of its own, and so does a package that cannot be imported
@@ -119,7 +133,7 @@ def of_list(arguments: Sequence[str]) -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as scratch:
         folder, first = Path(scratch) / "copy", {**mutants[0], "found_by": ""}
-        text = (ROOT / "modeling_mrp" / first["file"]).read_text(encoding="utf-8")
+        text = (ROOT / file_of(first)).read_text(encoding="utf-8")
         if not arguments and (failed := outcome(first, text, folder)):
             raise SystemExit(f"the tests fail without a fault: {failed}")
         for place, mutant in enumerate(chosen, 1):
