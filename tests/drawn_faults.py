@@ -154,14 +154,15 @@ def waited(child: int) -> int | None:
 
 
 def chosen_tests(fault: Fault, lines: LineMap, seconds: float) -> list[str]:
-    """List the tests that can see a fault, in order, as many as took some seconds together; the first in any case."""
+    """List the tests that can see a fault, in order, as many as took some seconds together, the first in any case; then
+    files of tests that were not measured."""
     tests: list[str] = []
     for test in lines.tests_of(fault.file, fault.first, fault.last, fault.function):
         seconds -= lines.seconds[test]
         if tests and seconds < 0:
             break
         tests.append(test)
-    return tests
+    return [*tests, *lines.unmeasured_of(fault.file)]
 
 
 _tree: Tree

@@ -117,7 +117,7 @@ def measure(file: str) -> tuple[str, float]:
         pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", file], plugins=[recorder])
         passed = {test: facts for test, facts in recorder.tests.items() if test not in recorder.failed}
         record = {"sources": {name: digest(ROOT / name) for name in sources()}, "tests": passed}
-        path = FOLDER / f"{file.replace('/', '.')}.json"
+        path = measured(file)
         path.with_suffix(".part").write_text(json.dumps(record), encoding="utf-8")
         path.with_suffix(".part").rename(path)
         os._exit(0)
@@ -135,6 +135,14 @@ def measure_all(words: Sequence[str], workers: int) -> int:
     return 0
 
 
+def measured(file: str) -> Path:
+    return FOLDER / f"{file.replace('/', '.')}.json"
+
+
+def is_older(path: Path, other: Path) -> bool:
+    return not path.exists() or path.stat().st_mtime < other.stat().st_mtime
+
+
 @dataclass(frozen=True)
 class LineMap:
     """Lines that tests ran, from the files in `build/mutants`.
@@ -143,11 +151,13 @@ class LineMap:
         seconds: Of each test.
         lines: For each source file, for each test that ran it, the lines.
         changed: Source files that are not what they were when they were measured.
+        unmeasured: Files of tests that have no measurement, or were changed since.
     """
 
     seconds: Mapping[str, float]
     lines: Mapping[str, Mapping[str, frozenset[int]]]
     changed: frozenset[str]
+    unmeasured: tuple[str, ...]
 
     @classmethod
     def load(cls) -> "LineMap":
@@ -162,7 +172,8 @@ class LineMap:
                 seconds[test] = facts["seconds"]
                 for name, numbers in facts["lines"].items():
                     lines[name][test] = frozenset(numbers)
-        return cls(seconds, lines, frozenset(changed))
+        unmeasured = tuple(file for file in test_files() if is_older(measured(file), ROOT / file))
+        return cls(seconds, lines, frozenset(changed), unmeasured)
 
     def tests_of(self, file: str, first: int, last: int, function: range) -> list[str]:
         """List the tests that can see a change of some lines, likely finders first.
@@ -190,9 +201,14 @@ class LineMap:
 
     def of_room(self, file: str) -> list[str]:
         """List the tests of the room that has the name of the file or of its folder, quick ones first."""
-        names = {*Path(file).parts, Path(file).stem}
-        rooms = tuple(f"tests/{room}/" for room in ROOMS if room in names)
-        stem = f"test_{Path(file).stem}.py"
-        return sorted(
-            (test for test in self.seconds if test.startswith(rooms) or stem in test), key=lambda test: self.seconds[test]
-        )
+        tests = (test for test in self.seconds if test.startswith(rooms_of(file)))
+        return sorted(tests, key=lambda test: self.seconds[test])
+
+    def unmeasured_of(self, file: str) -> list[str]:
+        """List the files of tests of the room, and those that test the file by its name, that were not measured."""
+        return [tests for tests in self.unmeasured if tests.startswith(rooms_of(file)) or Path(file).stem in tests]
+
+
+def rooms_of(file: str) -> tuple[str, ...]:
+    names = {*Path(file).parts, Path(file).stem}
+    return tuple(f"tests/{room}/" for room in ROOMS if room in names)
