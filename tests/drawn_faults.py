@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -30,7 +30,7 @@ from line_map import FOLDER, ROOT, LineMap, sources
 
 HARMLESS = ROOT / "tests" / "harmless_faults.json"
 CPU_SECONDS, WALL_SECONDS = 300, 1200  # of a process that tries a fault; one that takes longer has no end
-ENDLESS, CRASHED = "a run without end", "a crash"
+ENDLESS, CRASHED, HARMLESS_NAME = "a run without end", "a crash", "harmless"
 Result = dict[str, Any]
 
 
@@ -44,25 +44,23 @@ def harmless() -> dict[tuple[str, str, str], str]:
 
 
 def drawn(files: Iterable[str], seed: int, count: int) -> list[Fault]:
-    """Draw faults, the same number of each kind as far as there are so many; harmless ones come on top."""
-    known, texts = harmless(), {file: (ROOT / file).read_bytes() for file in files}
+    """Draw faults, the same number of each kind as far as there are so many."""
+    texts = {file: (ROOT / file).read_bytes() for file in files}
     by_kind: dict[str, list[Fault]] = {kind: [] for kind in KINDS}
     for file in texts:
         for fault in faults_of(ROOT, file):
             by_kind[fault.kind].append(fault)
     for kind, faults in by_kind.items():
         random.Random(f"{seed} {kind}").shuffle(faults)
-    chosen: list[Fault] = []
-    while count > 0 and any(by_kind.values()):
+    chosen: dict[tuple[str, str, str], Fault] = {}
+    while len(chosen) < count and any(by_kind.values()):
         for faults in by_kind.values():
-            while faults and count > 0:
+            while faults and len(chosen) < count:
                 fault = faults.pop()
-                if fault.valid(texts[fault.file]):
-                    chosen.append(fault)
-                    if fault.key not in known:
-                        count -= 1
-                        break
-    return chosen
+                if fault.key not in chosen and fault.valid(texts[fault.file]):
+                    chosen[fault.key] = fault
+                    break
+    return list(chosen.values())
 
 
 class Tree:
@@ -180,7 +178,7 @@ def tried(work: tuple[Fault, float]) -> Result:
     tests, start = chosen_tests(fault, _lines, seconds), time.monotonic()
     failure = _tree.first_failure(tests, fault).split("\n")[0] if tests else ""
     return {
-        **{"file": fault.file, "line": fault.line, "kind": fault.kind, "before": fault.before, "after": fault.after},
+        **described(fault),
         **{"tests": len(tests), "seconds": round(time.monotonic() - start, 1), "found_by": failure},
     }
 
@@ -208,13 +206,14 @@ def false_alarms(results: Sequence[Result], folder: Path) -> list[str]:
     return [failure for failure in failures if failure]
 
 
-def table(results: Sequence[Result], column: str, name: Any) -> str:
-    """Make a table of Markdown: how many faults were tried, found, and survived, by a property of theirs."""
-    tried, survived = Counter(map(name, results)), Counter(name(result) for result in results if not result["found_by"])
-    rows = [(key, tried[key], tried[key] - survived[key], survived[key]) for key in sorted(tried)]
-    rows.append(("all", len(results), len(results) - survived.total(), survived.total()))
-    head = f"| {column} | faults | found | survived |\n| --- | --- | --- | --- |\n"
-    return head + "\n".join(f"| {key} | {all_} | {found} | {left} |" for key, all_, found, left in rows)
+def table(results: Sequence[Result], column: str, name: Callable[[Result], str]) -> str:
+    """Make a table of Markdown: how many faults were drawn, found, harmless, and survived, by a property of theirs."""
+    lines = [f"| {column} | faults | found | harmless | survive |", "|---|---|---|---|---|"]
+    groups = {key: [result for result in results if name(result) == key] for key in sorted(set(map(name, results)))}
+    for key, group in {**groups, "all": results}.items():
+        counts = Counter("harmless" if result["found_by"] == HARMLESS_NAME else bool(result["found_by"]) for result in group)
+        lines.append(f"| {key} | {len(group)} | {counts[True]} | {counts['harmless']} | {counts[False]} |")
+    return "\n".join(lines)
 
 
 def room(result: Result) -> str:
@@ -226,28 +225,39 @@ def campaign(seed: int, count: int, only: Sequence[str], seconds: float, workers
     lines, known = LineMap.load(), harmless()
     if not lines.seconds:
         raise SystemExit("no lines are measured yet: run python tests/mutants.py --measure")
-    faults = drawn(sources(only), seed, count)
     path = FOLDER / f"seed-{seed}.jsonl"
     earlier = recorded(path)
-    results = [earlier[fault.key] for fault in faults if earlier.get(fault.key, {}).get("found_by")]
-    left = [fault for fault in faults if fault.key not in known and not earlier.get(fault.key, {}).get("found_by")]
-    print(f"{len(faults)} faults, {len(results)} found before, {len(faults) - len(results) - len(left)} harmless", flush=True)
+    results: list[Result] = []
+    left: list[Fault] = []
+    for fault in drawn(sources(only), seed, count):
+        if fault.key in known:
+            results.append({**described(fault), "found_by": HARMLESS_NAME})
+        elif earlier.get(fault.key, {}).get("found_by"):
+            results.append(earlier[fault.key])
+        else:
+            left.append(fault)
+    total = len(results) + len(left)
+    print(f"{total} faults, {len(results)} of them known to be found or harmless", flush=True)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as scratch:
         with context.Pool(workers, prepare, (scratch, lines)) as pool, path.open("a", encoding="utf-8") as file:
             for result in pool.imap_unordered(tried, [(fault, seconds) for fault in left]):
                 results.append(result)
                 print(json.dumps(result), file=file, flush=True)
-                print(f"{len(results)}/{len(faults)} {told(result)}", flush=True)
+                print(f"{len(results)}/{total} {told(result)}", flush=True)
         alarms = false_alarms(results, Path(scratch))
     for result in results:
         if result["found_by"] in alarms:
             result["found_by"] = ""
     survivors = [result for result in results if not result["found_by"]]
-    print(*map(told, survivors), sep="\n")
+    print("", *map(told, survivors), sep="\n")
     print(*(f"fails without a fault, so that it finds none: {alarm}" for alarm in alarms), sep="\n")
-    print(table(results, "kind", lambda result: result["kind"]), table(results, "folder", room), sep="\n\n")
+    print(table(results, "kind", lambda result: str(result["kind"])), table(results, "folder", room), sep="\n\n")
     return int(bool(survivors))
+
+
+def described(fault: Fault) -> Result:
+    return {"file": fault.file, "line": fault.line, "kind": fault.kind, "before": fault.before, "after": fault.after}
 
 
 def told(result: Result) -> str:

@@ -58,8 +58,8 @@ def selected(mutant: Mutant) -> list[list[str]]:
     """List the tests to run, in order, a list for each call of pytest; the test that found the mutant before comes first."""
     room = mutant["file"].split("/")[0]
     if room not in SELECTION:
-        files = sorted(str(path) for path in ROOT.glob(f"tests/{Path(mutant['file']).parent.name}/test_*.py"))
-        return [[mutant["found_by"]], files] if mutant["found_by"] else [files]
+        of_room = sorted(str(path) for path in ROOT.glob(f"tests/{Path(mutant['file']).parent.name}/test_*.py"))
+        return [[mutant["found_by"]], of_room] if mutant["found_by"] else [of_room]
     names = dict.fromkeys(name for one in (room, *SELECTION) for name in SELECTION[one])
     files = [[str(next(ROOT.glob(f"tests/*/test_{name}.py")))] for name in names]
     files.insert({"rules": 2, "kernels": 6}.get(room, 0), FIRST)
