@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.util import cache_from_source
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fault_kinds import KINDS, Fault, faults_of
@@ -125,8 +126,9 @@ class Tree:
         for stream in range(3):
             os.dup2(null, stream)
         os.chdir(self.folder)
-        inside = [str(self.folder / part) for part in ("", "trainer", "serving")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(inside)
+        inside = [str(self.folder / part) for part in ("", "trainer", "serving", "tests")]
+        sys.modules["__main__"] = ModuleType("__main__")  # which processes that tests start would import
+        os.environ["PYTHONPATH"] = os.pathsep.join(inside[:3])
         sys.path[:] = [
             *inside,
             *(entry for entry in sys.path if not Path(entry or ".").resolve().is_relative_to(ROOT / "tests")),
@@ -244,13 +246,13 @@ def campaign(seed: int, count: int, only: Sequence[str], seconds: float, workers
             for result in pool.imap_unordered(tried, [(fault, seconds) for fault in left]):
                 results.append(result)
                 print(json.dumps(result), file=file, flush=True)
-                print(f"{len(results)}/{total} {told(result)}", flush=True)
+                print(f"{len(results)}/{total} {summary_of(result)}", flush=True)
         alarms = false_alarms(results, Path(scratch))
     for result in results:
         if result["found_by"] in alarms:
             result["found_by"] = ""
     survivors = [result for result in results if not result["found_by"]]
-    print("", *map(told, survivors), sep="\n")
+    print("", *map(summary_of, survivors), sep="\n")
     print(*(f"fails without a fault, so that it finds none: {alarm}" for alarm in alarms), sep="\n")
     print(table(results, "kind", lambda result: str(result["kind"])), table(results, "folder", room), sep="\n\n")
     return int(bool(survivors))
@@ -260,7 +262,7 @@ def described(fault: Fault) -> Result:
     return {"file": fault.file, "line": fault.line, "kind": fault.kind, "before": fault.before, "after": fault.after}
 
 
-def told(result: Result) -> str:
+def summary_of(result: Result) -> str:
     where = f"{result['file']}:{result['line']}: {result['kind']}"
     if result["found_by"]:
         return f"{where}: {result['found_by']}"

@@ -25,7 +25,7 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mult: ast.FloorDiv,
     ast.Div: ast.Mult,
 }
-# Keyword arguments that no test can see: `strict` asserts what holds, a locale decides `encoding`; `**given` has no name.
+# Keyword arguments that no test can see: `strict` asserts what holds, a locale decides `encoding`; `**fields` has no name.
 UNSEEN = {"strict", "encoding", "stacklevel", "init", "repr", None}
 # Whose arguments' order, presence or text decides nothing that is promised.
 UNPROMISED = {"print", "info", "warning", "debug", "getLogger", "TypeVar"}
@@ -146,8 +146,8 @@ def check(node: ast.AST) -> Iterator[Change]:
 def keyword(node: ast.AST) -> Iterator[Change]:
     """Drop a keyword argument of a call."""
     if isinstance(node, ast.Call):
-        for index, given in enumerate(node.keywords):
-            if given.arg not in UNSEEN:
+        for index, argument in enumerate(node.keywords):
+            if argument.arg not in UNSEEN:
                 yield node, with_fields(node, keywords=[*node.keywords[:index], *node.keywords[index + 1 :]])
 
 
