@@ -1,10 +1,12 @@
-"""Small faults put into the engine, one at a time, to see whether the tests find them: `make mutants`.
+"""Small faults put into the packages, one at a time, to see whether the tests find them: `make mutants`. With `--seed`, faults
+that are drawn anew from the syntax trees (`drawn_faults.py`).
 
 `tests/mutants.json` lists the faults: the file, a text that occurs there once, its replacement, the test that found the fault,
 and the reason if no test can: such a fault is left out. Each fault is made in a copy of the package, on which a fast selection
 of tests runs in a process of its own, up to the first failure. Faults that survive are printed at the end.
 """
 
+import argparse
 import ast
 import json
 import os
@@ -17,6 +19,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+
+from drawn_faults import campaign
+from line_map import PACKAGES, measure_all
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "mutants.json"
@@ -35,9 +40,14 @@ SECONDS = 300  # of CPU time for the tests of a mutant; one that takes longer co
 Mutant = dict[str, str]
 
 
+def file_of(mutant: Mutant) -> str:
+    """Return the path of its file from the root; the list's are within `modeling_mrp`, or begin with `trainer/`."""
+    return mutant["file"] if mutant["file"].startswith("trainer/") else f"modeling_mrp/{mutant['file']}"
+
+
 def changed(mutant: Mutant) -> str | None:
     """Return the text of its file with the change; None if the old text does not stand there once, or it is no Python."""
-    text = (ROOT / "modeling_mrp" / mutant["file"]).read_text(encoding="utf-8")
+    text = (ROOT / file_of(mutant)).read_text(encoding="utf-8")
     made = text.replace(mutant["old"], mutant["new"])
     with suppress(SyntaxError):
         return made if text.count(mutant["old"]) == 1 and ast.parse(made) else None
@@ -47,6 +57,9 @@ def changed(mutant: Mutant) -> str | None:
 def selected(mutant: Mutant) -> list[list[str]]:
     """List the tests to run, in order, a list for each call of pytest; the test that found the mutant before comes first."""
     room = mutant["file"].split("/")[0]
+    if room not in SELECTION:
+        of_room = sorted(str(path) for path in ROOT.glob(f"tests/{Path(mutant['file']).parent.name}/test_*.py"))
+        return [[mutant["found_by"]], of_room] if mutant["found_by"] else [of_room]
     names = dict.fromkeys(name for one in (room, *SELECTION) for name in SELECTION[one])
     files = [[str(next(ROOT.glob(f"tests/*/test_{name}.py")))] for name in names]
     files.insert({"rules": 2, "kernels": 6}.get(room, 0), FIRST)
@@ -56,10 +69,11 @@ def selected(mutant: Mutant) -> list[list[str]]:
 
 def outcome(mutant: Mutant, text: str, folder: Path) -> str:
     """Run the tests in a process of its own, on a copy with a changed file; return what failed first, "" if nothing did."""
-    package, report, tests = folder / "modeling_mrp", folder / "report", selected(mutant)
+    report, tests = folder / "report", selected(mutant)
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "modeling_mrp", package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / mutant["file"]).write_text(text, encoding="utf-8")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / file_of(mutant)).write_text(text, encoding="utf-8")
     if not (child := os.fork()):
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
         run_tests(tests, folder, report)
@@ -89,8 +103,12 @@ def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
     os.dup2(null, 1)
     os.dup2(null, 2)
     os.chdir(ROOT)
-    sys.path[:0] = [str(folder)]
-    note, options = Note(), ["-x", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={folder} . trainer serving"]
+    sys.path[:0] = [str(folder), str(folder / "trainer")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # of processes that tests start
+    note, options = (
+        Note(),
+        ["-x", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={folder} {folder}/trainer . trainer serving"],
+    )
     ran = False
     for tests in calls:  # a test that fails at once need not wait for the others' imports
         if not note.failed:  # a test that is gone ends with a code of its own, and so does a package that cannot be imported
@@ -99,11 +117,9 @@ def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
         report.write_text(note.failed, encoding="utf-8")
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Try all mutants, or those whose file or text has an argument in it; `harmless` selects those that no test can find."""
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it where it is imported
-    for name in WARM:
-        import_module(name)
+def of_list(arguments: Sequence[str]) -> int:
+    """Try all mutants of the list, or those whose file or text has an argument in it; `harmless` selects those that no test can
+    find."""
     mutants: list[Mutant] = json.loads(RECORD.read_text(encoding="utf-8"))
     stale = [f"{one['file']}: {one['old']!r}" for one in mutants if changed(one) is None]
     if stale:
@@ -117,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as scratch:
         folder, first = Path(scratch) / "copy", {**mutants[0], "found_by": ""}
-        text = (ROOT / "modeling_mrp" / first["file"]).read_text(encoding="utf-8")
+        text = (ROOT / file_of(first)).read_text(encoding="utf-8")
         if not arguments and (failed := outcome(first, text, folder)):
             raise SystemExit(f"the tests fail without a fault: {failed}")
         for place, mutant in enumerate(chosen, 1):
@@ -129,6 +145,29 @@ def main(arguments: Sequence[str]) -> int:
                 survivors.append(line)
     print(f"{len(chosen)} mutants, {len(survivors)} of them survive", *survivors, sep="\n")
     return int(bool(survivors))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Try faults of the list, or with `--seed` new ones, for which `--measure` has to run before."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="of the list, those whose file or text has one of these; or `harmless`")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure which lines the tests run, those of files named by WORDS"
+    )
+    parser.add_argument("--seed", type=int, help="draw faults from the syntax trees")
+    parser.add_argument("--count", type=int, default=150, help="how many")
+    parser.add_argument("--only", nargs="+", default=PACKAGES, metavar="FOLDER", help="of these folders or files")
+    parser.add_argument("--seconds", type=float, default=120, help="of tests for each fault, as they were measured")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes side by side")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it where it is imported
+    for name in WARM:
+        import_module(name)
+    if options.measure:
+        return measure_all(options.words, options.workers)
+    if options.seed is not None:
+        return campaign(options.seed, options.count, options.only, options.seconds, options.workers)
+    return of_list(options.words)
 
 
 if __name__ == "__main__":

@@ -383,3 +383,21 @@ def test_a_disk_that_fills_up_while_a_run_saves(
         assert (folder / "model.safetensors").read_bytes() == right
         assert LISTING in tree(folder)
         saving_fails(99)
+
+
+@pytest.mark.parametrize(("names", "shown"), [(["a"], "a"), (["b", "a"], "a and 1 more"), (["c", "b", "a"], "a and 2 more")])
+def test_a_folder_that_is_not_ours_is_named_with_what_it_holds(tmp_path: Path, names: list[str], shown: str) -> None:
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match=f" holds {shown}, which this command did not write"):
+        OwnFolder(tmp_path).check()
+
+
+def test_a_file_is_overwritten_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_output(path, "first")
+    with pytest.raises(ValueError, match="holds something else: name another file, or pass --overwrite"):
+        write_output(path, "second")
+    assert path.read_text() == "first"
+    write_output(path, "second", overwrite=True)
+    assert path.read_text() == "second"

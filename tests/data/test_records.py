@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from mrp_trainer.data.chat import RecordEncoder
+from mrp_trainer.data.problems import encode
 from mrp_trainer.data.records import Chat, RecordError, Text, parse, parse_prompt
 from mrp_trainer.data.sources import Source, checked, json_lines, open_source
+from mrp_trainer.data.tasks import FAMILIES, make_problem
 from tokenizers.processors import TemplateProcessing
 
 USER, REPLY = {"role": "user", "content": "1 + 2"}, {"role": "assistant", "content": "3"}
@@ -120,6 +122,7 @@ MALFORMED = [
         "decoded_by",
         "found ['m']: an object is needed, as mrp decode writes it, or no such field",
     ),
+    (chat(USER, CALL | {"content": 5}, TOOL, REPLY), "messages[1].content", "found 5: a string is needed"),
     ({**WROTE, "decoded_by": "m"}, "decoded_by", "found 'm': an object is needed"),
     ({**WROTE, "decoded_by": []}, "decoded_by", "found []: an object is needed"),
     ({**WROTE, "ids": [9, 8, 350, 6, 5, 1]}, "ids", "found 350: needed are ids from 0 to 349"),
@@ -238,8 +241,21 @@ def test_tokens_that_a_tokenizer_puts_before_a_text(word_tokenizer: Any) -> None
     assert encoder(begins).prompt(record) == begins.convert_tokens_to_ids(["<unk>", "1"])
     assert shown(begins, encoder(begins).sample(GOOD)) == "user : 1 + 2 assistant : {3 <end> <pad> <pad> <pad>}"
     three, item = word_tokenizer.convert_tokens_to_ids(["3", "item"])
-    encode = RecordEncoder(word_tokenizer, 4, 64, three, [item])
-    assert shown(word_tokenizer, encode.sample({"text": "30 items"})) == "{30 <unk> item <pad>}"
+    masked = RecordEncoder(word_tokenizer, 4, 64, three, [item])
+    assert shown(word_tokenizer, masked.sample({"text": "30 items"})) == "{30 <unk> item <pad>}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_added_to_a_synthetic_problem(family: Any, word_tokenizer: Any) -> None:
+    """Its ids are those of its text, also where the tokenizer puts a token before every text."""
+    begins = copy.deepcopy(word_tokenizer)
+    begins.bos_token = "<unk>"
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 3)])
+    assert begins.encode("1") == [3, *word_tokenizer.encode("1")]
+    problem = make_problem(family, "train", 0)
+    prompt, response = encode(problem, begins)
+    assert (prompt, response) == encode(problem, word_tokenizer)
+    assert (response[-1] == END) == (family != "source")
 
 
 TWO_TURNS = chat(USER, REPLY, {"role": "user", "content": "sum"}, {"role": "assistant", "content": "4"})

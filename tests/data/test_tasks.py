@@ -141,15 +141,50 @@ def test_what_is_refused_fails_alone() -> None:
         assert re.search(reason, why), source
 
 
+def test_names_hold_without_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were the list passed, no name but the nine builtins could be looked up."""
+    monkeypatch.setattr(sandbox, "_check", lambda node: None)
+    for name in ("open", "__import__", "getattr", "eval", "json", "os"):
+        function = sandbox._function(returned(name))
+        with pytest.raises(NameError, match=f"'{name}' is not defined"):
+            function(1)
+    assert sandbox._function(returned("max(x, 3)"))(1) == 3
+
+
 def test_limits_hold_without_the_list() -> None:
-    """Were the list passed, what runs could still open nothing, start nothing and write nothing."""
+    """Were the list passed, what runs could still open nothing, start nothing and write nothing, and ends on time."""
     confined = """
-import os, resource
+import os, resource, signal
 from mrp_trainer.data import sandbox
+kept = os.dup(0)
 sandbox._confine(os.dup(1))
-limits = resource.RLIMIT_CPU, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE
-os.write(1, str([resource.getrlimit(limit) for limit in limits]).encode())
+names = "CPU", "NPROC", "FSIZE", "NOFILE", "CORE", "AS"
+limits = [resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1] for name in names]
+opened = []
+for number in range(64):
+    try:
+        os.fstat(number)
+        opened.append(number)
+    except OSError:
+        pass
+os.write(1, str([limits, opened, 0 < signal.alarm(0) <= 10]).encode())
 os.open("/etc/passwd", os.O_RDONLY)
 """
     done = subprocess.run([sys.executable, "-c", confined], stdout=subprocess.PIPE, check=False)
-    assert (done.stdout, done.returncode) == (b"[(1, 1), (0, 0), (0, 0), (0, 0)]", 1)
+    assert (done.stdout, done.returncode) == (f"[[1, 0, 0, 0, 0, {2**28}], [1], True]".encode(), 1)
+
+
+def test_the_interpreter_of_programs_is_bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in an empty folder, without environment variables, installed packages or what the working folder has."""
+    seen: dict[str, Any] = {}
+    run = subprocess.run
+
+    def asked_instead(command: list[str], **options: Any) -> Any:
+        script = "import os, sys; print(sys.flags.isolated, sys.flags.no_site, 'SECRET' in os.environ, os.listdir())"
+        seen["answer"] = run([*command[:-1], "-c", script], **options).stdout
+        return run(command, **options)
+
+    monkeypatch.setenv("SECRET", "1")
+    monkeypatch.setattr(sandbox.subprocess, "run", asked_instead)
+    assert run_functions([(returned("x"), [3])]) == [[3]]
+    assert seen["answer"] == "1 1 False []\n"

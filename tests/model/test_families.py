@@ -130,6 +130,19 @@ def test_what_published_configs_leave_out(name: str, vocabulary: int, expected: 
     assert (config.block_size, config.mask_token_id) == expected
 
 
+def test_llada2_rotates_half_of_each_head_by_default(tmp_path: Path) -> None:
+    """Where the config names no part: the logits are those of the slow model, which rotates 4 of 8 numbers."""
+    twin = twin_of("llada2_moe", 4, tmp_path, head_layers=0)
+    config = tmp_path / "twin" / "config.json"
+    fields = json.loads(config.read_text())
+    assert fields.pop("partial_rotary_factor") == 0.5
+    config.write_text(json.dumps(fields))
+    model = MRPForCausalLM.from_pretrained(tmp_path / "twin", dtype=torch.float64).eval()
+    ids = torch.randint(6, 90, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    with torch.no_grad():
+        close(model(torch.tensor([ids])).logits[0], twin.logits(ids), 1e-4)
+
+
 def test_llada2(fresh: Fresh, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """From a process without this package: the whole model, and its head, which loads the published checkpoint; its card; and
     the bias of the router, which stays in float32."""

@@ -126,6 +126,7 @@ MISFITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "another head": (lambda model: with_new_head(model, 2), "weights of mrp_head, which have changed"),
     "a deeper head": (lambda model: with_new_head(model, 3), "weights of mrp_head, which have changed"),
     "another adapter": (lambda model: model.set_adapter("other"), CHANGED),
+    "a scaled adapter": (lambda model: model.base_model.model.model.layers[0].mlp.up_proj.set_scale("default", 0.5), CHANGED),
     "adapters off": (lambda model: model.base_model.disable_adapter_layers(), CHANGED),
 }
 

@@ -187,6 +187,17 @@ def test_what_is_remembered_of_a_round() -> None:
     assert set(of.memory) == {(4, (10, 11, 12, M))}
 
 
+def test_a_remembered_state_on_the_path_counts_as_an_accepted_draft() -> None:
+    """Without drafts [M, M, M, M] leads to [A, M, M, M], which the round before scored, and this to [A, B, M, M]."""
+    of = drafting_row([4, 3, 2, 1])
+    of.memory[4, (A, M, M, M)] = (state([A, M, M, M]), says([0, 3, 2, 1]))
+    frontier, clean = accept(of, ONE, [Node(of.state, -1, None)], [says([4, 3, 2, 1])], True)
+    assert frontier is not None
+    assert (clean, frontier.successor.ids) == ([], (A, B, M, M))
+    assert (of.counts.drafted, of.counts.accepted, of.counts.lengths[2]) == (0, 1, 1)
+    assert (of.counts.offered_at_depth, of.counts.accepted_at_depth) == ([1, *[0] * 6], [1, *[0] * 6])
+
+
 # ------------------------------------------------------------------------------------------------------ what is banned
 
 

@@ -221,11 +221,21 @@ def test_recipes() -> None:
         assert model.num_parameters(only_trainable=True) == trained
         frozen = model.num_parameters() - trained
         assert f"\nweights: {(2 * frozen + 6 * trained) / 2**30:.4g} GiB\n" in said
+        assert f"\ngradients: {4 * trained / 2**30:.4g} GiB\noptimizer: {8 * trained / 2**30:.4g} GiB\n" in said
         assert said.endswith("\nrows per step: 16")
         arguments = settings.arguments(bf16=False, use_cpu=True)
         assert arguments.head_objective() == objective
         of_noise = (arguments.noisy_copies, arguments.inverse_level, arguments.noise_per)
         assert of_noise == ((1, True, "sample") if objective is PUBLISHED else (2, False, "block"))
+
+
+def test_muon_keeps_one_number_of_a_matrix_where_adam_keeps_two() -> None:
+    options = {"model": str(ROOT / "hub_configs/sdar-1.7b-mrp"), "output_dir": "unused", "muon_learning_rate": 0.01}
+    settings = read_settings("mrp", "sdar-1.7b-mrp", options)
+    sizes = [(p.numel(), p.dim() == 2) for p in meta_model(settings).mrp_head.layers.parameters()]
+    matrices = sum(size for size, matrix in sizes if matrix)
+    assert 0 < matrices < 159_402_752
+    assert f"\noptimizer: {(8 * 159_402_752 - 4 * matrices) / 2**30:.4g} GiB\n" in dry_run(settings)
 
 
 # Texts that a model decodes itself

@@ -1,0 +1,269 @@
+"""Faults drawn at random from the syntax trees of the packages, each tried on the tests that can see it.
+
+`python tests/mutants.py --measure` has to run before: it measures which tests run which lines (`line_map.py`). Then
+`--seed 7 --count 150 --only trainer/mrp_trainer` draws faults, as many of each kind (`fault_kinds.py`), and tries each in a
+copy of the tree, in a fork of a process that has imported the libraries, up to the first test that fails. Results lie in
+`build/mutants`; the same command goes on where it was interrupted, and tries those again that survived.
+`tests/harmless_faults.json` lists faults that no test can find, with the reason.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from importlib.util import cache_from_source
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fault_kinds import KINDS, Fault, faults_of
+from line_map import FOLDER, ROOT, LineMap, sources
+
+HARMLESS = ROOT / "tests" / "harmless_faults.json"
+CPU_SECONDS, WALL_SECONDS = 300, 1200  # of a process that tries a fault; one that takes longer has no end
+ENDLESS, CRASHED, HARMLESS_NAME = "a run without end", "a crash", "harmless"
+Result = dict[str, Any]
+
+
+def harmless() -> dict[tuple[str, str, str], str]:
+    """Read the reasons by `Fault.key`; an error if a line is not in its file."""
+    entries = json.loads(HARMLESS.read_text(encoding="utf-8"))
+    for entry in entries:
+        if entry["before"] not in " ".join((ROOT / entry["file"]).read_text(encoding="utf-8").split()):
+            raise SystemExit(f"{entry['file']} has no {entry['before']!r}, mend {HARMLESS.relative_to(ROOT)}")
+    return {(entry["file"], entry["before"], entry["after"]): entry["harmless"] for entry in entries}
+
+
+def drawn(files: Iterable[str], seed: int, count: int) -> list[Fault]:
+    """Draw faults, the same number of each kind as far as there are so many."""
+    texts = {file: (ROOT / file).read_bytes() for file in files}
+    by_kind: dict[str, list[Fault]] = {kind: [] for kind in KINDS}
+    for file in texts:
+        for fault in faults_of(ROOT, file):
+            by_kind[fault.kind].append(fault)
+    for kind, faults in by_kind.items():
+        random.Random(f"{seed} {kind}").shuffle(faults)
+    chosen: dict[tuple[str, str, str], Fault] = {}
+    while len(chosen) < count and any(by_kind.values()):
+        for faults in by_kind.values():
+            while faults and len(chosen) < count:
+                fault = faults.pop()
+                if fault.key not in chosen and fault.valid(texts[fault.file]):
+                    chosen[fault.key] = fault
+                    break
+    return list(chosen.values())
+
+
+class Tree:
+    """A copy of the tree in which one file at a time is faulty.
+
+    Args:
+        folder: Where to make it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+        for name in listed.stdout.decode().split("\0"):
+            if name and (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+
+    def first_failure(self, tests: Sequence[str], fault: Fault | None = None, options: Sequence[str] = ("-x",)) -> str:
+        """Run tests in a process of its own; return the names of those that failed, by lines, or what else ended it."""
+        path = self.folder / fault.file if fault else None
+        if fault and path:
+            source = (ROOT / fault.file).read_bytes()
+            self.write(path, fault.applied(source))
+        report = self.folder.with_suffix(".report")
+        report.unlink(missing_ok=True)
+        if not (child := os.fork()):
+            os.setsid()
+            resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+            self.run(tests, report, options)
+            os._exit(0)
+        status = waited(child)
+        if fault and path:
+            self.write(path, source)
+        if status is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU):
+            return ENDLESS
+        return report.read_text(encoding="utf-8") if report.exists() else CRASHED
+
+    def write(self, path: Path, source: bytes) -> None:
+        path.write_bytes(source)
+        Path(cache_from_source(str(path))).unlink(missing_ok=True)  # it has the seconds of a file's time, and its size
+
+    def run(self, tests: Sequence[str], report: Path, options: Sequence[str]) -> None:
+        import pytest
+
+        class Failures:
+            """A pytest plugin that notes failures; a test that was renamed is none."""
+
+            names: list[str] = []
+
+            def pytest_collectreport(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+                if report.failed:
+                    self.names.append(report.nodeid)
+
+            pytest_runtest_logreport = pytest_collectreport
+
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(null, stream)
+        os.chdir(self.folder)
+        inside = [str(self.folder / part) for part in ("", "trainer", "serving", "tests")]
+        sys.modules["__main__"] = ModuleType("__main__")  # which processes that tests start would import
+        os.environ["PYTHONPATH"] = os.pathsep.join(inside[:3])
+        sys.path[:] = [
+            *inside,
+            *(entry for entry in sys.path if not Path(entry or ".").resolve().is_relative_to(ROOT / "tests")),
+        ]
+        pytest.main(["-q", *options, "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[Failures()])
+        report.write_text("\n".join(Failures.names), encoding="utf-8")
+
+
+def waited(child: int) -> int | None:
+    """Wait for a child, end what it started, and return its status; None if it took too long."""
+    end, status = time.monotonic() + WALL_SECONDS, None
+    while time.monotonic() < end:
+        ended, state = os.waitpid(child, os.WNOHANG)
+        if ended:
+            status = state
+            break
+        time.sleep(0.05)
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    if status is None:
+        os.waitpid(child, 0)
+    return status
+
+
+def chosen_tests(fault: Fault, lines: LineMap, seconds: float) -> list[str]:
+    """List the tests that can see a fault, in order, as many as took some seconds together, the first in any case; then
+    files of tests that were not measured."""
+    tests: list[str] = []
+    for test in lines.tests_of(fault.file, fault.first, fault.last, fault.function):
+        seconds -= lines.seconds[test]
+        if tests and seconds < 0:
+            break
+        tests.append(test)
+    return [*tests, *lines.unmeasured_of(fault.file)]
+
+
+_tree: Tree
+_lines: LineMap
+
+
+def prepare(folder: str, lines: LineMap) -> None:
+    """Make the copy of a worker."""
+    global _tree, _lines
+    _tree, _lines = Tree(Path(folder) / str(os.getpid())), lines
+
+
+def tried(work: tuple[Fault, float]) -> Result:
+    fault, seconds = work
+    tests, start = chosen_tests(fault, _lines, seconds), time.monotonic()
+    failure = _tree.first_failure(tests, fault).split("\n")[0] if tests else ""
+    return {
+        **described(fault),
+        **{"tests": len(tests), "seconds": round(time.monotonic() - start, 1), "found_by": failure},
+    }
+
+
+def key_of(result: Result) -> tuple[str, str, str]:
+    return result["file"], result["before"], result["after"]
+
+
+def recorded(path: Path) -> dict[tuple[str, str, str], Result]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {key_of(result): result for result in map(json.loads, lines)}
+
+
+def false_alarms(results: Sequence[Result], folder: Path) -> list[str]:
+    """Run the tests that found faults without a fault; return those that fail."""
+    tests = sorted({result["found_by"] for result in results if result["found_by"].startswith("tests/")})
+    files = {test.split("::")[0] for test in tests}
+    failures: list[str] = []
+    for file in sorted(files):
+        failures += (
+            Tree(folder / f"sound-{Path(file).stem}")
+            .first_failure([test for test in tests if test.split("::")[0] == file], options=())
+            .split("\n")
+        )
+    return [failure for failure in failures if failure]
+
+
+def table(results: Sequence[Result], column: str, name: Callable[[Result], str]) -> str:
+    """Make a table of Markdown: how many faults were drawn, found, harmless, and survived, by a property of theirs."""
+    lines = [f"| {column} | faults | found | harmless | survive |", "|---|---|---|---|---|"]
+    groups = {key: [result for result in results if name(result) == key] for key in sorted(set(map(name, results)))}
+    for key, group in {**groups, "all": results}.items():
+        counts = Counter("harmless" if result["found_by"] == HARMLESS_NAME else bool(result["found_by"]) for result in group)
+        lines.append(f"| {key} | {len(group)} | {counts[True]} | {counts['harmless']} | {counts[False]} |")
+    return "\n".join(lines)
+
+
+def room(result: Result) -> str:
+    return str(Path(result["file"]).parent)
+
+
+def campaign(seed: int, count: int, only: Sequence[str], seconds: float, workers: int) -> int:
+    """Draw faults, try those that no earlier run has found, print each result and tables; return 1 if one survives."""
+    lines, known = LineMap.load(), harmless()
+    if not lines.seconds:
+        raise SystemExit("no lines are measured yet: run python tests/mutants.py --measure")
+    path = FOLDER / f"seed-{seed}.jsonl"
+    earlier = recorded(path)
+    results: list[Result] = []
+    left: list[Fault] = []
+    for fault in drawn(sources(only), seed, count):
+        if fault.key in known:
+            results.append({**described(fault), "found_by": HARMLESS_NAME})
+        elif earlier.get(fault.key, {}).get("found_by"):
+            results.append(earlier[fault.key])
+        else:
+            left.append(fault)
+    total = len(results) + len(left)
+    print(f"{total} faults, {len(results)} of them known to be found or harmless", flush=True)
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as scratch:
+        with context.Pool(workers, prepare, (scratch, lines)) as pool, path.open("a", encoding="utf-8") as file:
+            for result in pool.imap_unordered(tried, [(fault, seconds) for fault in left]):
+                results.append(result)
+                print(json.dumps(result), file=file, flush=True)
+                print(f"{len(results)}/{total} {summary_of(result)}", flush=True)
+        alarms = false_alarms(results, Path(scratch))
+    for result in results:
+        if result["found_by"] in alarms:
+            result["found_by"] = ""
+    survivors = [result for result in results if not result["found_by"]]
+    print("", *map(summary_of, survivors), sep="\n")
+    print(*(f"fails without a fault, so that it finds none: {alarm}" for alarm in alarms), sep="\n")
+    print(table(results, "kind", lambda result: str(result["kind"])), table(results, "folder", room), sep="\n\n")
+    return int(bool(survivors))
+
+
+def described(fault: Fault) -> Result:
+    return {"file": fault.file, "line": fault.line, "kind": fault.kind, "before": fault.before, "after": fault.after}
+
+
+def summary_of(result: Result) -> str:
+    where = f"{result['file']}:{result['line']}: {result['kind']}"
+    if result["found_by"]:
+        return f"{where}: {result['found_by']}"
+    return f"{where}: SURVIVES {result['tests']} tests\n  - {result['before']}\n  + {result['after']}"
