@@ -23,7 +23,7 @@ import torch
 from modeling_mrp.generate.loop import Drafting, Mode
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.networks import Hidden, Networks
-from modeling_mrp.rules.draft import Node, first_frontier, reveal_at, write_reveals
+from modeling_mrp.rules.draft import Node, first_frontier, reveal_at, write
 from modeling_mrp.rules.reveal import RevealRule, Static
 from modeling_mrp.rules.state import Row, Scores, State
 
@@ -58,7 +58,7 @@ class Decode:
         while row.stop is None:
             scores = self._score([row.state])
             if (frontier := first_frontier(row, self.rule, scores[0])) is not None:
-                write_reveals(row, frontier)
+                write(row, frontier)
                 row.settle()
             first = True
             while row.stop is None and row.state.masks > 0:
@@ -80,7 +80,7 @@ class Decode:
         count = min(self._right(chain, scores), last) + 1
         for state, said in zip(chain[:count], scores[:count], strict=True):
             if state.free:
-                write_reveals(self.row, reveal_at(self.row, self.rule, state, said))
+                write(self.row, reveal_at(self.row, self.rule, state, said))
         self.row.settle()
 
     def _right(self, chain: Sequence[State], scores: Sequence[Scores]) -> int:

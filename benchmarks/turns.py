@@ -27,7 +27,8 @@ import torch
 from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import problems
 from mrp_trainer.evaluate.decoded import NEW_TOKENS, pad_left
-from transformers import AutoModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from .bare_loop import decoded
 from .common import TINY, emit, header, now, parser_of
@@ -93,7 +94,7 @@ class Way:
         """Decode a batch; return the seconds that it took."""
         place = turn % len(self.batches)
         inputs = {name: value.to(self.model.device) for name, value in self.batches[place].items()}
-        code = sys.modules[type(self.model).__module__]  # the code of its folder: a bundle of one file
+        code = sys.modules[type(self.model).__module__]  # the code of its folder: all in one file
         with patch.object(code, "WIDTHS", (self.most,)) if self.most else nullcontext():
             begun = self.clock(self.model.device)
             self.texts[place], self.forwards[place] = self.decode(inputs)
@@ -128,6 +129,11 @@ def batches_of(tokenizer: PreTrainedTokenizerFast, split: Any, count: int, rows:
     return [pad_left(prompts[begin : begin + rows], tokenizer.pad_token_id) for begin in range(0, count, rows)]
 
 
+def own_code(folder: str) -> Any:
+    """Return the class of a folder's own code, also where the Auto classes would take this package's."""
+    return get_class_from_dynamic_module("modeling_mrp.MRPForCausalLM", folder)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: print a JSON line for each number of rows, target, folder and way to draft."""
     parser = parser_of("turns", __doc__)
@@ -146,7 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("bare is a loop of `dynamic` and one row: --batches 1 --targets dynamic")
     torch.set_num_threads(options.threads)
     models = [
-        AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=getattr(torch, options.dtype)).to(options.device).eval()
+        own_code(folder).from_pretrained(folder, dtype=getattr(torch, options.dtype)).to(options.device).eval()
         for folder in options.folders
     ]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.folders[-1])

@@ -139,6 +139,7 @@ EFFECTS = [
         "get_class_from_dynamic_module, generate",
         f"never called here: its text is saved as {CUSTOM_GENERATE}, where it fetches and executes that repository's code",
     ),
+    ("check_other_variants", "glob", "when saving: looks for shards of another variant in the folder"),
     ("families", "glob, import_module", "imports the other backbones in the package; in this file nothing, as there is one"),
 ]
 _TITLE = "MRP for block-diffusion language models: the model, `generate` and all that they need, in reading order."

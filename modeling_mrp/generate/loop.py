@@ -19,7 +19,7 @@ from time import perf_counter
 
 from ..networks.networks import Hidden, Networks
 from ..networks.picker import LIKELIEST, SHORTLIST
-from ..rules.draft import Node, accept, build_draft, draft_sizes, first_frontier, target_nodes, write_reveals
+from ..rules.draft import Node, accept, build_draft, draft_sizes, first_frontier, target_nodes, write
 from ..rules.reveal import RevealRule
 from ..rules.state import Frontier, Key, Row, Scores, State
 from .budget import Amount, Budget
@@ -213,6 +213,6 @@ class Decoder:
             frontiers = refined(self.mode.refine, self.networks, rows, frontiers)
         for row, frontier in zip(rows, frontiers, strict=True):
             if frontier is not None:
-                write_reveals(row, frontier)
+                write(row, frontier)
             if row.stop is None:
                 row.settle()

@@ -240,7 +240,7 @@ def accept(
         else:
             state = frontier.state
             break
-        write_reveals(row, frontier)
+        write(row, frontier)
     row.state = state
     if frontier is None:
         row.source = None
@@ -268,7 +268,7 @@ def reveal_at(row: Row, rule: RevealRule, state: State, scores: Scores) -> Front
     return Frontier(state, scores, where, memo, row.after(state, where, scores.token))
 
 
-def write_reveals(row: Row, frontier: Frontier) -> None:
+def write(row: Row, frontier: Frontier) -> None:
     """Write a frontier's reveal into the row's text, and move the row to the frontier's successor.
 
     Raises:

@@ -71,11 +71,11 @@ def evaluated(folder: Path, model: Any, **options: Any) -> Any:
 
 def test_lm_eval_scores_as_we_do(task: Path, tiny_model: MRPForCausalLM, tiny_tokenizer: Any) -> None:
     """With prompts of different length in a batch: both modes give the texts that `generate` gives here, and the score that
-    our judge gives them. The checkpoint's own code is what runs, or our model by its name, where `auto` is a number of rows."""
+    our judge gives them. By lm-eval's own way to load, or our model by its name, where `auto` is a number of rows."""
     from lm_eval.models.huggingface import HFLM
 
     remote = HFLM(pretrained=str(TINY), trust_remote_code=True, device="cpu", batch_size=3)
-    assert type(remote.model).__module__.startswith("transformers_modules")
+    assert isinstance(remote.model, MRPForCausalLM)
     importlib.import_module("mrp_trainer.evaluate.lm_eval")
     prompts = family_set("math", "heldout", tiny_tokenizer, COUNT).prompts
     ours = decode_prompts(tiny_model, tiny_tokenizer, prompts, None, NEW_TOKENS, decoding="sequential")

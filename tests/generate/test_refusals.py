@@ -224,7 +224,7 @@ ARGUMENTS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"input_ids": PAIR, "streamer": STREAMERS[:1] * 2}, "streamer holds 1 for 2 rows: pass a list of 2"),
         ({"num_return_sequences": 2, "do_sample": True, "streamer": STREAMERS[0]}, "for 2 rows.*one prompt at a time"),
         ({"num_return_sequences": 2, "do_sample": True, "seed": [1]}, "1 values for 2 rows.*one per row"),
-        ({"eos_token_id": "abc"}, "eos_token_id holds 'abc', outside the vocabulary of 64.*inside"),
+        ({"eos_token_id": "abc"}, "eos_token_id is 'abc': use an id, or a list of ids"),
         ({"eos_token_id": 64}, "eos_token_id holds 64, outside the vocabulary of 64.*inside"),
         ({"eos_token_id": [9, 60]}, "eos_token_id holds the mask id 60"),
         *(({"suppress_tokens": [3, id]}, f"suppress_tokens holds {id}, outside the vocabulary of 64") for id in (64, -1)),

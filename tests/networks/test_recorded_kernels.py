@@ -39,8 +39,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 # Kernels of a decoder layer: products of qkv, o, gate and up, down; kernels of our own; SiLU and the product behind it.
 LAYER = {"mm": 4, "triton._sum_and_norm": 2, "triton._rotate": 1, "triton._attend": 1, "silu": 1, "mul": 1}
-BACKBONE = 15  # beside its layers: unpacking, embedding, rotary angles, the last norm
-HEAD = 33  # likewise, with the two norms and the product that it begins with
+BACKBONE = 14  # beside its layers: unpacking, embedding, rotary angles, the last norm
+HEAD = 32  # likewise, with the two norms and the product that it begins with
 PICKED = 9  # masked places, logits, the row kernel's two, and spreading the results over blocks
 COMMIT = 13  # of clean states
 # What launches nothing: another look at the same numbers, or memory alone.

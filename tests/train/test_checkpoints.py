@@ -192,7 +192,7 @@ def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
         assert torch.equal(value, before[name]) != name.startswith("mrp_head."), name
     own = MRPForCausalLM.from_pretrained(run.folder / "final")
     remote = AutoModelForCausalLM.from_pretrained(run.folder / "final", trust_remote_code=True)
-    assert type(remote).__module__.startswith("transformers_modules")
+    assert isinstance(remote, MRPForCausalLM)
     shutil.copytree(run.folder / "checkpoint-4", tmp_path / "resumed" / "checkpoint-4")
     resumed = replace(run, folder=tmp_path / "resumed", resume=True, seed=3)
     assert not (resumed.folder / "checkpoint-4" / "model.safetensors").exists()

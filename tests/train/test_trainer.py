@@ -166,13 +166,8 @@ def test_records_become_the_rows_that_the_command_reads(
         ({"rows_per_step": 10}, "rows_per_step is 10: 1 processes with per_device_train_batch_size 4 take 4 rows at once"),
         ({"rows_per_step": 16, "gradient_accumulation_steps": 2}, "leave gradient_accumulation_steps out, which is 2"),
         ({"max_steps": 0}, r"max_steps is 0: nothing would be trained\. Give -1 \(by epochs\), or max_steps of 1 or more"),
-        *(
-            (
-                {"max_steps": -1, "num_train_epochs": value},
-                f"num_train_epochs is {value}: nothing would be trained. Give a number",
-            )
-            for value in (0, -1.5)
-        ),
+        ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs is 0: nothing would be trained. Give a number"),
+        ({"max_steps": -1, "num_train_epochs": -1.5}, "num_train_epochs is -1.5: it must be 0 or more"),
         ({"max_length": 1025}, r"max_length is 1025: the model has 1024 positions \(max_position_embeddings\), lower it"),
         ({"hub_strategy": "checkpoint"}, r"hub_strategy is 'checkpoint', which does nothing here: .* pickled .* mrp push"),
         # of the trainer itself

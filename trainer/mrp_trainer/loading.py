@@ -82,9 +82,9 @@ def load_model(
             there is no such device, or the dtype is float64 on an Apple GPU, which has none.
         OSError: if there is no such folder or repository.
     """
-    checked = checked_device(device)
-    if checked.type == "mps" and dtype == "float64":
+    if dtype == "float64" and (default_device().type if device is None else device.partition(":")[0]) == "mps":
         raise ValueError("dtype is float64, which an Apple GPU (mps) has not: use float32, or the device cpu")
+    checked = checked_device(device)
     base, of_base, adapter = _base_and_adapter(source, revision, backbone)
     weights: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     pinned: dict[str, Any] = {} if of_base is None else {"revision": of_base}
