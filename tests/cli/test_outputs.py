@@ -262,6 +262,16 @@ def test_a_run_removes_its_own_checkpoints_alone(files: dict[str, str], tmp_path
     assert (folder / "model.safetensors").read_bytes() != result
     assert {name: tree(folder / name) for name in mine} == mine
     assert (folder / "checkpoint-2").is_dir()
+    (folder / "README.md").write_text(MINE)
+    write_output(folder / "mine" / "model.safetensors", MINE)
+    OwnFolder(folder).remove("model.safetensors")
+    shutil.move(folder / "mine" / "model.safetensors", folder)
+    before = tree(folder)
+    for restart in ([], ["--restart"]):
+        said = train("head", files, folder, *restart, "--seed", "5", fails=True).replace("\n", " ")
+        assert "model.safetensors was not written by this command: move it elsewhere" in said
+        assert tree(folder) == before
+    (folder / "model.safetensors").unlink()
     shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-1")
     before = tree(folder)
     assert "checkpoint-1, which no run here wrote" in train("head", files, folder, "--restart", fails=True).replace("\n", " ")

@@ -110,6 +110,12 @@ class OwnFolder:
         inside = [line for line in lines if not Path(line).is_absolute() and ".." not in Path(line).parts]
         return [line for line in inside if line not in ("", ".", _HEADING)]
 
+    def check_free(self, *names: str) -> None:
+        """Raise `ValueError` if something in the folder has one of these names and is not listed."""
+        listed = self.names()
+        if foreign := [name for name in names if (self.path / name).exists() and name not in listed]:
+            raise ValueError(f"{self.path / foreign[0]} was not written by this command: move it elsewhere, and run it again")
+
     def claim(self, *names: str) -> None:
         """Make the folder if it is missing, and add paths to its listing, before they are written; `ValueError` as `check`."""
         self.check()
@@ -147,6 +153,7 @@ class OwnFolder:
             partial.mkdir()
             yield partial
             files = [path.relative_to(partial) for path in sorted(partial.rglob("*")) if path.is_file()]
+            self.check_free(*(file.as_posix() for file in files))
             stale = {name for name in self.names() if name.endswith((".safetensors", ".safetensors.index.json"))}
             self.claim(*(file.as_posix() for file in files))
             for file in files:

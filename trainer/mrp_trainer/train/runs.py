@@ -131,6 +131,7 @@ def _take(folder: Path, lock: FileLock, settings: Settings, restart: bool) -> No
     """Make a run's folder if needed, lock it, and write the run's settings; `ValueError` if another run has the folder."""
     own, path, checkpoints = OwnFolder(folder), folder / RUN_FILE, checkpoints_in(folder)
     own.check()
+    own.check_free("config.json", "model.safetensors")
     if restart and (others := sorted({one.name for one in checkpoints} - {*own.names()})):
         raise ValueError(f"{folder} holds {others[0]}, which no run here wrote, and so --restart leaves: remove it")
     if (checkpoints or (folder / "config.json").is_file()) and not restart:
