@@ -783,7 +783,7 @@ def check_depth(config: Any, names: Collection[str], source: str) -> None:
 
 def is_hub_id(name: str) -> bool:
     """Tell if a name can be a repository's id on the Hub, `org/name`, rather than a path."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name) is not None and ".." not in name
+    return re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name) is not None and not re.search(r"\.\.|--", name)
 
 
 def backbone_location(name: str, source: str) -> str:
