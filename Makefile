@@ -29,9 +29,9 @@ test: $(VENV)/.dev
 mutants: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(ONLY)
 
-# What needs the other extras: quantized weights, the server, notebooks, the Space, a picture as PNG; and kernels
-# compiled for four GPUs.
-EXTRAS := quantized serve docs notebooks space picture compiled
+# What needs the other extras: quantized weights, the server, notebooks, the Space, a picture as PNG; kernels compiled for
+# four GPUs; and whether what is imported from other libraries exists.
+EXTRAS := quantized serve docs notebooks space picture compiled rests_on
 
 test-extras: $(VENV)/.extras
 	$(PYTEST) -rs $(wildcard $(EXTRAS:%=tests/*/test_%.py))

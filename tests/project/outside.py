@@ -78,14 +78,14 @@ def reached_into(trees: dict[str, ast.Module]) -> Iterator[str]:
             yield name
 
 
-def outside_names(package: Path, dotted: str) -> dict[str, set[str]]:
-    """All names of a package by kind: "import", "override" and "reach into"."""
+def outside_names(package: Path, dotted: str, kind: str) -> set[str]:
+    """All names of a package of one kind: "import", "override", for which its modules are imported, or "reach into"."""
     trees = {name: tree for name, tree in modules(package, dotted).items() if not name.endswith(".__main__")}
-    return {
-        "import": {name for tree in trees.values() for name in imported(tree)},
-        "override": {name for module in trees for name in overridden(importlib.import_module(module))},
-        "reach into": set(reached_into(trees)),
-    }
+    if kind == "import":
+        return {name for tree in trees.values() for name in imported(tree)}
+    if kind == "override":
+        return {name for module in trees for name in overridden(importlib.import_module(module))}
+    return set(reached_into(trees))
 
 
 def exists(name: str) -> bool:
