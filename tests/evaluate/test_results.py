@@ -1,5 +1,7 @@
-"""Numbers by hand, and files of results: complete lines only, and lines of other weights or code are not taken."""
+"""Numbers by hand, and files of results: complete lines only, and lines of other weights or code
+are not taken."""
 
+import ast
 import json
 import math
 import re
@@ -15,7 +17,11 @@ import torch
 from conftest import ROOT
 from helpers import generate
 from mrp_trainer.evaluate import provenance
-from mrp_trainer.evaluate.acceptance import acceptance_by_depth, mean_accepted_length, measure_acceptance
+from mrp_trainer.evaluate.acceptance import (
+    acceptance_by_depth,
+    mean_accepted_length,
+    measure_acceptance,
+)
 from mrp_trainer.evaluate.decoded import Decoded
 from mrp_trainer.evaluate.intervals import ratio_of_sums, wilson
 from mrp_trainer.evaluate.provenance import deciding, digests
@@ -34,7 +40,8 @@ def made(**given: Any) -> Decoded:
 
 
 def test_rates_by_hand() -> None:
-    """10 of 12 offers at depth 1, none of 1 at depth 2, nothing behind. Problem 1 alone has a second draft."""
+    """10 of 12 offers at depth 1, none of 1 at depth 2, nothing behind. Problem 1 alone has a
+    second draft."""
     decoded = made(
         offered_at_depth=np.array([[8, 1, 0], [4, 0, 0]]),
         accepted_at_depth=np.array([[6, 0, 0], [4, 0, 0]]),
@@ -54,19 +61,27 @@ def test_rates_by_hand() -> None:
 
 
 def test_measured_as_counted(id_tokenizer: PreTrainedTokenizerFast) -> None:
-    """The numbers are those of `generate`'s own counts; nothing is drawn, and no gradient is left."""
+    """The numbers are those of `generate`'s own counts; nothing is drawn, and no gradient is
+    left."""
     drafter, rows = make_model(3, block_size=8), [[1, 2, 3, 4, 5], [9, 8, 7]]
-    torch.nn.init.normal_(drafter.mrp_head.norm.weight, std=0.05, generator=torch.Generator().manual_seed(0))
-    stats = generate(drafter, rows, decoding="mrp_spec", num_draft_states=5, max_new_tokens=12).stats
+    torch.nn.init.normal_(
+        drafter.mrp_head.norm.weight, std=0.05, generator=torch.Generator().manual_seed(0)
+    )
+    stats = generate(
+        drafter, rows, decoding="mrp_spec", num_draft_states=5, max_new_tokens=12
+    ).stats
     expected = {
         "mean_accepted_length": 1 + int(stats.accepted.sum()) / int(stats.accepted_lengths.sum()),
         "tokens_per_forward": 24 / int(stats.row_forwards.sum()),
-        "first_draft_acceptance": int(stats.accepted_at_depth[:, 0].sum()) / int(stats.offered_at_depth[:, 0].sum()),
+        "first_draft_acceptance": int(stats.accepted_at_depth[:, 0].sum())
+        / int(stats.offered_at_depth[:, 0].sum()),
     }
     assert 1 < expected["mean_accepted_length"] < 5
     before = torch.get_rng_state()
     for size in (1, 16):
-        assert measure_acceptance(drafter, id_tokenizer, rows, 12, size, num_draft_states=5) == pytest.approx(expected)
+        assert measure_acceptance(
+            drafter, id_tokenizer, rows, 12, size, num_draft_states=5
+        ) == pytest.approx(expected)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in drafter.parameters())
     with pytest.raises(ValueError, match="no prompt to decode"):
@@ -74,13 +89,16 @@ def test_measured_as_counted(id_tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_intervals() -> None:
-    """The ends of Wilson's are the shares p that the observed one is z standard errors of p away from. Of 20 ones and 180 zeros
-    the sum over a resample is binomial(200, 0.1), whose 2.5 % quantiles are 12 and 29, to one problem. A ratio of sums is no
-    mean of ratios: of 10 / 1 and 10 / 9 resamples are 20 / 2, 20 / 10 and 20 / 18."""
+    """The ends of Wilson's are the shares p that the observed one is z standard errors of p away
+    from. Of 20 ones and 180 zeros the sum over a resample is binomial(200, 0.1), whose 2.5 %
+    quantiles are 12 and 29, to one problem. A ratio of sums is no mean of ratios: of 10 / 1 and 10
+    / 9 resamples are 20 / 2, 20 / 10 and 20 / 18."""
     for right, count in ((1, 7), (8, 10), (250, 500)):
         found = wilson(right, count)
         for p in (found.low, found.high):
-            assert abs(right / count - p) == pytest.approx(1.959963984540054 * math.sqrt(p * (1 - p) / count))
+            assert abs(right / count - p) == pytest.approx(
+                1.959963984540054 * math.sqrt(p * (1 - p) / count)
+            )
         assert found.low < found.value < found.high
     for over, under, expected, off in (
         ([1] * 20 + [0] * 180, [1] * 200, (12 / 200, 20 / 200, 29 / 200), 1 / 200),
@@ -113,13 +131,24 @@ DRAFTED = {"asked": 1, "mode": "mrp_spec", "head_per_token": 0.3}
 
 @pytest.mark.parametrize(
     ("part", "taken", "whose"),
-    [("backbone", [], "that of sdar-tiny-mrp"), ("head", [ALONE], "that of sdar-tiny-mrp"), ("deciding", [], "today's")],
+    [
+        ("backbone", [], "that of sdar-tiny-mrp"),
+        ("head", [ALONE], "that of sdar-tiny-mrp"),
+        ("deciding", [], "today's"),
+    ],
 )
-def test_lines_of_other_weights_or_code_are_measured_again(tmp_path: Path, part: str, taken: list[Any], whose: str) -> None:
-    """But for modes without a head where only the head is another; tables refuse them until that is done. A line belongs to the
-    nearest header before it."""
+def test_lines_of_other_weights_or_code_are_measured_again(
+    tmp_path: Path, part: str, taken: list[Any], whose: str
+) -> None:
+    """But for modes without a head where only the head is another; tables refuse them until that is
+    done. A line belongs to the nearest header before it."""
     path, today = tmp_path / "tiny_sweep.jsonl", {**embedded_weights(), "deciding": deciding()}
-    old = {"benchmark": "sweep", **today, part: "0123456789ab", "options": {"count": 200, "batch_size": [1, 8], "before": None}}
+    old = {
+        "benchmark": "sweep",
+        **today,
+        part: "0123456789ab",
+        "options": {"count": 200, "batch_size": [1, 8], "before": None},
+    }
     path.write_text("".join(json.dumps(line) + "\n" for line in (old, ALONE, DRAFTED)))
     what = "deciding code" if part == "deciding" else part
     told = f"{path}: measured with the {what} 0123456789ab, and {whose} is {today[part]}: "
@@ -132,12 +161,17 @@ def test_lines_of_other_weights_or_code_are_measured_again(tmp_path: Path, part:
     results.add(DRAFTED)
     results.add(DRAFTED)
     assert results.find(mode="mrp_spec") == DRAFTED
-    assert [json.loads(line) for line in path.read_text().splitlines()][3:] == [results.header, DRAFTED, DRAFTED]
+    assert [json.loads(line) for line in path.read_text().splitlines()][3:] == [
+        results.header,
+        DRAFTED,
+        DRAFTED,
+    ]
     assert read_lines(path) == [*taken, DRAFTED, DRAFTED]
 
 
 def test_digests_change_with_their_part_alone(tmp_path: Path) -> None:
-    """Of backbone, head, and what decides: a rule's code changes that; comments, docstrings and other modules do not."""
+    """Of backbone, head, and what decides: a rule's code changes that; layout, comments, docstrings
+    and other modules do not."""
     model = make_model().float()
     before = digests(model)
     assert digests(model.to(torch.float64)) == before, "the same weights, computing in float64"
@@ -152,6 +186,8 @@ def test_digests_change_with_their_part_alone(tmp_path: Path) -> None:
     copy = Path(shutil.copytree(Path(modeling_mrp.__file__).parent, tmp_path / "a"))
     reveal = copy / "rules" / "reveal.py"
     reveal.write_text('"""Rules."""\n# of reveals\n' + reveal.read_text().split('"""', 2)[2])
+    loop = copy / "generate" / "loop.py"
+    loop.write_text(ast.unparse(ast.parse(loop.read_text())))
     (copy / "generate" / "budget.py").write_text("")
     assert deciding(copy) == deciding()
     other = Path(shutil.copytree(copy, tmp_path / "b"))
@@ -160,18 +196,28 @@ def test_digests_change_with_their_part_alone(tmp_path: Path) -> None:
 
 
 def test_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They say commit, weights and options; nothing is written beside the results while the code has changes."""
+    """They say commit, weights and options; nothing is written beside the results while the code
+    has changes."""
     model = make_model()
-    said = provenance.header("sweep", SimpleNamespace(model=str(ROOT / "hub_configs"), count=3), model)
+    said = provenance.header(
+        "sweep", SimpleNamespace(model=str(ROOT / "hub_configs"), count=3), model
+    )
     assert said.items() >= digests(model).items()
     assert said["options"] == {"model": "hub_configs", "count": 3}
     checkout = (ROOT / ".git").exists()
-    assert re.fullmatch(r"[0-9a-f]{7,}( with changes)?", said["commit"]) if checkout else said["commit"] is None
+    assert (
+        re.fullmatch(r"[0-9a-f]{7,}( with changes)?", said["commit"])
+        if checkout
+        else said["commit"] is None
+    )
     monkeypatch.setattr(provenance, "commit", lambda: "0123abc with changes")
     path = tmp_path / "benchmarks" / "results" / "new.jsonl"
     path.parent.mkdir(parents=True)
     (printed := tmp_path / "1").symlink_to(path)  # as of a shell's redirection
-    with pytest.raises(ValueError, match="the code has changes that no commit holds: commit them first, or name another"):
+    with pytest.raises(
+        ValueError,
+        match="the code has changes that no commit holds: commit them first, or name another",
+    ):
         header("host", SimpleNamespace(), printed=printed)
     with pytest.raises(ValueError, match="the code has changes"):
         ResultsFile(path, "asked").begin(provenance.header("mrp evaluate", SimpleNamespace()))

@@ -1,4 +1,5 @@
-"""Provenance of measurements: headers of result files, and digests of the weights and the code that results depend on."""
+"""Provenance of measurements: headers of result files, and digests of the weights and the code that
+results depend on."""
 
 import ast
 import hashlib
@@ -17,20 +18,28 @@ import modeling_mrp
 
 ROOT = Path(__file__).parents[3]
 _DIGITS = 12
-# Files of `modeling_mrp` that decide which tokens are revealed, drafted and accepted, and so all counts.
+# Files of `modeling_mrp` that decide which tokens are revealed, drafted and accepted, and so all
+# counts.
 _DECIDING = ("rules/*.py", "generate/loop.py", "generate/refine.py", "networks/picker.py")
 
 
 def digests(model: nn.Module) -> dict[str, str | None]:
-    """Return the digests of a model's two parts, `backbone` and `head`, in hexadecimal; None for a missing head.
+    """Return the digests of a model's two parts, `backbone` and `head`, in hexadecimal; None for a
+    missing head.
 
-    A digest covers the names, shapes and values of tensors, in the order of names. Floating values are taken as float32, so
-    that weights have the same digest after a cast to float64.
+    A digest covers the names, shapes and values of tensors, in the order of names. Floating values
+    are taken as float32, so that weights have the same digest after a cast to float64.
     """
     parts = {"backbone": hashlib.sha256(), "head": hashlib.sha256()}
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    tensors = {
+        name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)
+    }
     for name, tensor in sorted(tensors.items()):
-        values = tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype).contiguous()
+        values = (
+            tensor.detach()
+            .to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
+            .contiguous()
+        )
         part = parts["head" if name.startswith("mrp_head.") else "backbone"]
         part.update(f"{name} {tuple(tensor.shape)}\n".encode())
         part.update(values.numpy().tobytes())
@@ -43,34 +52,52 @@ def digests(model: nn.Module) -> dict[str, str | None]:
 
 @cache
 def deciding(package: Path = Path(modeling_mrp.__file__).parent) -> str:
-    """Return a hexadecimal digest of the code that decides all counts (`_DECIDING`), without docstrings and comment lines."""
+    """Return a hexadecimal digest of the code that decides all counts (`_DECIDING`): of its syntax
+    trees, without docstrings, so that neither layout nor comments change it."""
     digest = hashlib.sha256()
     for path in (path for pattern in _DECIDING for path in sorted(package.glob(pattern))):
-        text, said = path.read_text(encoding="utf-8"), set[int]()
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-                said.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-        code = (line for number, line in enumerate(text.splitlines(), 1) if number not in said)
-        digest.update("\n".join(line for line in code if line.strip() and not line.strip().startswith("#")).encode())
+        digest.update(repr(_syntax(ast.parse(path.read_text(encoding="utf-8")))).encode())
     return digest.hexdigest()[:_DIGITS]
 
 
+def _syntax(node: object) -> object:
+    """Return a syntax tree as nested lists, without docstrings and empty fields."""
+    # `ast.dump` and `ast.unparse` are not the same in all versions of Python: a version may add
+    # fields, which are empty here, or write f-strings with other quotes.
+    if isinstance(node, ast.AST):
+        fields = [(name, _syntax(value)) for name, value in ast.iter_fields(node)]
+        return [type(node).__name__, *(field for field in fields if field[1] not in (None, []))]
+    return [_syntax(one) for one in node if not _said(one)] if isinstance(node, list) else node
+
+
+def _said(node: object) -> bool:
+    """Tell if a statement is a string alone, such as a docstring."""
+    text = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(text, ast.Constant) and isinstance(text.value, str)
+
+
 def commit() -> str | None:
-    """Return the checkout's commit, followed by "with changes" if code or weights differ from it; None without a checkout."""
+    """Return the checkout's commit, followed by "with changes" if code or weights differ from it;
+    None without a checkout."""
     if not (ROOT / ".git").exists():
         return None
     git = ["git", "-C", str(ROOT)]
     try:
-        name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+        name = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results", ":!*.md"], check=False)
+    changed = subprocess.run(
+        [*git, "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results", ":!*.md"], check=False
+    )
     return f"{name} with changes" if changed.returncode else name
 
 
 def header(benchmark: str, options: object, model: nn.Module | None = None) -> dict[str, Any]:
-    """Make the header, the first line of a command's output: the command (in the field `benchmark`, which no other line has),
-    versions, date, options (the attributes of `options`), and digests of the measured weights, if any."""
+    """Make the header, the first line of a command's output: the command (in the field `benchmark`,
+    which no other line has), versions, date, options (the attributes of `options`), and digests of
+    the measured weights, if any."""
     asked = {
         name: str(value).replace(f"{ROOT}/", "") if isinstance(value, str | Path) else value
         for name, value in vars(options).items()
